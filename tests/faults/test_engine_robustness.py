@@ -241,12 +241,21 @@ def test_gradient_from_before_is_not_counted() -> None:
     assert norms[0] == norms[1]
 
 
-def test_weights_written_later_are_refused() -> None:
-    model = nn.Linear(4, 4)
-    engine = make(model)
-    model.load_state_dict(nn.Linear(4, 4).state_dict())
-    with refused("parameter-written", "weight"):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_written_later_are_trained(stage: int) -> None:
+    models = nn.Linear(4, 4), nn.Linear(4, 4)
+    engines = [make(model, stage) for model in models]
+    written = nn.Linear(4, 4).state_dict()
+    models[0].load_state_dict(written)
+    for engine in engines:  # one is read first, the other steps at once
+        engine.model.load_state_dict(written)
+        if engine is engines[0]:
+            assert torch.equal(engine.read("weight"), written["weight"])
+        with engine.gathered():  # which takes nothing over of itself
+            pass
         engine.train_step([torch.ones(1, 4)])
+    assert torch.equal(engines[0].read("weight"), engines[1].read("weight"))
+    assert not torch.equal(engines[0].read("weight"), written["weight"])
 
 
 def test_fp16_does_not_skip_a_loss_that_is_nan() -> None:
@@ -318,43 +327,69 @@ def test_given_optimizer_keeps_its_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_clipping_gradients_that_are_not_there_is_reported_once(ranks: WorkerPool, stage: int) -> None:
-    for warnings in ranks(2).run(clip_by_hand, stage):
-        assert warnings == [0, 0, 1, 1, 1]
+def test_what_a_script_does_to_gradients_is_done_or_refused(ranks: WorkerPool, stage: int) -> None:
+    for warnings in ranks(2).run(touch_gradients, stage):
+        assert warnings == ["clip"]
 
 
-def clip_by_hand(rank: int, world_size: int, stage: int) -> list[int]:
+def touch_gradients(rank: int, world_size: int, stage: int) -> list[str]:
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append("clip" * ("clip_norm" in record.getMessage()))  # type: ignore[method-assign]
     logging.getLogger("shardwise").addHandler(handler)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
     engine = make(model, stage, loss_fn=lambda output, _: (output.square().sum(), output.numel()))
-    x, nums = torch.ones(2, 4, dtype=torch.float64), []
+    x = torch.ones(2, 4, dtype=torch.float64)
     try:
-        model.zero_grad()
-        engine.train_step([x])
-        model.zero_grad()
-        nums.append(len(warnings))
-        engine.backward(engine(x))
-        engine.backward(engine(x))
-        copied = copy.deepcopy(model) if stage < 3 else model
-        nums.append(len(warnings))
-        assert stage == 3 or {type(each) for each in copied.parameters()} == {nn.Parameter}
-        for _ in range(2):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            nums.append(len(warnings))
-        engine.step()
-        engine.backward(engine(x))
-        engine.zero_grad()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        nums.append(len(warnings))
-        assert all("optimizer.clip_norm" in each for each in warnings)
-        engine(x)
-        assert stage == 3 or {type(each) for each in model.parameters()} == {nn.Parameter}
-        return nums
+        refuse_changes(engine, stage, x)
+        clear_in_all_ways(engine, x)
+        return warnings
     finally:
         logging.getLogger("shardwise").removeHandler(handler)
+        engine.close()
+        assert not {"add_param_group", "zero_grad"} & vars(engine.optimizer).keys()
+
+
+def refuse_changes(engine: Engine, stage: int, x: Tensor) -> None:
+    """Change the gradients that the engine has, and those that it has no more."""
+    model = engine.model
+    engine.backward(engine(x))
+    engine(x)  # an evaluation, or the next micro-batch: the engine still has them
+    copied = copy.deepcopy(model) if stage < 3 else model
+    assert stage == 3 or {type(each) for each in copied.parameters()} == {nn.Parameter}
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with refused("gradients-clipped-outside", "optimizer.clip_norm"):
+            clip(model.parameters(), 1.0)
+    weight = model.get_parameter("0.weight")
+    with refused("gradient-assigned", "0.weight", "engine.write"):
+        weight.grad = torch.zeros(4, 4, dtype=torch.float64)
+    with refused("gradient-assigned", "0.weight", "engine.zero_grad()"):
+        weight.grad = None
+    with refused("gradients-cleared-partly", "Linear"):
+        model[1].zero_grad()  # type: ignore[operator]
+    for _ in range(2):
+        assert all(each.grad is None for each in model.parameters())  # which warns once
+    engine.step()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    weight.grad = None
+    engine.step_context.zero_grad()
+
+
+def clear_in_all_ways(engine: Engine, x: Tensor) -> None:
+    """Clear the gradients of a backward, and find that only those of the next one are there."""
+    model = engine.model
+    engine.backward(engine(x))
+    expected = engine.read("0.weight", "grad")
+    engine.zero_grad()
+    for clear in (model.zero_grad, engine.optimizer.zero_grad, nn.ModuleList([model]).zero_grad, engine.zero_grad):
+        for is_late in (False, True):  # after the forward whose gradients are kept
+            engine.backward(engine(9 * x))
+            loss = engine(x) if is_late else None
+            clear()
+            assert engine.step_context.num_backwards == 0
+            engine.backward(engine(x) if loss is None else loss)
+            assert torch.equal(engine.read("0.weight", "grad"), expected)
+            engine.zero_grad()
 
 
 class ReentrantTwice(nn.Module):

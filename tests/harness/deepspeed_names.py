@@ -60,4 +60,4 @@ if __name__ == "__main__":
     for module, found in sorted(names_by_module(Path(sys.argv[1])).items()):
         is_test = "test" in module.rpartition(".")[2].split("_")
         if not is_test and not (module and answer_of(module).fails_at_import):
-            print(f"{module}:", *sorted(name for name in found if not name.startswith("_")))
+            print(f"{module}:", *sorted(name for name in found if not name.startswith("_") or name[1:2].isupper()))

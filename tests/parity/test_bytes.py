@@ -71,10 +71,9 @@ def measure(
 
 
 def _scalars(engine: Engine) -> list[torch.Tensor]:
-    """The loss's sum and count, and the step counts of Adam."""
+    """The sum and count of each loss, and the step counts of Adam."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
-    sums = engine.step_context.losses._sums
-    return [value for value in states if value.dim() == 0] + ([] if sums is None else [sums])
+    return [value for value in states if value.dim() == 0] + engine.step_context.losses._rows
 
 
 @pytest.mark.parametrize(

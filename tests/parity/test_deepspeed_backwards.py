@@ -1,8 +1,8 @@
-"""The order of a script's calls: zero_grad, backwards of two kinds and inside hooks, failures, saves, as in plain torch.
+"""The order of a script's calls: zero_grad, backwards of two kinds and inside hooks, failures, saves.
 
-A script is a row of letters. Each is one call on the engine, and does on plain torch what it says: f forward of the
-next batch, b engine.backward of its loss, r the same with retain_graph, t loss.backward(), x a backward that raises, c a
-backward whose hook runs forwards and backwards, z engine.zero_grad(), o that of the optimizer, m that of the model,
+A script is a row of characters. Each is one call on the engine, and does on plain torch what it says: f forward of the
+next batch, b engine.backward of its loss, r the same with retain_graph, t loss.backward(), x a backward that raises,
+c a backward whose hook runs forwards and backwards, z engine.zero_grad(), o that of the optimizer, m that of the model,
 s engine.step(), w a save.
 """
 
@@ -85,8 +85,8 @@ def run(script: str, rank: int, accumulation: int, config: dict[str, Any], folde
         config={"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation, **config},
     )
     number, output = 0, torch.empty(0)
-    for letter in script:
-        match letter:
+    for sign in script:
+        match sign:
             case "f":
                 output = engine(batch(number, rank))
                 number += 1
@@ -103,7 +103,7 @@ def run(script: str, rank: int, accumulation: int, config: dict[str, Any], folde
                 with pytest.raises(ZeroDivisionError):
                     engine.backward(Fails.apply(model.blocks[0](batch(0, rank))).sum() + loss_of(output))
             case "z" | "o" | "m":
-                {"z": engine, "o": lent, "m": model}[letter].zero_grad()
+                {"z": engine, "o": lent, "m": model}[sign].zero_grad()
             case "s":
                 engine.step()
             case "w":
@@ -118,17 +118,17 @@ def expected(script: str, world_size: int, accumulation: int, stage: int) -> dic
     model = tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     number, num_steps, is_counted = 0, 0, False
-    for letter in script:
-        number += letter in "fc"
-        outputs = [model(batch(number - 1, rank)) for rank in range(world_size)] if letter in "bctr" else []
+    for sign in script:
+        number += sign in "fc"
+        outputs = [model(batch(number - 1, rank)) for rank in range(world_size)] if sign in "bctr" else []
         for output in outputs:
-            loss = output.square().mean() if letter == "r" else loss_of(output)
+            loss = output.square().mean() if sign == "r" else loss_of(output)
             (loss / world_size / accumulation).backward()
-        if letter in "zom" and not (is_counted and stage >= 2):
+        if sign in "zom" and not (is_counted and stage >= 2):
             optimizer.zero_grad()
-        if letter in "bctrx":
+        if sign in "bctrx":
             is_counted = False
-        if letter == "s":
+        if sign == "s":
             num_steps, is_counted = num_steps + 1, True
             if num_steps % accumulation == 0:
                 optimizer.step()

@@ -103,7 +103,13 @@ def train(rank: int, world_size: int, stage: int, by_tensor: bool, more: dict[st
     config = settings(stage, **more)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = tower()
+    before = getattr(model.blocks[0][0].weight, "ds_shape", None)
     engine, optimizer, _, schedule = deepspeed.initialize(model=model, config=config)
+    if stage == 3:
+        weight, bias = model.blocks[0][0].weight, model.head.bias
+        assert before == weight.ds_shape == (6, 6)
+        assert (weight.ds_tensor.numel(), weight.ds_persist, bias.ds_persist) == (18, False, True)
+        assert (weight.ds_status, bias.ds_status) == (ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE)
     losses = steps(engine, rank, 0, STEPS, by_tensor)
     assert engine.global_steps == STEPS
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == engine.get_lr()[0]

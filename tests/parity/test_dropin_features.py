@@ -60,6 +60,7 @@ def assert_close(found: Any, plain: Any) -> None:
         ("train_twice", "zero2", NUM_RANKS),
         ("generate", "zero3+offload", NUM_RANKS),
         ("access", "zero3+offload", NUM_RANKS),
+        ("predict", "zero3+offload", NUM_RANKS),
     ],
 )
 def test_a_use_has_the_numbers_of_a_plain_process(hub, tmp_path, case, zero, num_ranks) -> None:

@@ -170,12 +170,10 @@ def test_groups_of_a_given_optimizer_keep_their_meaning(ranks: WorkerPool, kind:
     check_parity(actual, replace(trace, losses=losses, grad_norms=norms, gradients={}))
 
 
-def test_optimizer_that_needs_whole_matrices_is_refused() -> None:
+def test_optimizer_that_needs_a_closure_is_refused() -> None:
     model = nn.Linear(3, 3)
     with refused("optimizer-element-wise", "LBFGS"):
         initialize(model, make_config(1, {}), optimizer=torch.optim.LBFGS(model.parameters()))
-    with refused("optimizer-element-wise", "Muon", "optimizer.name=muon"):
-        initialize(model, make_config(1, {}), optimizer=torch.optim.Muon([model.weight]))
     with refused("optimizer-element-wise", "optimizer.name='lbfgs'", "adamw"):
         initialize(nn.Linear(3, 3), make_config(1, {"optimizer": {"name": "lbfgs"}}))
 

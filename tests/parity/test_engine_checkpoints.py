@@ -440,9 +440,13 @@ def test_what_was_written_is_saved_or_refused(tmp_path: Path) -> None:
         engine.write("down.weight", 2 * value, "exp_avg")
         engine.save(tmp_path)
         with torch.no_grad():
-            engine.model.up.bias.zero_()  # its master knows nothing of it
+            engine.model.up.bias.zero_()  # its master follows
+        engine.save(tmp_path / "other")
+        assert not engine.read("up.bias", "master").any()
+        with torch.no_grad(), engine.gathered():
+            engine.model.up.bias.fill_(1.0)  # its master knows nothing of it
         with refused("parameter-written", "up.bias", "engine.gathered(write=True)"):
-            engine.save(tmp_path / "other")
+            engine.save(tmp_path / "third")
         engine.load(tmp_path)
         assert torch.equal(engine.read("down.weight", "master"), value)
         assert torch.equal(engine.read("down.weight", "exp_avg"), 2 * value)

@@ -417,13 +417,6 @@ def test_a_frozen_block_keeps_its_momentum(ranks: WorkerPool, stage: int) -> Non
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_torchs_own_is_refused_with_ours() -> None:
-    model = CASES["transformer"].build(torch.float32)
-    matrices = [each for each in model.blocks.parameters() if each.dim() == 2]
-    with refused("optimizer-element-wise", "Muon", "optimizer.name=muon"):
-        initialize(model, make_config(1, {}), optimizer=torch.optim.Muon(matrices))
-
-
 @pytest.mark.parametrize("shape", [(24, 12), (12, 24), (64, 64)])
 @pytest.mark.parametrize("in_bf16", [True, False])
 def test_newton_schulz_has_the_bits_of_torchs(shape: tuple[int, int], in_bf16: bool) -> None:

@@ -1,15 +1,17 @@
-"""What a script does to the optimizer between steps acts: states reset, groups added, weights swapped for evaluation."""
+"""What a script does to the optimizer between steps acts: states reset, groups added, weights swapped to evaluate."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from harness.pool import WorkerPool
 from harness.refusals import refused
@@ -91,7 +93,18 @@ def replace(model: nn.Module, optimizer: Any, step: int) -> None:
             optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
 
 
-CHANGES: Final = [clear, make_again, drop_each, prune, replace]
+def clamp(model: nn.Module, optimizer: Any, step: int) -> None:
+    with torch.no_grad():
+        model[2].bias.clamp_(-0.02, 0.02)
+        model[0].weight.mul_(0.9)
+
+
+def follow_plateau(model: nn.Module, optimizer: Any, step: int) -> None:
+    """The script steps a schedule that needs a metric itself."""
+    optimizer.plateau.step(1.0 + step)
+
+
+CHANGES: Final = [clamp, clear, make_again, drop_each, prune, replace]
 
 
 def add_head(model: nn.Module, optimizer: Any, step: int) -> None:
@@ -222,3 +235,96 @@ def test_groups_of_other_tensors_are_refused(group: dict[str, Any]) -> None:
         known = model[0].weight if group["params"] == "0.weight" else None
         with refused("optimizer-parameter-twice" if known is not None else "optimizer-foreign-tensor"):
             engine.optimizer.add_param_group({"params": [known]} if known is not None else group)
+
+
+def with_plateau(model: nn.Module) -> Any:
+    optimizer: Any = adamw(model)
+    optimizer.plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    return optimizer
+
+
+@pytest.mark.parametrize("sections", [{"zero": {"stage": 0}}, {"tiers": {"optimizer": "host"}}])
+def test_a_schedule_that_needs_a_metric_is_stepped_by_the_script(sections: Mapping[str, Any]) -> None:
+    expected = one_process(with_plateau, follow_plateau)
+    model = build()
+    optimizer = with_plateau(model)
+    config = make_config(1, {"optimizer": {"clip_norm": 0.5}, **sections})
+    with initialize(model, config, loss_fn=loss_of, optimizer=optimizer, scheduler=optimizer.plateau) as engine:
+        for step in range(4):
+            engine.train_step([batch_of(step)])
+            follow_plateau(model, optimizer, step)
+        assert optimizer.param_groups[0]["lr"] < 0.05
+        for name, value in expected.items():
+            torch.testing.assert_close(engine.read(name), value)
+
+
+def changed_in_hooks(model: nn.Module) -> torch.optim.Optimizer:
+    """Hooks see the mean gradients: one clips by value in place, one gives others."""
+    optimizer = adamw(model)
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param in (each for group in optimizer.param_groups for each in group["params"]):
+            param.grad.clamp_(-0.01, 0.02)
+
+    def replace(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param in (each for group in optimizer.param_groups for each in group["params"]):
+            param.grad = param.grad * 0.5 + 0.001
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_pre_hook(replace)
+    return optimizer
+
+
+def clipped_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
+    """A hook needs all gradients at once."""
+    optimizer = adamw(model)
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+STORED: Final = [
+    {"zero": {"stage": 0}},
+    {"tiers": {"optimizer": "host"}},
+    {"tiers": {"optimizer": "host", "grads": "host", "step_in_backward": True}},
+    {"zero": {"stage": 3}, "tiers": {"optimizer": "nvme", "grads": "nvme"}},
+]
+
+
+HOOKED: Final = [*((changed_in_hooks, each) for each in STORED), *((clipped_in_a_hook, each) for each in STORED[:2])]
+
+
+@pytest.mark.parametrize(("make", "sections"), HOOKED)
+def test_a_hook_before_the_step_changes_gradients_in_every_tier(
+    make: Callable[[nn.Module], Any], sections: Mapping[str, Any], tmp_path: Path
+) -> None:
+    if "nvme" in sections.get("tiers", {}).values():
+        sections = {**sections, "tiers": {**sections["tiers"], "nvme_path": str(tmp_path)}}
+    expected = one_process(make, lambda *_: None)
+    found, engine = sharded(make, lambda *_: None, sections)
+    engine.close()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+def test_a_hook_before_the_step_changes_gradients_of_encoded_states() -> None:
+    """It is registered after `initialize`, and takes all gradients away."""
+    model = build()
+    config = make_config(1, {"precision": {"states": "int8"}, "optimizer": {"name": "adamw", "lr": 0.1}})
+    with initialize(model, config, loss_fn=loss_of) as engine:
+        before = engine.read("0.weight")
+        engine.train_step([batch_of(0)])
+        assert not torch.equal(engine.read("0.weight"), before)
+        before = engine.read("0.weight")
+
+        def drop(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+
+        engine.optimizer.register_step_pre_hook(drop)
+        engine.train_step([batch_of(1)])
+        assert torch.equal(engine.read("0.weight"), before)

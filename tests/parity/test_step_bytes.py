@@ -140,8 +140,9 @@ def activation_wire_bytes(num_layers: int, tp: int, is_sequence: bool, mode: str
 
 
 def step_scalar_bytes(num_layers: int, num_ranks: int) -> Fraction:
-    """One vector of fp64: loss, count, squared norm, two of ranks that are to stop, and a flag a parameter."""
-    return 2 * Fraction(num_ranks - 1, num_ranks) * 8 * (5 + 9 * num_layers + 3)
+    """Of one all-reduce: loss, count, norm, how far the losses of a group differ, who was asked to stop (two numbers),
+    and for each parameter whether it was used."""
+    return 2 * Fraction(num_ranks - 1, num_ranks) * 8 * (6 + 9 * num_layers + 3)
 
 
 @dataclass(frozen=True)

@@ -102,12 +102,11 @@ def _device_bytes(live: LiveBytes, hosts: list[torch.Tensor], pages: HostPages) 
 
 
 def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
-    """The loss's sum and count, squared norms, and the optimizer's counts of steps."""
+    """The sum and count of each loss, squared norms, and the optimizer's counts of steps."""
     found = [group.grads._square for group in engine.step_context.sharding.groups if group.grads is not None]
     seen = {id(each) for each in live.live_storages()}
     squares = [each for each in found if each is not None and id(each.untyped_storage()) in seen]
-    sums = engine.step_context.losses._sums
-    return storage_bytes([*squares, *([] if sums is None else [sums])]) + _counter_bytes(engine)
+    return storage_bytes([*squares, *engine.step_context.losses._rows]) + _counter_bytes(engine)
 
 
 def _counter_bytes(engine: Engine) -> int:

@@ -179,9 +179,10 @@ def test_features_compute_the_same_bits(ranks: WorkerPool, tmp_path: Path, name:
     assert not list(tmp_path.iterdir())
 
 
-def test_optimizers_without_a_step_on_the_host_are_refused() -> None:
+def test_optimizers_without_a_step_of_states_on_nvme_are_refused(tmp_path: Path) -> None:
     model = CASE.build(torch.float32)
-    config = make_config(1, {"precision": {"param": "fp32"}, "tiers": {"optimizer": "host"}})
+    tiers = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
+    config = make_config(1, {"precision": {"param": "fp32"}, "tiers": tiers})
     with refused("host-step-optimizer", "NAdam"):
         initialize(model, config, loss_fn=CASE.loss, optimizer=torch.optim.NAdam(model.parameters()))
 

@@ -58,7 +58,10 @@ def small_clip(layout: Layout) -> None:
 
 @report("baidu-baige/LoongForge#152", "norms", "0 1 2 3 host")
 def clipped_by_the_script(layout: Layout) -> None:
-    """baidu-baige/LoongForge#152: the script clips by torch's own function between backward and step."""
+    """baidu-baige/LoongForge#152: the script clips by torch's own function between backward and step.
+
+    The engine has the gradients, so it says so and names `optimizer.clip_norm`.
+    """
     model, steps, result = net(), vectors(), Trained()
     with engine_of(model, layout, 2, squares, clip=None) as engine:
         for batches in steps:

@@ -23,6 +23,10 @@ from torch import Tensor, nn
 NUM_SAMPLES: Final = 32
 NUM_RANKS: Final = 2
 STEP_OF_USE: Final = 2
+ARGUMENTS: Final = (
+    *("output_dir", "use_cpu", "report_to", "logging_steps", "max_steps", "save_strategy", "learning_rate"),
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "deepspeed"),
+)
 
 
 class Use:
@@ -136,6 +140,38 @@ def generate(use: Use) -> list[Any]:
     trainer.add_callback(at_a_step(generate_both_ways))
     trainer.train()
     return [losses(trainer), tokens]
+
+
+def predict(use: Use) -> list[Any]:
+    """Train T5 and BART by Seq2SeqTrainer, which generates in each evaluation."""
+    import transformers
+
+    found: list[Any] = []
+    sizes = {"vocab_size": 200, "d_model": 16, "decoder_start_token_id": 0, "pad_token_id": 0}
+    t5 = transformers.T5Config(**sizes, d_kv=4, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0)
+    layers = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    bart = transformers.BartConfig(
+        **sizes, **layers, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32, dropout=0.0
+    )
+    for config, kind in ((t5, "T5ForConditionalGeneration"), (bart, "BartForConditionalGeneration")):
+        given = use.arguments().to_dict()
+        options = {"predict_with_generate": True, "generation_max_length": 6, "eval_strategy": "steps", "eval_steps": 2}
+        # These models ignore the number of tokens that Trainer counts, but it scales their loss by the ranks.
+        chosen = {key: given[key] for key in ARGUMENTS} | {"average_tokens_across_devices": False}
+        arguments = transformers.Seq2SeqTrainingArguments(**chosen, **options)
+        torch.manual_seed(0)
+        trainer = transformers.Seq2SeqTrainer(
+            getattr(transformers, kind)(config),
+            arguments,
+            train_dataset=samples(),
+            eval_dataset=samples()[:8],
+            compute_metrics=lambda found: {"tokens": float(found.predictions.sum())},
+        )
+        trainer.train()
+        rows = trainer.state.log_history
+        found += [losses(trainer), [row["eval_tokens"] for row in rows if "eval_tokens" in row]]
+        found.append([row["eval_loss"] for row in rows if "eval_loss" in row])
+    return found
 
 
 class Towers(nn.Module):
@@ -443,6 +479,7 @@ def lightning(use: Use, stage: int) -> list[Any]:
 CASES: Final[Mapping[str, Callable[[Use], list[Any]]]] = MappingProxyType(
     {
         "generate": generate,
+        "predict": predict,
         "images": images,
         "adapters": adapters,
         "evaluate_first": evaluate_first,

@@ -181,7 +181,6 @@ def connect(
         layout: says which ranks of the pipeline hold a parameter together, and which share a secondary shard.
         has_owners: whether parameters are stepped whole by owners.
     """
-    ties, secondary_shard = ((), 0) if layout is None else (layout.ties, layout.secondary_shard)
     made: dict[tuple[tuple[str, ...], str], Comm] = {}
     comm_log = CommLog(comm_factory.rank)
     if config.run.check_collectives and comm_factory.store is not None:
@@ -197,7 +196,7 @@ def connect(
     # On NCCL one communicator would run gathers and reductions one after the other.
     reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
     tied: dict[tuple[int, ...], Comm] = {}
-    for holders in sorted(ties):
+    for holders in sorted(() if layout is None else layout.ties):
         stages = shape.ranks_along(PIPELINE_AXES, comm_factory.rank)
         if len(holders) == len(stages):
             tied[holders] = over(PIPELINE_AXES)
@@ -218,7 +217,7 @@ def connect(
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
         tied=tied,
-        secondary=_connect_neighbours(comm_factory, shape, resources, secondary_shard) if secondary_shard else None,
+        secondary=_connect_neighbours(comm_factory, shape, resources, 0 if layout is None else layout.secondary_shard),
     )
 
 
@@ -226,6 +225,8 @@ def _connect_neighbours(
     comm_factory: CommFactory, shape: MeshShape, resources: CommResources, num_ranks: int
 ) -> Comm | None:
     """Connect `num_ranks` of the shard group next to each other; all ranks make all such groups, in one order."""
+    if not num_ranks:
+        return None
     starts = range(0, shape.size_along(SHARD_AXES), num_ranks)
     members = [tuple(range(start, start + num_ranks)) for start in starts]
     made = [comm_factory.comm_among(SHARD_AXES, each, SECONDARY, resources, SECONDARY) for each in members]

@@ -6,10 +6,12 @@ module whose first training forward drops by function, in attention too. Sites d
 `KeyedDraws.at` and in the recomputations of such a forward; elsewhere, as when a user calls the model or a copy of it,
 they drop as torch does.
 
-Some always drop as torch does: compiled blocks, into which the host's part of the key cannot be traced, and the
-functions of modules around them;
-`nn.MultiheadAttention`; attention kernels that are not torch's; dropouts of whole channels. Inside `KeyedDraws.at`
-torch's generators have the same seed on all ranks that share a micro-batch, so these agree where no tensor is split.
+All else that torch draws in such a forward, from its own generators, is keyed too, element by element; the
+streams of Python and NumPy begin again in each module that draws from them.
+
+Some always draw as torch does: compiled blocks, into which the host's part of the key cannot be traced, and the
+functions of modules around them; kernels that are not torch's. Inside `KeyedDraws.at` torch's generators have the same
+seed on all ranks that share a micro-batch, so these agree where no tensor is split.
 
 Half of a tensor, as a second rank holds it, draws the same bits as that half of the whole tensor:
 

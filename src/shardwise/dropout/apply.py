@@ -262,12 +262,12 @@ class DropoutSite:
         return self.draws.hashes(self.name, shape, self.zone, device, first_row)
 
     def numbers(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw numbers for a tensor; see `KeyedDraws.numbers`."""
+        """Draw numbers for a tensor; the arguments are those of `KeyedDraws.numbers`."""
         self.has_dropped = True
         return self.draws.numbers(self.name, kind, shape, dtype, device, self.zone)
 
     def place(self, shape: Sequence[int]) -> TensorPlace:
-        """Return where a tensor that the module draws lies in the unsplit one."""
+        """Return where a tensor that the module draws is in the unsplit one."""
         self.has_dropped = True
         return self.draws.place(shape, self.zone)
 
@@ -520,19 +520,7 @@ def _attention(
 ) -> Tensor:
     """Replace `F.scaled_dot_product_attention`; with dropout its probabilities are stored, as no kernel takes a mask.
 
-    Args:
-        site: for the probabilities.
-        func: torch's own.
-        query: [..., H, L, E].
-        key: [..., H or a divisor of it, S, E].
-        value: [..., as key, S, V].
-        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores.
-        dropout_p: the rate.
-        is_causal: position i attends to the first i + 1.
-        kwargs: scale, enable_gqa.
-
-    Returns:
-        [..., H, L, V].
+    The arguments after `func`, torch's own, are those of `keyed_attention`.
     """
     is_refused = is_causal and attn_mask is not None  # torch raises the error
     if dropout_p == 0.0 or is_refused or query.is_nested:

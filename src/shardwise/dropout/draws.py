@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -42,7 +42,7 @@ Opening = Callable[[], AbstractContextManager[Any]]
 
 
 Zone = ShardRegion | None
-_DRAW: Final[dict[str, Callable[[NumberGrid, int, torch.dtype], Tensor] | None]] = {
+_DRAW: Final[Mapping[str, Callable[[NumberGrid, int, torch.dtype], Tensor] | None]] = {
     "bits": None,
     "uniform": draw_uniform,
     "normal": draw_normal,
@@ -311,7 +311,7 @@ class KeyedDraws:
             return drawn.view(tuple(shape))
 
     def place(self, shape: Sequence[int], zone: Zone) -> TensorPlace:
-        """Return where a tensor that the open forward draws lies in the unsplit one."""
+        """Return where a tensor that the open forward draws is in the unsplit one."""
         forward = self._forwards[torch.initial_seed()]
         tokens = self._part.tokens if self._part is not None else None
         return place_of(shape, zone, forward.samples, forward.sequence, tokens)

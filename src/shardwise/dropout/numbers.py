@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -57,7 +57,7 @@ class NumberGrid:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Says where a tensor lies in the unsplit one.
+    """Says where a tensor is in the unsplit one.
 
     Attributes:
         spans: of each dim, the indices there; at least two dims.
@@ -127,8 +127,8 @@ def _candidates(
     if sequence is None:
         return []
     found = [(sequence.tokens, False)]
-    num, rest = divmod(count_tokens(sequence.tokens), 1 if zone is None else zone.degree)
-    if zone is not None and zone.dim == 1 and not rest:
+    num, remainder = divmod(count_tokens(sequence.tokens), 1 if zone is None else zone.degree)
+    if zone is not None and zone.dim == 1 and not remainder:
         found.insert(0, (part(sequence.tokens, zone.index * num, (zone.index + 1) * num), True))
     if chunk is not None:
         found = [(part(tokens, chunk.first, chunk.first + chunk.num), zoned) for tokens, zoned in found] + found
@@ -166,17 +166,23 @@ def draw_bits(grid: NumberGrid, key: int) -> Tensor:
 
 
 def draw_uniform(grid: NumberGrid, key: int, dtype: torch.dtype) -> Tensor:
-    """Draw from 0 up to below 1, [rows, columns], with as many bits as the dtype has."""
+    """Draw from 0 up to below 1, [rows, columns].
+
+    Args:
+        grid: of the tensor.
+        key: of 63 bits; names the draw.
+        dtype: of the numbers, which have as many bits as it has.
+    """
     return _draw(grid, key, dtype, partial(_to_uniform, dtype=dtype))
 
 
 def draw_normal(grid: NumberGrid, key: int, dtype: torch.dtype) -> Tensor:
-    """Draw with mean 0 and deviation 1, [rows, columns] (Box and Muller 1958)."""
+    """Draw with mean 0 and deviation 1 (Box and Muller 1958); the arguments are those of `draw_uniform`."""
     return _draw(grid, key, dtype, partial(_to_normal, dtype=_computed(dtype)))
 
 
 def draw_exponential(grid: NumberGrid, key: int, dtype: torch.dtype) -> Tensor:
-    """Draw with mean 1, above 0; [rows, columns]."""
+    """Draw with mean 1, above 0; the arguments are those of `draw_uniform`."""
     return _draw(grid, key, dtype, partial(_to_exponential, dtype=_computed(dtype)))
 
 
@@ -195,7 +201,7 @@ def _draw(grid: NumberGrid, key: int, dtype: torch.dtype, transform: Callable[[T
 
 
 def _to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    bits = _MANTISSA[dtype]
+    bits = MANTISSA_BITS[dtype]
     return _upper(words, bits).to(dtype).mul_(2.0**-bits)
 
 
@@ -205,7 +211,7 @@ def _to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_exponential(words: Tensor, dtype: torch.dtype) -> Tensor:
-    bits = _MANTISSA[dtype] - 1  # with the half that is added a number has as many bits as the dtype
+    bits = MANTISSA_BITS[dtype] - 1  # with the half that is added a number has as many bits as the dtype
     return _upper(words, bits).to(dtype).add_(0.5).mul_(2.0**-bits).log_().neg_()
 
 
@@ -217,4 +223,9 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-_MANTISSA: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+MANTISSA_BITS: Final[Mapping[torch.dtype, int]] = {
+    torch.float64: 53,
+    torch.float32: 24,
+    torch.float16: 11,
+    torch.bfloat16: 8,
+}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.config.resolve import ConfigError
-from shardwise.dropout.numbers import TensorPlace
+from shardwise.dropout.numbers import MANTISSA_BITS, TensorPlace
 from shardwise.runtime.forward_state import note_generator
 from shardwise.runtime.torch_private import PRIVATE_DRAWS
 
@@ -27,17 +27,24 @@ class Drawing(Protocol):
     """Is where a draw comes from: a module's site."""
 
     def numbers(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw "bits", "uniform", "normal" or "exponential" numbers of a shape; each call draws new ones."""
+        """Draw numbers for a tensor; the arguments are those of `KeyedDraws.numbers`."""
 
     def place(self, shape: Sequence[int]) -> TensorPlace:
-        """Return where a tensor of this shape lies in the unsplit one."""
+        """Return where a tensor of this shape is in the unsplit one."""
 
     def reseeded(self) -> Any:
         """Return a context in which torch's own generators have the numbers of this call."""
 
 
 def keyed_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function of `DRAWS` with keyed numbers."""
+    """Run a function of `DRAWS` with keyed numbers.
+
+    Args:
+        site: that draws.
+        func: the function.
+        args: its positional arguments.
+        kwargs: its arguments by name.
+    """
     generator = kwargs.get("generator")
     if generator is not None:
         note_generator(generator)
@@ -47,7 +54,7 @@ def keyed_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 
 def is_opaque(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether a call draws in a way that only torch's generators reach."""
+    """Say whether a call of `func` with `args` and `kwargs` draws in a way that only torch's generators reach."""
     if func in _RECURRENT:  # of all arguments the rate alone is a float, and whether the module trains comes next
         place = next((index for index, each in enumerate(args) if isinstance(each, float)), None)
         return place is not None and bool(args[place] and args[place + 1])
@@ -55,7 +62,7 @@ def is_opaque(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def opaque_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function for which `is_opaque` holds from a key of its own.
+    """Run a function for which `is_opaque` holds from a key of its own; the arguments are those of `keyed_draw`.
 
     Raises:
         ConfigError: its tensor is split along the tokens.
@@ -251,7 +258,7 @@ def _random_(site: Drawing, func: Any, target: Tensor, *args: Any, **kwargs: Any
     bounds = [*args, *(kwargs[name] for name in ("from", "to") if name in kwargs)]
     if not bounds or bounds[-1] is None:
         is_float = target.is_floating_point()
-        top = 2 ** _DIGITS[target.dtype] + 1 if is_float else 2 if target.dtype == torch.bool else None
+        top = 2 ** MANTISSA_BITS[target.dtype] + 1 if is_float else 2 if target.dtype == torch.bool else None
         top = min(torch.iinfo(target.dtype).max, 2**63 - 2) + 1 if top is None else top
         bounds = [*bounds[:1], top]
     low, high = (0, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
@@ -289,7 +296,7 @@ def _multinomial(
 
 
 def keyed_rrelu(site: Drawing, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Compute `torch.rrelu`, which draws a slope for each element."""
+    """Compute `torch.rrelu`, which draws a slope for each element; the arguments are those of `keyed_draw`."""
     names = ("input", "lower", "upper", "training")
     given = {"lower": 1.0 / 8, "upper": 1.0 / 3, "training": False, **dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]
@@ -302,7 +309,10 @@ def keyed_rrelu(site: Drawing, func: Any, args: Sequence[Any], kwargs: Mapping[s
 
 
 def keyed_special_dropout(site: Drawing, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Compute the dropouts of whole channels, and those that keep the mean and deviation of SELU's outputs."""
+    """Compute the dropouts of whole channels, and those that keep the mean and deviation of SELU's outputs.
+
+    The arguments are those of `keyed_draw`.
+    """
     given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
     x, p = given["input"], given["p"]
     if not given["train"] or p == 0 or not x.numel():
@@ -404,4 +414,3 @@ _OPAQUE: Final = frozenset(
         F.fractional_max_pool3d_with_indices,
     }
 )
-_DIGITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardwise.comm.collectives import CommFactory
 from shardwise.comm.consistency import BatchCheck, all_or_none
 from shardwise.comm.loss import LossAccumulator, LossFn
-from shardwise.comm.mesh import connect
+from shardwise.comm.mesh import CommGroups, connect
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import Watchdog, watch
 from shardwise.config.resolve import Config
@@ -195,13 +195,7 @@ def _make_context(
     if inputs.scheduler is not None:
         check_scheduler(inputs.scheduler, sharded.optimizer)
     step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
-    split_values = None
-    if layout.tensor is not None and (mappings := mappings_of(inputs.model)) is not None and not comms.all.is_simulated:
-        split_values = SplitModelValues(inputs.model, layout.tensor, config, mappings)
-    hooks_once = None
-    if config.recompute.mode != "none":
-        hooks_once = HooksOnce(inputs.model.get_submodule(name) for name in layout.held_units)
-        cleanup.callback(hooks_once.close)
+    split_values, hooks_once = _follow_hooks(inputs, comms, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     context = StepContext(
         model=inputs.model,
@@ -237,10 +231,9 @@ def _make_context(
         settle = partial(_settle_if_alone, context.heads, weakref.ref(sharding))
         cleanup.callback(call_after_forward(inputs.model, settle).remove)
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
+    sharding.watch.on_zero_grad = sharded.on_zero_grad = weakref.WeakMethod(context.follow_zero_grad)
     sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
-    if split_values is not None:
-        cleanup.callback(split_values.views.close)
     cleanup.callback(note_engine(context))
     cleanup.callback(context.note_update)
     return context, pipes
@@ -251,6 +244,21 @@ def _settle_if_alone(heads: Sequence[LazyLogitsHead], sharding: weakref.ref[Shar
     state = sharding()
     if state is not None and not state.is_serving and not torch.is_grad_enabled():
         settle_all(heads)
+
+
+def _follow_hooks(
+    inputs: EngineInputs, comms: CommGroups, cleanup: ExitStack
+) -> tuple[SplitModelValues | None, HooksOnce | None]:
+    """Make what shows whole values to hooks of users and to losses, and what recomputes without hooks that look."""
+    model, config, tensor = inputs.model, inputs.config, inputs.layout.tensor
+    values = once = None
+    if tensor is not None and (mappings := mappings_of(model)) is not None and not comms.all.is_simulated:
+        values = SplitModelValues(model, tensor, config, mappings)
+        cleanup.callback(values.views.close)
+    if config.recompute.mode != "none":
+        once = HooksOnce(model.get_submodule(name) for name in inputs.layout.held_units)
+        cleanup.callback(once.close)
+    return values, once
 
 
 def _alter_modules(

@@ -83,7 +83,7 @@ def export_weights(
     stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or layout.precision.param)])
     kept = {name for name, _ in persistent_buffers(model)} | {*(layout.wide_names if dtype is None else ())}
     others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))
-    ties = bool(others)  # it is a model of transformers to whoever reads the folder
+    ties = bool(others)  # a reader of the folder builds a model of transformers, which ties its own
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
     weights = _weights(context)
     request = ExportRequest(folder, weights, stored_dtype, kept, others, _rules(model, names, weights), ties)

@@ -71,7 +71,7 @@ def initialize(
         loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
             counts as one, under `mesh.cp` too; without it the model's output has the loss, counted by its targets.
         optimizer: None for the config's; a torch optimizer over the model's parameters, whose groups keep their
-            meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
+            meaning; or a function from parameter groups to an optimizer. Any that steps without a closure.
         scheduler: None for the config's, constant where it names none; or a torch scheduler on the given optimizer.
         plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
             `propose_plan` or `prove_plan` returned; None for the plan that the model brings, or its family has.

@@ -91,6 +91,8 @@ def gathered_groups(
     chosen = sharding.groups if groups is None else groups
     _check_memory_to_gather(context, chosen)
     with context.failures_explained():
+        for group in chosen:
+            group.follow_writes()  # of before
         held = sharding.hold(chosen)
         try:
             yield context.model
@@ -109,6 +111,7 @@ def gathered_groups(
             held = [group for group in sharding.groups if group in held]  # those that were not replaced
             for group in held:
                 group.writes.forget_data()
+                group.writes.refuse_new()
             sharding.reshard_all(held, keeps_views=True)
 
 

@@ -38,6 +38,7 @@ from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
+from shardwise.runtime.optimizers import advance
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import LossScaler, torch_dtype
 from shardwise.runtime.timeline import Timeline
@@ -118,6 +119,9 @@ class StepContext:
         self.sharding.drain()
         self.tiers.wait_idle()
         self.sharded.take_changes()
+        for group in self.sharding.groups:
+            if group not in self.sharding.held:  # else `gathered` says what becomes of it
+                group.follow_writes()
         return EngineState(
             self.sharding, self.sharded, self.comms, self.losses, self.scaler.scale, self.layout.elsewhere
         )
@@ -389,7 +393,7 @@ class StepContext:
             clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
             self.note_update()
             self.sharding.refresh(self.sharded.step(to_mean * clip, used, self.timeline))
-            self.scheduler.step()
+            advance(self.scheduler)
         if count:
             self.scaler.update(overflowed)
         self.num_steps += 1
@@ -429,6 +433,11 @@ class StepContext:
         self.num_backwards, self.is_loss_known = 0, True
         self.losses.clear(keeps_open=True)
         self.sharding.watch_gradients(False)
+
+    def follow_zero_grad(self) -> None:
+        """Forget the gradients since the last step, if there are any, for `zero_grad()` of the model or optimizer."""
+        if self.sharding.watch.refuses and (self.num_backwards > 0 or self.sharding.has_foreign_gradients):
+            self.zero_grad()
 
     def _check_gradients(self) -> None:
         self.refuse_unless_trainable()
@@ -513,7 +522,7 @@ class StepContext:
 
     def _end_step(self) -> None:
         self.num_backwards = self.num_forwards = self.num_samples = 0
-        self.is_loss_known = True
+        self.is_loss_known, self.is_own_loss_scaled = True, False
         self.draws.forget()
         self.sharding.end_step()
         self.batches.clear()

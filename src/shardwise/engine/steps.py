@@ -89,7 +89,7 @@ class RankBatch:
         cp, whole = context.layout.mesh.cp, context.split_values
         if whole is not None:
             output = whole.results.take(output)
-        with nullcontext() if whole is None else whole.parameters.shown():
+        with nullcontext() if whole is None or context.loss_fn is None else whole.parameters.shown():
             return read_loss(output, share.batch, context.loss_fn, cp, share.loss_weight, share.num_targets)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.pytree_codec import take_apart
 from shardwise.runtime.param_guard import ReleasedParameterError
+from shardwise.runtime.torch_private import hook_dicts
 from shardwise.runtime.user_hooks import HookedCall, has_global_hooks, has_user_hooks, record_calls, show_call
 
 Place = tuple[int, str, nn.Module]
@@ -39,11 +40,12 @@ class HookCarrier:
     """
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], holds_loss: bool) -> None:
-        self._places: list[Place] = [
+        places: list[Place] = [
             (index, f"{name}.{inner}" if inner else name, module)
             for index, (name, unit) in enumerate(units)
             for inner, module in unit.named_modules()
         ]
+        self._dicts = [(hooks, place) for place in places for hooks in hook_dicts(place[2])[:2]]
         self._holds_loss = holds_loss
         self._hooked: list[Place] = []
         self._received: CarriedCalls | None = None
@@ -62,7 +64,8 @@ class HookCarrier:
                 "a hook of torch.nn.modules.module.register_module_forward_hook is on all modules, and under mesh.pp "
                 "a rank has some of them; register it on the modules that it is for",
             )
-        self._hooked = [place for place in self._places if has_user_hooks(place[2])]
+        found = {place[1]: place for hooks, place in self._dicts if hooks}  # of most modules there are none
+        self._hooked = [place for place in found.values() if has_user_hooks(place[2])]
 
     def begin(self, units: range, is_last: bool, received: Any) -> Any:
         """Begin a stage's forward with what it has received; return the boundary value in it.

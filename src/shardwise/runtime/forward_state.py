@@ -33,9 +33,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.runtime.forward_values import (
-    CONSTANTS,
     ArgumentsBefore,
     TensorBefore,
     ValueBefore,
@@ -48,6 +48,7 @@ from shardwise.runtime.forward_values import (
 from shardwise.runtime.torch_private import replaced_checkpoints
 
 _SMALL_BYTES: Final = 1 << 20  # of a module's tensors that are copied once though no pass has written anything
+_MOST_UNKNOWN: Final = 8  # passes in which a module is looked at that has not run
 _MISSING: Final = object()
 _IS_REMEMBERED: Final = "_shardwise_is_remembered"
 _NOT_STATE: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -60,14 +61,18 @@ class _Place:
 
     Attributes:
         attributes: the dict itself.
+        owner: the id of the module.
+        is_rare: the code of the module's class writes nothing here, and no pass has; hooks may.
+        is_known: a pass in which the module ran has shown what it writes.
         written: names of the attributes whose contents a pass has changed.
         rebound: names whose tensors a pass has replaced by others, and not written into.
-        is_rare: the code of the module's class writes nothing here; hooks may.
         is_silent: a tensor here was written with no new version, as through `.data`.
     """
 
     attributes: dict[str, Any]
+    owner: int
     is_rare: bool = False
+    is_known: bool = False
     written: set[str] = field(default_factory=set)
     rebound: set[str] = field(default_factory=set)
     is_silent: bool = False
@@ -117,6 +122,7 @@ class ForwardState:
         self._copies: dict[int, TensorBefore] = {}  # the newest of each tensor, by its id
         self._num_copied = 0
         self._writes = False
+        self._num_passes = 0  # in which a module was not known
         self._copies_arguments = True
         self._quiet: list[_QuietPlace] = []
         self._streams: tuple[Stream, ...] = ()
@@ -124,67 +130,78 @@ class ForwardState:
     @contextmanager
     def first(self) -> Iterator[PassRecord]:
         """Watch the first pass of a forward inside the context; the record given repeats it."""
-        is_first = not self._places
-        if is_first:
+        is_new = not self._num_passes
+        if is_new:
             self._places = list(_places(self.module))
-        streams = STREAMS if is_first else self._streams
+        streams = STREAMS if is_new else self._streams
         copies, self._copies = self._copies, {}
         self._num_copied = sum(each.value.nbytes for each in copies.values())
-        record = PassRecord([self._before(place, copies, is_first) for place in self._places], streams)
+        record = PassRecord([self._before(place, copies) for place in self._places], streams)
         record.copies_arguments = self._copies_arguments
         record.quiet = [(place, place.values()) for place in self._quiet]
+        is_known = all(place.is_known for place in self._places)
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
-            yield record
+            with ExitStack() as stack:
+                ran = [] if is_known else stack.enter_context(modules_that_run())
+                yield record
         finally:
             _UNDER_WAY.reset(token)
         self._writes |= record.close()
-        self._copies_arguments = record.writes_arguments or (self._copies_arguments and not is_first)
+        self._copies_arguments = record.writes_arguments or (self._copies_arguments and not is_new)
         if record.streams:
             self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
-        if is_first:
-            self._quiet = [
-                _QuietPlace(each.attributes) for each in self._places if each.is_rare and id(each) not in record.places
-            ]
-            self._places = [place for place in self._places if not place.is_rare or id(place) in record.places]
-            for place in self._places:
+        if not is_known:
+            self._learn(record, {id(self.module), *map(id, ran)})
+
+    def _learn(self, record: PassRecord, ran: set[int]) -> None:
+        """Take it that the modules that ran write from now on what they have written."""
+        self._num_passes += 1
+        unknown = [place for place in self._places if not place.is_known]
+        for place in unknown:
+            place.is_known = place.owner in ran or self._num_passes >= _MOST_UNKNOWN
+            place.is_rare = place.is_rare and id(place) not in record.places
+            if place.is_known and place.is_rare:
+                self._quiet.append(_QuietPlace(place.attributes))
+            elif place.is_known:
                 place.watch_containers()
+        self._places = [place for place in self._places if not (place.is_known and place.is_rare)]
+        if not self._writes and all(place.is_known for place in unknown):
             self._forget_large()
 
-    def _before(self, place: _Place, copies: dict[int, TensorBefore], is_first: bool) -> _PlaceBefore:
+    def _before(self, place: _Place, copies: dict[int, TensorBefore]) -> _PlaceBefore:
         values = place.attributes.copy()
         known: dict[str, ValueBefore] = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
                 if name not in place.rebound:
-                    known[name] = self._tensor_before(value, copies, is_first, place.is_silent)
-            elif (is_first or name in place.written) and _is_state(name) and not isinstance(value, CONSTANTS):
+                    known[name] = self._tensor_before(value, copies, compares=place.is_silent or not place.is_known)
+            elif (not place.is_known or name in place.written) and _is_state(name):
                 known[name] = value_before(value, Walk())
         return _PlaceBefore(place, values, known)
 
-    def _tensor_before(
-        self, tensor: Tensor, copies: dict[int, TensorBefore], is_first: bool, is_silent: bool
-    ) -> TensorBefore:
+    def _tensor_before(self, tensor: Tensor, copies: dict[int, TensorBefore], compares: bool) -> TensorBefore:
         """Return a tensor's values, of which the copy of an earlier pass serves until something writes them."""
         made = self._copies.get(id(tensor)) or copies.get(id(tensor))
-        if made is None or made.value is not tensor or made.version != tensor_version(tensor) or is_silent:
-            is_copied = is_first or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
+        if compares or made is None or made.value is not tensor or made.version != tensor_version(tensor):
+            is_copied = compares or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
             self._num_copied += tensor.nbytes if is_copied and id(tensor) not in copies else 0
-            made = TensorBefore(tensor, copied(tensor) if is_copied else None, is_first or is_silent)
+            made = TensorBefore(tensor, copied(tensor) if is_copied else None, compares)
+        elif made.compares:
+            made = TensorBefore(tensor, made.kept, compares=False)
         if made.kept is not None:
             self._copies[id(tensor)] = made
         return made
 
     def _forget_large(self) -> None:
-        """Forget the copies of large tensors if the first pass has written nothing at all."""
-        self._num_copied = 0
+        """Forget the copies of large tensors, as no pass has written anything at all."""
+        num_bytes = 0
         for key, each in [*self._copies.items()]:
-            each.compares = False
-            if not self._writes and self._num_copied + each.value.nbytes > _SMALL_BYTES:
+            if num_bytes + each.value.nbytes > _SMALL_BYTES:
                 each.kept = None
                 del self._copies[key]
             else:
-                self._num_copied += each.value.nbytes
+                num_bytes += each.value.nbytes
 
 
 def _is_state(name: str) -> bool:
@@ -200,14 +217,25 @@ def _places(root: nn.Module) -> Iterator[_Place]:
                 if isinstance(part, nn.Module):
                     seen.setdefault(id(part), part)
     for module in seen.values():
-        yield _Place(vars(module), is_rare=type(module).__module__.startswith("torch."))
+        yield _Place(vars(module), id(module), is_rare=type(module).__module__.startswith("torch."))
         if module._buffers:
-            yield _Place(module._buffers)
+            yield _Place(module._buffers, id(module))
+
+
+@contextmanager
+def modules_that_run() -> Iterator[list[nn.Module]]:
+    """Note the modules that are called inside the context."""
+    ran: list[nn.Module] = []
+    handle = register_module_forward_pre_hook(lambda module, args: ran.append(module))
+    try:
+        yield ran
+    finally:
+        handle.remove()
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream of random numbers that code draws from without naming it: of Python or of NumPy.
+    """Holds the calls of a stream of random numbers, of Python or of NumPy, that code draws from without naming it.
 
     Attributes:
         get: returns its state.
@@ -479,6 +507,8 @@ def _modules_of(function: Any, depth: int) -> Iterator[nn.Module]:
         for part in (function.__self__, function.__func__):
             yield from _modules_of(part, depth - 1)
     elif depth and isinstance(function, FunctionType):
+        for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            yield from _modules_of(part, depth - 1)
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it is empty
                 yield from _modules_of(cell.cell_contents, depth - 1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import EngineError
-from shardwise.runtime.param_guard import read_gradient
+from shardwise.runtime.param_guard import clear_gradient, read_gradient
 from shardwise.runtime.torch_private import (
     give_hooks,
     hooks_of,
@@ -68,7 +68,7 @@ def hook_gradient(
 
     def take(parameter: Tensor) -> None:
         gradient = read_gradient(cast(nn.Parameter, parameter))
-        parameter.grad = None
+        clear_gradient(cast(nn.Parameter, parameter))
         events = receiver()
         if gradient is not None and events is not None:
             events.on_gradient(parameter, gradient)

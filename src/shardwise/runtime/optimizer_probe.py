@@ -17,7 +17,8 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.runtime.torch_private import unseen_by_op_modes
 
 # Gradients that are small and large beside the parameters, so that limits of norms and ratios are met on both sides.
-_SCALES: Final = (1.0, 30.0, 1e-3, 0.3, 300.0, 0.05)
+_SCALES: Final = (0.3, 1.0, 30.0, 1e-3, 300.0, 0.05)
 _SIDES: Final = (7, 6, 3, 2)  # of the small tensors, by dim
 _WIDE_SIDE: Final = 129  # some optimizers factor only dims of 128 and more
 _LEAST_RATE: Final = 1e-3  # a schedule's first rate may be 0, which moves nothing
@@ -56,12 +57,11 @@ def step_scope(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | 
     """
     dims = [_dims_of(group["params"]) for group in optimizer.param_groups]
     cpu = torch.device("cpu")
-    try:
-        return _probe(optimizer, dims, dtype, cpu)
-    except ConfigError:
-        if device is None or device.type == "cpu":
-            raise
-        return _probe(optimizer, dims, dtype, device)
+    tries = [(torch.float64, cpu), (dtype, cpu), (dtype, device or cpu)]  # fp64 shows what rounding would hide
+    for wide, where in dict.fromkeys(tries[:-1]):
+        with suppress(ConfigError):
+            return _probe(optimizer, dims, wide, where)
+    return _probe(optimizer, dims, *tries[-1])
 
 
 def _probe(optimizer: Optimizer, dims: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> StepScope:
@@ -84,13 +84,14 @@ class _Trial:
         self._optimizer = optimizer
         self._dtype = dtype
         self._device = device
+        self._dims = [[len(shape) for shape in group] for group in shapes]
         draws = torch.Generator().manual_seed(0)
         self._values: list[list[Tensor]] = []
         self._gradients: list[list[list[Tensor]]] = []  # by group, tensor and step
         for group in shapes:
             values = [self._draw(shape, draws) for shape in group]
             self._values.append(values)
-            self._gradients.append([[self._draw(each.shape, draws) * by for by in _SCALES] for each in values])
+            self._gradients.append([self._draw_gradients(each, draws) for each in values])
 
     def _draw(self, shape: Sequence[int], draws: torch.Generator) -> Tensor:
         """Return random values that grow along the tensor, so that no two parts have the same norm or mean."""
@@ -98,17 +99,31 @@ class _Trial:
         growth = torch.logspace(-2, 1, values.numel(), dtype=torch.float64, device="cpu").view(values.shape)
         return (values + 0.25).mul_(growth).to(self._device, self._dtype)
 
-    def scope(self, num_steps: int) -> StepScope:
-        whole, has_other_shapes = self._run(lambda flat: flat, num_steps)
-        if not has_other_shapes and self._is_same(whole, self._in_slices(num_steps)):
-            return StepScope.ELEMENT
-        alone = [[self._alone(at, index, num_steps) for index in range(len(each))] for at, each in enumerate(whole)]
-        found = [[each for each in group if each is not None] for group in alone]
-        is_complete = all(len(some) == len(all_of) for some, all_of in zip(found, alone, strict=True))
-        return StepScope.TENSOR if is_complete and self._is_same(whole, found) else StepScope.JOINT
+    def _draw_gradients(self, value: Tensor, draws: torch.Generator) -> list[Tensor]:
+        """Return gradients that keep their direction; the second is orthogonal to each row of the values.
 
-    def _in_slices(self, num_steps: int) -> list[list[Tensor]] | None:
-        """Step two optimizers, each with a slice of every tensor, flat as ranks have them."""
+        Some optimizers estimate a rate from gradients that agree; some project what is nearly orthogonal.
+        """
+        steady = self._draw(value.shape, draws)
+        found = [(steady + 0.3 * self._draw(value.shape, draws)) * by for by in _SCALES]
+        if value.dim() > 1:
+            rows, second = value.flatten(1), found[1].flatten(1)
+            share = (rows * second).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
+            found[1] = (second - share * rows).view(value.shape)
+        return found
+
+    def scope(self, num_steps: int) -> StepScope:
+        whole = self._run(lambda flat: flat, num_steps)
+        if not whole.has_other_shapes and self._is_sum_of_slices(whole, num_steps):
+            return StepScope.ELEMENT
+        for at, group in enumerate(whole.params):
+            for index, expected in enumerate(group):
+                if not self._is_alone(expected, whole.numbers[at][index], num_steps, at, index):
+                    return StepScope.JOINT
+        return StepScope.TENSOR
+
+    def _is_sum_of_slices(self, whole: _Stepped, num_steps: int) -> bool:
+        """Say whether two optimizers, each with a slice of every tensor, flat as ranks have them, do the same."""
 
         def slice_of(flat: Tensor, part: int) -> Tensor:
             cut = flat.numel() * 2 // 5
@@ -116,25 +131,30 @@ class _Trial:
             return flat[cut:] if part else flat[:cut]
 
         try:
-            low, _ = self._run(lambda whole: slice_of(whole, 0), num_steps)
-            high, _ = self._run(lambda whole: slice_of(whole, 1), num_steps)
+            low = self._run(lambda each: slice_of(each, 0), num_steps)
+            high = self._run(lambda each: slice_of(each, 1), num_steps)
         except ConfigError:  # it takes matrices only
-            return None
-        both = zip(low, high, strict=True)
-        return [[torch.cat(pair) for pair in zip(*each, strict=True)] for each in both]
+            return False
+        for at, group in enumerate(whole.params):
+            for index, expected in enumerate(group):
+                both = torch.cat([low.params[at][index], high.params[at][index]])
+                if not self._is_same(expected, both, at, index):
+                    return False
+        return all(_are_same_numbers(whole.numbers, each.numbers) for each in (low, high))
 
-    def _alone(self, at: int, index: int, num_steps: int) -> Tensor | None:
-        """Step one tensor by an optimizer of its own."""
+    def _is_alone(self, expected: Tensor, numbers: list[float], num_steps: int, at: int, index: int) -> bool:
+        """Say whether an optimizer that has one tensor only steps it as it is stepped beside the others."""
         try:
-            (group,), _ = self._run(lambda whole: whole, num_steps, at, index)
+            alone = self._run(lambda each: each, num_steps, at, index)
         except ConfigError:
-            return None
-        return group[0]
+            return False
+        is_same = self._is_same(expected, alone.params[at][0], at, index)
+        return is_same and _are_same_numbers([[numbers]], [[alone.numbers[at][0]]])
 
     def _run(
         self, part_of: Callable[[Tensor], Tensor], num_steps: int, at: int | None = None, index: int = 0
-    ) -> tuple[list[list[Tensor]], bool]:
-        """Return the tensors after some steps, and whether a state has another size than its tensor."""
+    ) -> _Stepped:
+        """Take some steps of all tensors' parts, or of the one tensor `index` of group `at`."""
         params = [
             [
                 nn.Parameter(part_of(value).clone())
@@ -144,7 +164,12 @@ class _Trial:
             for number_of_group, group in enumerate(self._values)
         ]
         try:
-            optimizer = copy_over(self._optimizer, params)
+            dims = (
+                self._dims
+                if at is None
+                else [[nums[index]] if at == one else [] for one, nums in enumerate(self._dims)]
+            )
+            optimizer = copy_over(self._optimizer, params, dims)
             for number in range(num_steps):
                 for group, gradients in zip(params, self._gradients, strict=True):
                     own = gradients if at is None else [gradients[index]] if group else []
@@ -153,22 +178,56 @@ class _Trial:
                 optimizer.step()
         except Exception as error:  # of the user's code
             raise _unusable(type(self._optimizer).__name__, error) from error
-        found = [[param.detach() for param in group] for group in params if group or at is None]
-        has_other = any(_has_other_size(optimizer.state.get(param), param) for group in params for param in group)
-        return found, has_other
+        states = [[optimizer.state.get(param) for param in group] for group in params]
+        return _Stepped(
+            [[param.detach() for param in group] for group in params],
+            [
+                [[*_numbers(options), *_numbers(state)] for state in several]
+                for options, several in zip(optimizer.param_groups, states, strict=True)
+            ],
+            any(
+                _has_other_size(state, param)
+                for group, several in zip(params, states, strict=True)
+                for param, state in zip(group, several, strict=True)
+            ),
+        )
 
-    def _is_same(self, whole: list[list[Tensor]], other: list[list[Tensor]] | None) -> bool:
-        if other is None:
-            return False
+    def _is_same(self, expected: Tensor, found: Tensor, at: int, index: int) -> bool:
         tolerance = 1e-9 if self._dtype == torch.float64 else 2e-4
-        for group, others, starts in zip(whole, other, self._values, strict=True):
-            for expected, found, start in zip(group, others, starts, strict=True):
-                moved = (expected - start).abs().max().item()
-                off = (expected.reshape(-1) - found.reshape(-1)).abs().max().item()
-                rounding = 8 * torch.finfo(self._dtype).eps * expected.abs().max().item()
-                if math.isfinite(moved) and not off <= tolerance * moved + rounding:
-                    return False
-        return True
+        moved = (expected - self._values[at][index]).abs().max().item()
+        off = (expected.reshape(-1) - found.reshape(-1)).abs().max().item()
+        rounding = 8 * torch.finfo(self._dtype).eps * expected.abs().max().item()
+        return not math.isfinite(moved) or off <= tolerance * moved + rounding
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """Holds by parameter group the tensors after some steps, and the numbers that the optimizer keeps for each."""
+
+    params: list[list[Tensor]]
+    numbers: list[list[list[float]]]
+    has_other_shapes: bool
+
+
+def _numbers(options: Any) -> list[float]:
+    """Return the numbers of a group's options, or of a state: counts, and what may be measured on tensors."""
+    values = options.items() if isinstance(options, dict) else ()
+    kept = [value for key, value in values if key != "params"]
+    return [
+        float(value)
+        for value in kept
+        if isinstance(value, int | float)
+        or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
+    ]
+
+
+def _are_same_numbers(whole: list[list[list[float]]], other: list[list[list[float]]]) -> bool:
+    pairs = zip((each for group in whole for each in group), (each for group in other for each in group), strict=True)
+    return all(
+        len(ours) == len(theirs)
+        and all(math.isclose(one, two, rel_tol=1e-6) or one != one for one, two in zip(ours, theirs, strict=True))
+        for ours, theirs in pairs
+    )
 
 
 def _has_other_size(state: Any, param: Tensor) -> bool:
@@ -193,23 +252,31 @@ def _dims_of(params: Sequence[Tensor]) -> list[int]:
     return found * 2 if len(found) == 1 and len(params) > 1 else found
 
 
-def copy_over(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Optimizer:
-    """Return an optimizer of the same class, attributes and options over other parameters, without states.
+def copy_over(
+    optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]], dims: Sequence[Sequence[int]]
+) -> Optimizer:
+    """Return an optimizer of the same class, attributes and options over other parameters, before its first step.
 
     Args:
         optimizer: to copy; optimizers in its attributes are copied with it.
         groups: the parameters by parameter group.
+        dims: how many dims the parameters have for which these stand.
     """
     memo: dict[int, Any] = {}
-    for group, params in zip(optimizer.param_groups, groups, strict=True):
+    of_dim = [dict(reversed([*zip(nums, params, strict=True)])) for nums, params in zip(dims, groups, strict=True)]
+    for group, standing in zip(optimizer.param_groups, of_dim, strict=True):
         for param in group["params"]:
-            like = next((each for each in params if each.dim() == param.dim()), param.new_empty(0, device="cpu"))
-            memo[id(param)] = like
+            memo[id(param)] = standing.get(param.dim(), torch.empty(0, dtype=param.dtype))
     by_old = {id(old["params"]): list(params) for old, params in zip(optimizer.param_groups, groups, strict=True)}
     found = _copied(optimizer, memo, by_old)
-    assert isinstance(found, Optimizer)
     for group, params in zip(found.param_groups, groups, strict=True):
         group["params"] = list(params)
+    for old, params, nums in zip(optimizer.param_groups, groups, dims, strict=True):
+        for param, num in zip(params, nums, strict=True):  # states that were made in the constructor
+            before = next(each for each in old["params"] if each.dim() == num)
+            if before in optimizer.state:
+                states = optimizer.state[before].items()
+                found.state[param] = {key: _first_state(value, before, param) for key, value in states}
     if callable(train := getattr(found, "train", None)):  # such as schedule-free ones
         train()
     return found
@@ -219,7 +286,7 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], by_old: dict[int, list[n
     kind = type(optimizer)
     made = kind.__new__(kind)
     memo[id(optimizer)] = made
-    memo[id(optimizer.state)] = defaultdict(dict)
+    memo[id(optimizer.state)] = defaultdict(dict, other_states(optimizer))
     for group in optimizer.param_groups:
         if id(group) not in memo:
             copied = {key: _copy_of(value, memo) for key, value in group.items() if key != "params"}
@@ -234,6 +301,18 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], by_old: dict[int, list[n
     # A schedule replaces `step` by a function that steps the optimizer itself, which must not move.
     made.__dict__.update({key: _copy_of(each, memo) for key, each in attributes.items() if key != "step"})
     return made
+
+
+def other_states(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return a copy of the states that are of no parameter, such as a count of all steps."""
+    return {key: copy.deepcopy(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def _first_state(value: Any, param: Tensor, like: nn.Parameter) -> Any:
+    if isinstance(value, Tensor) and value.dim() and value.numel() == param.numel() and not value.is_meta:
+        dtype = like.dtype if value.dtype == param.dtype else value.dtype
+        return torch.full_like(like, value.reshape(-1)[0].item(), dtype=dtype, requires_grad=False)
+    return copy.deepcopy(value)
 
 
 def inner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
@@ -203,7 +203,7 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: it is of another one.
     """
-    found = getattr(scheduler, "optimizer", None)
+    found: Any = getattr(scheduler, "optimizer", None)
     while not isinstance(found, Optimizer) and hasattr(found, "optimizer"):  # such as one that wraps it
         found = found.optimizer
     if isinstance(found, Optimizer) and found is not optimizer and found not in inner_optimizers(optimizer):
@@ -212,6 +212,21 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
             f"the scheduler {type(scheduler).__name__} changes the rates of another {type(found).__name__} than the "
             "engine's optimizer; make it from the optimizer that is given to initialize, or from engine.optimizer",
         )
+
+
+def advance(scheduler: Any) -> None:
+    """Advance a schedule by a step, unless it needs a metric, as `ReduceLROnPlateau`: then the script does so."""
+    if getattr(type(scheduler), "step", None) is LRScheduler.step or not _needs_arguments(scheduler.step):
+        scheduler.step()
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a function in C
+        return False
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return any(each.default is inspect.Parameter.empty and each.kind not in kinds for each in parameters)
 
 
 _BLOCK_NUMEL: Final = 256 * 1024  # of which a core's cache holds the four tensors of a step

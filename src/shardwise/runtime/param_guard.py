@@ -4,6 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -18,6 +19,9 @@ from shardwise.runtime.torch_private import (
     pytree,
 )
 
+OnRead = Callable[[FrameType], None]
+OnWrite = Callable[[Any, Tensor | None], None]
+
 
 class ReleasedParameterError(CodedError, RuntimeError):
     """A parameter was used while its data is sharded away."""
@@ -26,11 +30,12 @@ class ReleasedParameterError(CodedError, RuntimeError):
 class _WatchedParameter:
     """Is a present parameter that other states follow: its gradient is not in `grad`, and a master trains it.
 
-    Reading `grad` calls `on_read` first, and `on_data` reports `data`: through it a parameter is written unseen, as
-    versions do not count there.
+    Reading `grad` calls `on_read` first and setting it `on_write`, and `on_data` reports `data`: through it a parameter
+    is written unseen, as versions do not count there.
     """
 
-    on_read: Callable[[], None] = staticmethod(lambda: None)
+    on_read: OnRead = staticmethod(lambda reader: None)
+    on_write: OnWrite = staticmethod(lambda parameter, value: None)
     on_data: Callable[[Any, Tensor | None], Tensor] = staticmethod(lambda parameter, value: parameter)
     on_save: Callable[[Any], None] = staticmethod(lambda parameter: None)
 
@@ -57,15 +62,17 @@ class _WatchedParameter:
 
     @property
     def grad(self) -> Tensor | None:
-        type(self).on_read()
+        type(self).on_read(sys._getframe(1))
         return cast(Tensor | None, _GRAD.__get__(self))
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        type(self).on_write(self, value)
         _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
+        type(self).on_write(self, None)
         _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -97,21 +104,35 @@ def has_gradient(parameter: nn.Parameter) -> bool:
         return read_gradient(parameter) is not None
 
 
-def watched_type(on_read: Callable[[], None], on_data: OnData) -> type[nn.Parameter]:
+def clear_gradient(parameter: nn.Parameter) -> None:
+    """Set the `grad` of a parameter to None, without the call that setting it makes."""
+    _GRAD.__set__(parameter, None)
+
+
+def watched_type(on_read: OnRead, on_data: OnData, on_write: OnWrite) -> type[nn.Parameter]:
     """Make the class of a present parameter whose gradient is elsewhere and whose `data` is watched.
 
     It has no `__torch_function__`, so that operations cost what they cost on a plain one.
+
+    Args:
+        on_read: as for `released_type`, and so is `on_write`.
+        on_data: is given the parameter, and the value that `data` is set to; returns what to read it of.
     """
-    names = {"on_read": staticmethod(on_read), "on_data": staticmethod(on_data)}
+    names = {
+        "on_read": staticmethod(on_read),
+        "on_data": staticmethod(on_data),
+        "on_write": staticmethod(on_write),
+    }
     return type("Parameter", (_WatchedParameter, nn.Parameter), names)
 
 
 def released_type(
     on_use: OnUse,
     present: type[nn.Parameter] = nn.Parameter,
-    on_read: Callable[[], None] = lambda: None,
+    on_read: OnRead = lambda reader: None,
     on_data: OnData | None = None,
     on_save: Callable[[nn.Parameter], None] = lambda parameter: None,
+    on_write: OnWrite = lambda parameter, value: None,
 ) -> type[nn.Parameter]:
     """Make the class of a parameter while its storage is released: its shape and dtype can be read, its data cannot.
 
@@ -123,9 +144,10 @@ def released_type(
     Args:
         on_use: is given the parameter; returns the tensor that the operation gets in its place, None for itself.
         present: the class of parameters whose data is present.
-        on_read: is called when `grad` is read, whose gradient is stored elsewhere.
+        on_read: is called when `grad` is read, whose gradient is stored elsewhere; is given the frame that reads it.
         on_data: as for `watched_type`; None where `data` is used as any other attribute.
         on_save: is given the parameter where `Module.state_dict` reads it.
+        on_write: is called before `grad` is set; is given the parameter and the value.
     """
     reason = "a block uses a parameter of another block, which is released"
     guard = torch.compiler.disable(on_use, reason=reason)
@@ -142,6 +164,7 @@ def released_type(
         "on_read": staticmethod(on_read),
         "on_data": staticmethod(use_data if on_data is None else on_data),
         "on_save": staticmethod(on_save),
+        "on_write": staticmethod(on_write),
     }
     return type("ReleasedParameter", (_GuardedParameter, present), names)
 
@@ -176,12 +199,14 @@ class ParameterEvents(Protocol):
         """Note that a state dict is to have a parameter."""
 
 
-def parameter_classes(receiver: Callable[[], ParameterEvents | None], on_read: Callable[[], None]) -> ParameterClasses:
+def parameter_classes(
+    receiver: Callable[[], ParameterEvents | None], on_read: OnRead, on_write: OnWrite
+) -> ParameterClasses:
     """Make the classes of the parameters of an engine.
 
     Args:
         receiver: a weak reference to what gets the events, which returns None once it is gone.
-        on_read: as for `released_type`.
+        on_read: as for `released_type`, and so is `on_write`.
     """
 
     def events(parameter: nn.Parameter) -> ParameterEvents:
@@ -203,8 +228,8 @@ def parameter_classes(receiver: Callable[[], ParameterEvents | None], on_read: C
     def on_save(parameter: nn.Parameter) -> None:
         events(parameter).on_save(parameter)
 
-    released = functools.cache(lambda present: released_type(on_use, present, on_read, on_data, on_save))
-    return ParameterClasses(watched_type(on_read, on_data), released)
+    released = functools.cache(lambda present: released_type(on_use, present, on_read, on_data, on_save, on_write))
+    return ParameterClasses(watched_type(on_read, on_data, on_write), released)
 
 
 class _GuardedParameter(_WatchedParameter):

@@ -20,6 +20,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as _modules
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizers
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
@@ -71,6 +73,7 @@ __all__ = [
     "returned",
     "set_data",
     "set_unsharded_storage",
+    "step_pre_hooks",
     "uncompiled",
     "unseen_by_op_modes",
     "version",
@@ -382,6 +385,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Gamma and Dirichlet distributions draw by these; public torch has the distributions alone.
+def step_pre_hooks(optimizer: Optimizer) -> tuple[OrderedDict[int, Any], Mapping[int, Any]]:
+    """Return the hooks before an optimizer's step, and those before the steps of all; there is no public list."""
+    return cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks), _optimizers._global_optimizer_pre_hooks
+
+
 PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
 
 # What asks a parameter for an alias: `Module.state_dict` for what is saved, and `nn.Parameter` for a new parameter.

@@ -37,6 +37,7 @@ from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Chunk as Rectangle
 from shardwise.layout.slicing import LocalTensor, intersect
 from shardwise.offload.cpu_optimizer import needed_states
+from shardwise.runtime.optimizer_probe import inner_optimizers
 from shardwise.runtime.state_shards import PARAM, FlatState, ScalarState, StateShard, TensorFlatState, is_flat
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import EngineState
@@ -123,6 +124,7 @@ def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarSt
     Raises:
         ConfigError: a state is neither a number nor a tensor.
     """
+    _refuse_inner_states(states.sharded.optimizer)
     if states.sharded.whole is not None:
         yield from _held_by_owner(states, states.sharded.whole)
         return
@@ -132,6 +134,16 @@ def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarSt
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
                 yield from _of_piece(_in_flats(states.sharded.states_of(piece), part), part)
+
+
+def _refuse_inner_states(optimizer: Optimizer) -> None:
+    for inner in inner_optimizers(optimizer):
+        if inner.state and inner.state is not optimizer.state:
+            raise ConfigError(
+                "optimizer-inner-state",
+                f"{type(optimizer).__name__} wraps {type(inner).__name__}, whose states are in no checkpoint; "
+                'save(contents="weights"), or let the wrapper share its `state`',
+            )
 
 
 def _held_by_owner(states: EngineState, whole: WholeStep) -> Iterator[StateShard | ScalarState]:
@@ -167,7 +179,13 @@ def odd_optimizer_states(states: EngineState) -> Iterator[tuple[str, Tensor]]:
 
 
 def place_odd_state(states: EngineState, where: str, value: Tensor) -> None:
-    """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter whole."""
+    """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter whole.
+
+    Args:
+        states: the engine's states.
+        where: the name that came with it.
+        value: of the state.
+    """
     name, _, key = where.rpartition("/")
     view = states.sharded.views().get(name)
     if view is not None:

@@ -6,8 +6,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,18 @@ from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import GroupStep
 from shardwise.zero.lent_states import LentStates
 from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
-from shardwise.zero.optimizer_plan import NamedGroup, OptimizerPlan, first_states, fresh_states
+from shardwise.zero.optimizer_plan import (
+    NamedGroup,
+    OptimizerPlan,
+    first_states,
+    follow_calls,
+    fresh_states,
+    inner_groups,
+)
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
+from shardwise.zero.step_hooks import StepHooks
 from shardwise.zero.stored_state import ParamPiece, pieces_of, place_state
 from shardwise.zero.whole_step import WholeStep
 
@@ -73,6 +82,7 @@ class ShardedOptimizer:
         self._own_steps: dict[ParamGroup, GroupStep] = {}  # of states off the device, or encoded
         self._matrix_step: MatrixStep | None = None
         self.whole: WholeStep | None = None
+        self._inner_groups: list[tuple[dict[str, Any], list[str]]] = []
         self._has_shapes = False  # the pieces, which are whole, have the parameters' shapes
         self._states_dtype = resources.states_dtype
         self._codec_errors = resources.codec_errors
@@ -86,13 +96,18 @@ class ShardedOptimizer:
         self._choose_step([group for group in groups if group.grads is not None])
         self._take(groups)
         self.optimizer = plan.factory(self._param_groups(named_groups))
+        self._inner_groups = inner_groups(self.optimizer, plan, self.views())
+        if self._inner_groups:
+            self._param_groups(named_groups)
         self._has_states_at_once = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
         self._make_first_states(self.views())
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
-        self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
-        self._own_methods = _follow_calls(self)
+        self._hooks = StepHooks(self.optimizer, lambda: _before_step(this()))
+        self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
+        add, change, clear = self.add_group, self.change_weights, self._clear_by_script
+        self._own_methods = follow_calls(self.optimizer, WeakMethod(add), WeakMethod(change), WeakMethod(clear))
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
@@ -102,14 +117,14 @@ class ShardedOptimizer:
             named_groups: as many as before.
         """
         before = {id(piece) for piece in self.pieces}
-        views_before = self.views()
+        views_before = set(self.views())
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
         self._take_own_steps()
         views = self.views()
         known = {id(view) for view in views.values()} | {id(self._placeholder)}
-        for view in [view for view in self.optimizer.state if id(view) not in known]:
+        for view in [each for each in self.optimizer.state if isinstance(each, Tensor) and id(each) not in known]:
             del self.optimizer.state[view]
         self.forget_states([piece for piece in self.pieces if id(piece) not in before])
         if self.whole is not None:
@@ -121,9 +136,7 @@ class ShardedOptimizer:
             if (keeper := self._own(piece)) is not None:
                 keeper.forget_states(piece)
         views = {piece.name: piece.view for piece in pieces if self._own(piece) is None and self.whole is None}
-        for view in views.values():
-            self.optimizer.state.pop(view, None)
-        self._make_first_states(views)
+        self._reset(views)
 
     def _make_first_states(self, views: Mapping[str, nn.Parameter]) -> None:
         """Give these parameters the states that the optimizer has before its first step, if it has any."""
@@ -141,7 +154,9 @@ class ShardedOptimizer:
 
     def forget_whole(self, names: Collection[str]) -> None:
         """Reset parameters that this rank steps whole to the states before the first step."""
-        views = {name: view for name, view in self.views().items() if name in names}
+        self._reset({name: view for name, view in self.views().items() if name in names})
+
+    def _reset(self, views: Mapping[str, nn.Parameter]) -> None:
         for view in views.values():
             self.optimizer.state.pop(view, None)
         self._make_first_states(views)
@@ -213,7 +228,7 @@ class ShardedOptimizer:
     def kept_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that torch's optimizer keeps itself."""
         for state in self.optimizer.state.values():
-            if not isinstance(state, LentStates):
+            if isinstance(state, dict) and not isinstance(state, LentStates):
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def track_states(self) -> None:
@@ -228,8 +243,9 @@ class ShardedOptimizer:
         self._groups = [group for group in groups if group.grads is not None]
         self._holders = {group: group.holders for group in self._groups if len(group.holders) > 1}
         self.names = [place.name for group in self._groups for place in group.spec.params]
-        pieces = [kept.get(group) or pieces_of(group, has_shapes=self._has_shapes) for group in self._groups]
-        self.pieces = [piece for several in pieces for piece in several]
+        self.pieces = []
+        for group in self._groups:
+            self.pieces += kept.get(group) or pieces_of(group, has_shapes=self._has_shapes)
 
     def _choose_step(self, groups: Sequence[ParamGroup]) -> None:
         """Choose whether the optimizer sees pieces, or whole parameters: of its own, or at their owners.
@@ -247,15 +263,13 @@ class ShardedOptimizer:
             refuse_without_rule(kind, is_element_wise=scope is StepScope.ELEMENT)
         if scope is StepScope.JOINT and self._comms.pipeline.world_size > 1:
             raise ConfigError(
-                "optimizer-element-wise",
+                "optimizer-joint-step",
                 f"the step of a parameter by {kind.__name__} depends on all other parameters, which the stages of a "
                 "pipeline do not share; use mesh.pp=1, or an optimizer that steps each tensor by itself",
             )
         is_here = all(group.shard_stop - group.shard_start == group.spec.padded_numel for group in groups)
-        if is_here and not is_stored and self._tensor.world_size == 1:
-            self._has_shapes = True
-        else:
-            self.whole = WholeStep(self._comms, at_one=scope is StepScope.JOINT)
+        self._has_shapes = is_here and not is_stored and self._tensor.world_size == 1
+        self.whole = None if self._has_shapes else WholeStep(self._comms, at_one=scope is StepScope.JOINT)
 
     def _take_own_steps(self) -> None:
         """Allocate the states of groups that torch's optimizer does not step: off the device, or encoded."""
@@ -300,6 +314,8 @@ class ShardedOptimizer:
             {**named.options, "params": [views[name] for name in named.names if name in views]}
             for named in named_groups
         ]
+        for inner, names in self._inner_groups:
+            inner["params"] = [views[name] for name in names if name in views]
         if not any(group["params"] for group in param_groups):
             param_groups[0]["params"] = [self._placeholder]
         return param_groups
@@ -316,8 +332,7 @@ class ShardedOptimizer:
         type(self.optimizer).add_param_group(self.optimizer, {**named.options, "params": []})
         param_groups = self._param_groups([*self._named_groups, named])
         self.optimizer.param_groups[index]["params"] = param_groups[index]["params"]
-        if self._placeholder in (first := self.optimizer.param_groups[0]["params"]) and param_groups[index]["params"]:
-            first.clear()
+        self.optimizer.param_groups[0]["params"] = param_groups[0]["params"]  # no placeholder any more
         views, own = self.views(), set(named.names)
         self._make_first_states({name: view for name, view in views.items() if name in own})
         for piece in self.pieces:
@@ -328,12 +343,13 @@ class ShardedOptimizer:
         """Call a method of the optimizer that writes parameters, such as for evaluation. All ranks call it."""
         for group in self._groups:
             group.finish_update()
-        if self.whole is None:
-            change()
-        else:
-            self.whole.run(change, {}, lambda piece: piece.view)
+        change() if self.whole is None else self.whole.run(change, {}, lambda piece: piece.view)
         for group in self._groups:
             group.adopt_master()
+
+    def _clear_by_script(self) -> None:
+        if not self.is_stepping and (clear := self.on_zero_grad()) is not None:
+            clear()
 
     def used(self) -> list[bool]:
         """Return for each of `names` whether it has got a gradient on this rank since the last step."""
@@ -388,9 +404,12 @@ class ShardedOptimizer:
             the groups whose update is under way.
         """
         stepping: dict[ParamGroup, Task] = {}
+        used = dict(used)
         with timeline.span(ActionKind.STEP, None):
             self._step_matrices(factor, used)
             self._step_whole(factor, used)
+            if self._own_steps and self._hooks.are_there:
+                self._show_to_hooks(factor, used)
             self._step_on_device(self._gradients, used, factor)
             self._gradients.clear()
             stepping.update(self._step_pipeline(factor, used))
@@ -401,9 +420,19 @@ class ShardedOptimizer:
                 if (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought}, used, factor)
         self.track_states()
+        self._hooks.end_step()
         self._stepped.clear()
         self._clear_gradients()
         return stepping
+
+    def _show_to_hooks(self, factor: float, used: dict[str, bool]) -> None:
+        """Let hooks see the gradients of what torch's optimizer does not step, in its step."""
+        flats = {
+            group: self._flat_of(group, group.grads)
+            for group in self._own_steps
+            if group.grads is not None and group.grads.holds_sum
+        }
+        self._hooks.show(self.pieces, flats, factor, used)
 
     def step_in_backward(self, group: ParamGroup, factor: float) -> None:
         """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
@@ -448,6 +477,7 @@ class ShardedOptimizer:
 
     def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[StepChunk]:
         holds = group.grads is not None and group.grads.holds_sum
+        factor = self._hooks.factor(group, factor)
         return self._own_steps[group].chunks(factor, used, self.options_of) if holds else []
 
     def _is_whole(self, group: ParamGroup) -> bool:
@@ -456,12 +486,13 @@ class ShardedOptimizer:
 
     def can_step_alone(self, group: ParamGroup) -> bool:
         """Say whether the group can be stepped before the others."""
-        return self._is_offloaded(group) and not self._is_whole(group)
+        return self._is_offloaded(group) and not self._is_whole(group) and not self._hooks.are_there
 
     def _step_matrices(self, factor: float, used: Mapping[str, bool]) -> None:
         """Step the groups of matrices; what is stored off the device is brought there, and written back."""
         if self._matrix_step is None:
             return
+        self._hooks.refuse()
         gradient_of = self._final_gradients(factor)
         self._matrix_step.step(used, MatrixPieces(gradient_of, self._momentum_of, self.options_of))
         for group in [group for group in self._gradients if group.spec.is_matrix]:
@@ -508,19 +539,19 @@ class ShardedOptimizer:
         return TensorFlatState(state[MOMENTUM])
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool], factor: float) -> None:
-        for group, gradient in gradients.items():
-            if group in self._own_steps:
-                self._own_steps[group].step(gradient, factor, used, self.options_of)
         if self.whole is not None:
             return
-        gradients = {group: each for group, each in gradients.items() if group not in self._own_steps}
+        encoded = {group: each for group, each in gradients.items() if group in self._own_steps}
+        gradients = {group: each for group, each in gradients.items() if group not in encoded}
         stepped = [piece.view for piece in self.pieces if used[piece.name] and piece.group in gradients]
         is_mixed = lacks_some_momentum(self.optimizer, stepped)
-        is_scaled = not is_mixed and scale_in_step(self.optimizer, factor)
+        is_scaled = not (is_mixed or self._hooks.are_there) and scale_in_step(self.optimizer, factor)
         if not is_scaled:
             for gradient in gradients.values():
                 gradient.mul_(factor)
         for piece in self.pieces:
+            if piece.group in self._own_steps:
+                continue  # it has what hooks are shown
             slices = gradients.get(piece.group) if used[piece.name] else None
             piece.view.grad = slices[piece.start : piece.stop].view(piece.view.shape) if slices is not None else None
         try:
@@ -531,6 +562,8 @@ class ShardedOptimizer:
                 del self.optimizer.grad_scale  # type: ignore[attr-defined]
         for piece in self.pieces:
             piece.view.grad = None
+        for group, gradient in encoded.items():
+            self._own_steps[group].step(gradient, self._hooks.factor(group, factor), used, self.options_of)
 
     def _call_step(self) -> None:
         self.is_stepping = True
@@ -556,7 +589,7 @@ class ShardedOptimizer:
     def close(self) -> None:
         """Forget all states; the optimizer's groups get back the model's own parameters that it trained."""
         self.clear()
-        self._step_guard.remove()
+        self._hooks.close()
         for name in self._own_methods:
             delattr(self.optimizer, name)
         self._own_methods = ()
@@ -581,35 +614,11 @@ class ShardedOptimizer:
         self._own_steps.clear()
 
 
-def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
+def _before_step(sharded: ShardedOptimizer | None) -> None:
     if sharded is not None and not sharded.is_stepping:
         raise EngineError(
             "optimizer-step-direct",
             "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",
         )
-
-
-def _follow_calls(sharded: ShardedOptimizer) -> tuple[str, ...]:
-    """Let the engine follow what an optimizer's methods do to its groups and parameters; return the methods' names."""
-    this, optimizer = weakref.ref(sharded), weakref.ref(sharded.optimizer)
-
-    def add_param_group(param_group: dict[str, Any]) -> None:
-        if (owner := this()) is not None:
-            owner.add_group(param_group)
-
-    def follow(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def changed(*args: Any, **options: Any) -> None:
-            owner, own = this(), optimizer()
-            if owner is not None and own is not None:
-                owner.change_weights(lambda: method(own, *args, **options))
-
-        return changed
-
-    kind = type(sharded.optimizer)
-    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group}
-    # Some, such as schedule-free ones, train with other weights than those to evaluate.
-    found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
-    for name, method in found.items():
-        setattr(sharded.optimizer, name, method)
-    return tuple(found)
+    if sharded is not None:
+        sharded._hooks.take()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import MATRIX_STATES, Layout
 from shardwise.offload.cpu_optimizer import has_rule
 from shardwise.runtime.muon import IS_MATRIX, MuonWithAdamW
-from shardwise.runtime.optimizer_probe import StepScope, step_scope
+from shardwise.runtime.optimizer_probe import StepScope, inner_optimizers, other_states, step_scope
 from shardwise.runtime.optimizers import build_optimizer, optimizer_kind
 from shardwise.runtime.precision import torch_dtype
 
@@ -203,7 +206,9 @@ def _adopt(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype, device: t
             group["params"] = replacement["params"]
             group.pop("param_names", None)
         # Some, such as Adagrad, make states in their constructor; those of a model on meta have no values.
+        others = other_states(optimizer)
         optimizer.state = defaultdict(dict) if has_values else fresh_states(optimizer, param_groups)
+        optimizer.state.update(others)
         return optimizer
 
     return OptimizerPlan(
@@ -229,7 +234,13 @@ def _first_value(key: str, value: Any, param: Tensor) -> Any:
 
 
 def first_states(plan: OptimizerPlan, name: str, view: nn.Parameter) -> dict[str, Any]:
-    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step."""
+    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step.
+
+    Args:
+        plan: of the optimizer.
+        name: of the parameter.
+        view: what the optimizer steps.
+    """
     return {
         key: torch.full_like(view, value.value, dtype=value.dtype, requires_grad=False)
         if isinstance(value, _Fill)
@@ -243,6 +254,69 @@ def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> An
     accepted = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)(param_groups, **options).state
+
+
+def inner_groups(
+    optimizer: Optimizer, plan: OptimizerPlan, views: Mapping[str, nn.Parameter]
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the groups of optimizers that an optimizer wraps, where they are not its own, with their names.
+
+    Args:
+        optimizer: over the model's parameters, or over `views`.
+        plan: of the optimizer.
+        views: what stands for the parameters, by name.
+    """
+    name_of = {**plan.name_of, **{id(view): name for name, view in views.items()}}
+    own = {id(group) for group in optimizer.param_groups}
+    return [
+        (group, [name_of[id(param)] for param in group["params"] if id(param) in name_of])
+        for inner in inner_optimizers(optimizer)
+        for group in inner.param_groups
+        if id(group) not in own
+    ]
+
+
+def follow_calls(
+    optimizer: Optimizer,
+    add_group: WeakMethod[Callable[[Mapping[str, Any]], None]],
+    change_weights: WeakMethod[Callable[[Callable[[], object]], None]],
+    clear_gradients: WeakMethod[Callable[[], None]],
+) -> tuple[str, ...]:
+    """Let the engine follow what an optimizer's methods do to its groups and parameters; return the methods' names.
+
+    Args:
+        optimizer: whose methods are replaced, in this object.
+        add_group: takes a parameter group over the model's parameters.
+        change_weights: calls a function that writes the optimizer's parameters.
+        clear_gradients: drops the engine's.
+    """
+    kind, this = type(optimizer), weakref.ref(optimizer)
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        if (add := add_group()) is not None:
+            add(param_group)
+
+    def zero_grad(*args: Any, **options: Any) -> None:
+        if (own := this()) is not None:
+            kind.zero_grad(own, *args, **options)
+        if (clear := clear_gradients()) is not None:
+            clear()
+
+    def follow(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def changed(*args: Any, **options: Any) -> None:
+            change, own = change_weights(), this()
+            if change is not None and own is not None:
+                change(lambda: method(own, *args, **options))
+
+        return changed
+
+    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group, "zero_grad": zero_grad}
+    # Some, such as schedule-free ones, train with other weights than those to evaluate.
+    found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
+    for name, method in found.items():
+        setattr(optimizer, name, method)
+    return tuple(found)
 
 
 def _trainable_names(layout: Layout) -> list[str]:

@@ -265,7 +265,7 @@ class ParamGroup:
 
     def claim(self) -> None:
         """Give the unit memory that is its own alone, as it is freed and gathered again while graphs share it."""
-        if self.is_lent and self._is_viewed():
+        if self.is_lent and self.is_released_between_uses and self._is_shared(len(self.parameters)):
             self._replace_memory(keeps_values=True)
         self.is_lent = False
 
@@ -370,12 +370,11 @@ class ParamGroup:
             ConfigError: as `ParamWrites.check`.
         """
         self.writes.check()
-        if self.state is ParamState.UNSHARDED:
-            self._follow_writes()
+        self.follow_writes()
 
-    def _follow_writes(self) -> None:
+    def follow_writes(self) -> None:
         """Take over what has been written into the present parameters since they were gathered, if something has."""
-        if self.writes.are_followed:
+        if self.state is ParamState.UNSHARDED and not self.is_stepped and self.writes.are_followed:
             with torch.no_grad():
                 self.take_written()
 
@@ -405,9 +404,10 @@ class ParamGroup:
             else:
                 shape = parameter.shape if self.spec.is_opaque else place.global_shape
                 set_data(parameter, torch.empty(shape, dtype=parameter.dtype, device="meta"))
-        for tensor in (self.full, self.gathering.secondary):
-            if tensor is not None:
-                self._tracker.resize(tensor, 0)
+        if self.gathering.secondary is not None:
+            self._tracker.resize(self.gathering.secondary, 0)
+        if not self._is_shared(self._num_pieces()):  # otherwise it dies with the last of its views
+            self._tracker.resize(self.full, 0)
         for storage in {self.shard, self.master}:
             storage.close()
         if self.grads is not None:
@@ -460,8 +460,8 @@ class ParamGroup:
         if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
             return False
         self._gather.wait()
-        self._follow_writes()
-        if (keeps_views or self.is_lent) and self._is_viewed():
+        self.follow_writes()
+        if self._is_shared(len(self.parameters) if keeps_views or self.is_lent else None):
             self._replace_memory(keeps_values=False)
         else:
             self._tracker.resize(self.full, 0)
@@ -469,10 +469,22 @@ class ParamGroup:
         self._set_state(ParamState.SHARDED)
         return True
 
-    def _is_viewed(self) -> bool:
-        """Say whether a tensor other than the parameters shares the memory of `full`; of parameters that are shards."""
-        may_be = self.is_released_between_uses and not is_fake(self.full)
-        return may_be and has_views(self.full, num_known=len(self.parameters))
+    def _is_shared(self, num_known: int | None) -> bool:
+        """Say whether others may use the memory of `full`: it has more than the known views, or NumPy had it.
+
+        Args:
+            num_known: its views; None to ask for no others.
+        """
+        if is_fake(self.full):
+            return False
+        is_viewed = num_known is not None and has_views(self.full, num_known)
+        return is_viewed or not self.full.untyped_storage().resizable()
+
+    def _num_pieces(self) -> int:
+        """Return how many tensors share the memory of `full` beside the parameters: the shard, and what is stepped."""
+        if self.is_released_between_uses:
+            return 0
+        return 1 + len(self.spec.slots(self.shard_start, self.shard_stop)) * (self.master is self.shard)
 
     # [Note: memory that is lent]
     # A storage can be freed while tensors share it, and so it is between a unit's forward and its backward: the graph

@@ -27,6 +27,7 @@ class ParamWrites:
         self._parameters = parameters
         self._full = full
         self._versions = [version(parameter) for parameter in parameters]
+        self._is_refused = False  # the new versions are
         self._hashes: dict[int, Tensor | None] = {}  # of the parameters whose `data` was read
 
     def note_data(self, index: int, value: Tensor | None, is_held: bool) -> None:
@@ -46,8 +47,8 @@ class ParamWrites:
         """Raise where the engine cannot follow what other code has done to a parameter.
 
         Raises:
-            ConfigError: a parameter was moved, or a trained one was written in place, since the engine was made; names
-                the parameter.
+            ConfigError: a parameter was moved since the engine was made, or a trained one was written inside
+                `gathered` that takes nothing over; names the parameter.
         """
         storage = self._full.untyped_storage()
         with plain_torch_functions():
@@ -59,17 +60,17 @@ class ParamWrites:
                         "p.data = ...), but the engine keeps it in a buffer of its own; convert the model before "
                         "initialize, and set precision.param",
                     )
-                if version(parameter) != self._versions[index] and self._spec.trainable:
+                if self._is_refused and version(parameter) != self._versions[index]:
                     raise ConfigError(
                         "parameter-written",
-                        f"parameter {place.name} was written after initialize, but the engine trains a master of its "
-                        "own; write before initialize, or inside `with engine.gathered(write=True):`",
+                        f"parameter {place.name} was written inside engine.gathered(), but the engine trains a master "
+                        "of its own; write inside `with engine.gathered(write=True):`",
                     )
 
     @property
     def are_followed(self) -> bool:
         """Say whether a parameter may have been written in a way that the engine follows."""
-        return bool(self._hashes) or (not self._spec.trainable and self._has_new_version)
+        return not self._is_refused and (bool(self._hashes) or self._has_new_version)
 
     @property
     def are_there(self) -> bool:
@@ -84,6 +85,10 @@ class ParamWrites:
                 return self._spec.params[index].name
         return None
 
+    def refuse_new(self) -> None:
+        """Let `check` refuse what has been written into trained parameters, which are not taken over."""
+        self._is_refused = self._spec.trainable and self._has_new_version
+
     def forget_data(self) -> None:
         """Take over nothing of what has been written through `data`."""
         self._hashes.clear()
@@ -92,6 +97,7 @@ class ParamWrites:
         """Accept values as they are, of one parameter or of all: they were written on purpose, the master with them."""
         if index is None:
             self._hashes.clear()
+            self._is_refused = False
         for each in range(len(self._parameters)) if index is None else (index,):
             self._versions[each] = version(self._parameters[each])
 

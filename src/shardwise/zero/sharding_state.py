@@ -55,6 +55,7 @@ class ShardingState:
         held: groups that stay whole inside `gathered`.
         reductions: the order in which groups are reduced, and how far this backward has come in it.
         reducing: the reductions under way.
+        watch: of what other code does to gradients.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, resources: ShardingResources) -> None:
@@ -87,9 +88,8 @@ class ShardingState:
         self._lent = LentGroups()
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[GradientHandle]] = {}
-        this, watch = weakref.ref(self), GradientWatch()
-        self._classes = parameter_classes(this, watch.on_read)
-        self._watch = watch
+        self.watch = watch = GradientWatch(model)
+        self._classes = parameter_classes(weakref.ref(self), watch.on_read, watch.on_write)
         try:
             for unit in self.units:
                 self.regroup(unit.name, layout)
@@ -155,7 +155,7 @@ class ShardingState:
 
     def watch_gradients(self, is_on: bool = True) -> None:
         """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
-        self._watch.turn(is_on, self.reductions.groups, self._classes.watched)
+        self.watch.turn(is_on, self.reductions.groups, self._classes.watched)
 
     def pre_forward(self, unit: Unit) -> None:
         """Make a unit's parameters available, and start to gather the next unit's."""
@@ -175,7 +175,7 @@ class ShardingState:
         if not unit.is_root:
             self._enter_block(unit, self.order.enter_forward)
             return
-        self.watch_gradients(False)
+        self.watch.pause(self.reductions.groups, self._classes.watched)
         if torch.is_grad_enabled() and any(each.awaits_backward for each in self.units):
             self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
@@ -219,6 +219,7 @@ class ShardingState:
         for name in self.order.unused():
             self._unit_of[name].reshard()
         self._pass(self.order.end_forward())
+        self.watch.resume(self.reductions.groups, self._classes.watched)
         self._enter(Phase.IDLE)
         if backward_follows is False:
             self.reshard_all(keeps_views=True)
@@ -428,10 +429,7 @@ class ShardingState:
         return new
 
     def reshard_all(self, groups: Iterable[ParamGroup] | None = None, keeps_views: bool = False) -> None:
-        """Release all parameters that are stored as shards, or those of some groups, except in `held`.
-
-        `keeps_views` is as for `ParamGroup.reshard`.
-        """
+        """Release parameters that are stored as shards, except in `held`; `keeps_views` as for `ParamGroup.reshard`."""
         for group in self.groups if groups is None else groups:
             group.is_pinned = group in self.held or group in self.kept
             group.reshard(keeps_views)
@@ -505,6 +503,8 @@ class ShardingState:
         if self.phase is Phase.IDLE and not self._is_inner and self.before_backward is not None:
             self._after_backward = begin() if (begin := self.before_backward()) is not None else None
         self._began_in = self.phase
+        for group in self.groups:
+            group.follow_writes()  # before a step in this backward
         # What is frozen around another engine's step has no gradients to reduce.
         self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(
             any(group.trains()) for group in self.reductions.groups

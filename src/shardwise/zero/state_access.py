@@ -413,7 +413,7 @@ def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str)
 
 def _own_state(states: EngineState, place: ParamLocation, state: str, kind: StateKind) -> Tensor:
     own = _own_states(states, place).get(state)
-    if kind.shape is not None:
+    if kind.shape is not None and isinstance(own, Tensor):
         return own.detach().clone()
     return _assemble(states, place, own, kind.torch_dtype, state)
 

@@ -233,7 +233,14 @@ def pieces_of(group: ParamGroup, *, has_shapes: bool) -> list[ParamPiece]:
 
 
 def place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Tensor | float) -> None:
-    """Write a state of one of torch's optimizer's parameters, or make it."""
+    """Write a state of one of torch's optimizer's parameters, or make it.
+
+    Args:
+        optimizer: of torch.
+        view: the parameter.
+        state: its name.
+        value: a number, or a tensor of as many elements as the state.
+    """
     of_piece = optimizer.state[view]
     current = of_piece.get(state)
     if isinstance(current, Tensor):

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Final
+from types import FrameType
+from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import ROOT
 from shardwise.offload.worker import Task
 from shardwise.zero.param_group import ParamGroup, ParamState
 
 log = logging.getLogger("shardwise")
+
+# What reads gradients to change them: torch's own clipping, and `Module.zero_grad`.
+_CLIP_FILE: Final = clip_grad.__file__
+_ZERO_GRAD_CODE: Final = nn.Module.zero_grad.__code__
 
 
 class Phase(Enum):
@@ -153,10 +161,21 @@ class LentGroups:
 
 
 class GradientWatch:
-    """Warns once that `grad` of a parameter was read while the engine has the gradients."""
+    """Answers what other code does to `grad` of parameters while the engine has the gradients, where nothing is.
 
-    def __init__(self) -> None:
-        self._is_on = self._has_warned = False
+    Args:
+        model: the engine's.
+
+    Attributes:
+        on_zero_grad: returns what is called for `zero_grad()` of the model.
+        refuses: what would change gradients is refused; False where scripts are used to its doing nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._is_on = self._has_warned = self._is_paused = False
+        self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
+        self.refuses = True
 
     def turn(self, is_on: bool, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
         """Watch the parameters of groups that are stored whole, or stop.
@@ -166,16 +185,70 @@ class GradientWatch:
             groups: the groups.
             watched: the class of parameters that are watched.
         """
+        self._is_paused = False
         if is_on != self._is_on:
             self._is_on = is_on
             for group in groups:
                 group.watch(watched if is_on else None)
 
-    def on_read(self) -> None:
-        """Warn, the first time."""
-        if self._is_on and not self._has_warned:
+    def pause(self, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
+        """Stop for a forward, which needs plain parameters, until `resume`."""
+        is_paused = self._is_on
+        self.turn(False, groups, watched)
+        self._is_paused = is_paused
+
+    def resume(self, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
+        """Watch on, if a forward has paused it."""
+        if self._is_paused:
+            self.turn(True, groups, watched)
+
+    def on_read(self, reader: FrameType) -> None:
+        """Clear the gradients where `zero_grad` reads one; warn the first time where others do.
+
+        Args:
+            reader: the frame that reads a gradient.
+
+        Raises:
+            ConfigError: what reads it would change the gradients.
+        """
+        if not self._is_on:
+            return
+        if self.refuses and reader.f_code.co_filename == _CLIP_FILE:
+            raise ConfigError(
+                "gradients-clipped-outside",
+                "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
+                "them, sharded, and clips them itself; set optimizer.clip_norm",
+            )
+        if self.refuses and reader.f_code is _ZERO_GRAD_CODE:
+            self._clear(reader.f_locals.get("self"))
+        elif not self._has_warned:
             self._has_warned = True
             log.warning(
                 "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
                 "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
+            )
+
+    def _clear(self, module: Any) -> None:
+        if not isinstance(module, nn.Module) or all(each is not self._model() for each in module.modules()):
+            raise ConfigError(
+                "gradients-cleared-partly",
+                f"{type(module).__name__}.zero_grad() of a part of the model, between engine.backward and engine.step: "
+                "the engine has the gradients; engine.zero_grad() clears all, engine.write(name, 0, 'grad') some",
+            )
+        if (zero_grad := self.on_zero_grad()) is not None:
+            zero_grad()
+
+    def on_write(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Refuse to set a parameter's `grad` where the engine takes no notice.
+
+        Raises:
+            ConfigError: it would be lost.
+        """
+        if self._is_on and self.refuses and parameter.requires_grad and (model := self._model()) is not None:
+            name = next((name for name, each in model.named_parameters() if each is parameter), "")
+            fix = "call engine.zero_grad()" if value is None else f"use engine.write({name!r}, value, 'grad')"
+            raise ConfigError(
+                "gradient-assigned",
+                f"grad of parameter {name} was set between engine.backward and engine.step, but the engine has the "
+                f"gradients, sharded; {fix}",
             )

@@ -39,19 +39,34 @@ class StateKind:
 
 
 def kinds_of(whole: WholeStep, optimizer: Optimizer, name: str) -> dict[str, StateKind]:
-    """Return the states of a parameter, which ranks learn from its owner. All ranks that share tensors call it."""
+    """Return the states of a parameter, which ranks learn from its owner. All ranks that share tensors call it.
+
+    Args:
+        whole: has the optimizer's parameters.
+        optimizer: over them.
+        name: of the parameter.
+    """
     view = whole.views.get(name)
     own = {} if view is None else {key: asdict(kind) for key, kind in _own_kinds(optimizer, view)}
     texts = exchange_texts(whole.comm, json.dumps(own), f"optimizer states of {name}")
-    told = {key: each for text in texts for key, each in json.loads(text).items()}
+    known = {key: each for text in texts for key, each in json.loads(text).items()}
     return {
         key: StateKind(each["dtype"], each["value"], None if each["shape"] is None else tuple(each["shape"]))
-        for key, each in told.items()
+        for key, each in known.items()
     }
 
 
 def read_whole(whole: WholeStep, optimizer: Optimizer, name: str, state: str, kind: StateKind, numel: int) -> Tensor:
-    """Return a tensor state from its owner, 1-D. All ranks that share tensors call it."""
+    """Return a tensor state from its owner, 1-D. All ranks that share tensors call it.
+
+    Args:
+        whole: has the optimizer's parameters.
+        optimizer: over them.
+        name: of the parameter.
+        state: of a tensor.
+        kind: of the state.
+        numel: of the parameter.
+    """
     view = whole.views.get(name)
     own = None if view is None else optimizer.state[view][state].detach().to(whole.comm.device)
     length = numel if kind.shape is None else torch.Size(kind.shape).numel()

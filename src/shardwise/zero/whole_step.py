@@ -67,7 +67,7 @@ class WholeStep:
                 away = group.spec.tiers.optimizer != "device"
                 device = torch.device("cpu") if away else self.comm.device
                 empty = _without_values(each.place.global_shape, group.master.dtype, device)
-                self.views[name] = before.get(name) or nn.Parameter(empty)
+                self.views[name] = before[name] if name in before else nn.Parameter(empty)
 
     @property
     def owners(self) -> dict[str, int]:

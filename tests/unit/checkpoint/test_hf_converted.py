@@ -95,7 +95,7 @@ class Rotation(nn.Module):
 
 
 class Sharing(nn.Module):
-    """Has one module at three places, which nobody ties again after a load."""
+    """Has one module at three places, which no load ties again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -193,7 +193,7 @@ def test_every_getter_answers() -> None:
     engine.destroy()
 
 
-def test_a_batch_can_be_set_anew() -> None:
+def test_another_batch_can_be_set() -> None:
     engine = start(1)
     engine.set_train_batch_size(6)
     assert engine.get_batch_info() == (6, 2, 3)
@@ -275,7 +275,7 @@ def test_schedules_have_deepspeeds_attributes() -> None:
     assert (cycle.min_lrs, cycle.max_moms, cycle.get_mom()) == ([0.01], [(0.9, 0.99)], [(0.8, 0.99)])
     assert lr_schedules.LRRangeTest(optimizer).min_lr == [1e-3]
     assert (lr_schedules.WARMUP_LR, lr_schedules.CYCLE_MIN_LR) == ("WarmupLR", "cycle_min_lr")
-    for wrong in ({"warmup_num_steps": None}, {"warmup_num_steps": 0}):
+    for wrong in ({"warmup_num_steps": None}, {"warmup_num_steps": -1}):
         with pytest.raises(ValueError, match="warmup_num_steps"):
             lr_schedules.WarmupLR(optimizer, **wrong)
 
@@ -298,8 +298,12 @@ def test_the_accelerator_has_what_portable_scripts_ask() -> None:
         accelerator.max_memory_allocated() >= accelerator.memory_allocated() > 0 or accelerator.device_name() == "cuda"
     )
     assert accelerator.on_accelerator(torch.ones(1)) is (accelerator.device_name() == "cpu")
-    with refused("deepspeed-name-missing", "deepspeed.ops.op_builder.CPUAdamBuilder is not here"):
-        accelerator.get_op_builder("CPUAdamBuilder")()
+    assert accelerator.create_op_builder("CPUAdamBuilder").is_compatible()
+    assert not accelerator.create_op_builder("InferenceBuilder").is_compatible()
+    assert not deepspeed.ops.__compatible_ops__[imported("ops.op_builder", "InferenceBuilder").NAME]
+    assert deepspeed.ops.__compatible_ops__[imported("ops.aio", "AsyncIOBuilder").NAME]
+    with refused("deepspeed-name-missing", "deepspeed.ops.op_builder.InferenceBuilder is not here"):
+        accelerator.get_op_builder("InferenceBuilder")().load()
 
 
 def test_a_save_needs_a_folder() -> None:

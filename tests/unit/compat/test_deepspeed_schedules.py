@@ -60,7 +60,7 @@ def test_arguments_are_deepspeeds_by_place_and_by_name() -> None:
     assert WarmupCosineLR(optimizer, 100, warmup_num_steps=5, last_batch_iteration=7).last_batch_iteration == 7
     with pytest.raises(TypeError, match="total_num_steps"):
         WarmupDecayLR(optimizer)
-    for wrong in ({"warmup_num_steps": 0}, {"warmup_max_lr": [1.0, 2.0]}):
+    for wrong in ({"warmup_num_steps": -1}, {"warmup_max_lr": [1.0, 2.0]}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             WarmupLR(optimizer, **wrong)
     with pytest.raises(TypeError, match="Optimizer"):

@@ -1,5 +1,6 @@
 """Names that users of other libraries try: some work, the others say what to call."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,4 +68,23 @@ def test_a_dict_is_one_micro_batch_and_a_tuple_belongs_into_a_list(engine):
     assert engine.train_step({"input": torch.randn(2, 4)}).step == 2
     with refused("micro-batch-count", "a tuple of 2", "[batch]"):
         engine.train_step((torch.randn(2, 4), torch.randn(2, 4)))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("batches", "shown"),
+    [
+        ((torch.ones(2, 4), torch.ones(2, 4)), "tuple of 2 tensors"),
+        ([torch.ones(2, 4), torch.ones(2, dtype=torch.int64)], "list of 2 tensors"),
+        (np.ones((2, 4), dtype=np.float32), "ndarray of 2"),
+    ],
+)
+def test_the_parts_of_a_batch_are_no_micro_batches(engine, batches, shown):
+    engine.close()
+    config = {"run": {"device": "cpu"}, "batch": {"accumulation": 2}}
+    engine = shardwise.initialize(nn.Linear(4, 4), config, loss_fn=lambda out, batch: (out.square().sum(), out.numel()))
+    for call in (engine.train_step, engine.eval_step):
+        with refused("micro-batch-parts", shown):
+            call(batches)
+    assert engine.train_step([torch.ones(2, 4), torch.ones(3, 4)]).count == 20
     engine.close()

@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -124,11 +124,11 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
         return NameMap()
     wholes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {id(tensor): name for name, tensor in wholes.items()}
-    given = {name: tensor.as_subclass(_Tracked) for name, tensor in wholes.items()}
+    given: dict[str, Tensor] = {name: tensor.as_subclass(_Tracked) for name, tensor in wholes.items()}
     parts: dict[str, list[WeightPart]] = {}
     unknown, reverted = [], dict[str, Tensor]()
     try:
-        reverted = revert_weight_conversion(model, given)
+        reverted = revert_weight_conversion(cast(Any, model), given)
     except (AttributeError, KeyError, ValueError) as error:  # it asks for what a split or quantized model lacks
         unknown.append(f"a weight ({error})")
     for stored, tensor in reverted.items():

@@ -44,6 +44,16 @@ class _Placeholder(type):
         raise AttributeError(f"no {name}: {cls.sentence}")
 
 
+class _Module(ModuleType):
+    """Is a module of the tables, and may be called where it has a function of its own name.
+
+    A package's attribute is that function, or the module once it is imported.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return getattr(self, self.__name__.rpartition(".")[2])(*args, **options)
+
+
 class Finder(MetaPathFinder, Loader):
     """Makes the modules that the tables have, and raises for those that are nowhere."""
 
@@ -62,6 +72,10 @@ class Finder(MetaPathFinder, Loader):
         if is_name or names.answer_of(inner).fails_at_import:
             raise MissingModuleError(names.sentence(inner))
         return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty module."""
+        return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Give a module its `__getattr__`."""
@@ -87,7 +101,7 @@ def answers(module: str) -> Callable[[str], Any]:
         own.__path__ = []
 
     def get(name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and not names.homes_of(path, name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         for home in names.homes_of(path, name):
             if (found := _at_home(*home)) is not _NOTHING:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from shardwise.compat.deepspeed.finder import MissingNameError
+from shardwise.compat.deepspeed.names import sentence
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.runtime.torch_private import pytree
 
@@ -164,3 +168,107 @@ class ThroughputTimer:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+class OpBuilder:
+    """Answers for an operator that DeepSpeed builds, and that is torch's or this library's own here."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True: nothing is to be built."""
+        return True
+
+    def load(self, verbose: bool = False) -> None:
+        """Do nothing: scripts load an operator so that it is built before they start."""
+
+
+class AsyncIOBuilder(OpBuilder):
+    """Reads and writes states on a disk: `offload_optimizer.device` and `offload_param.device` may be nvme."""
+
+    NAME = "async_io"
+
+
+class CPUAdamBuilder(OpBuilder):
+    """Steps Adam where its states are."""
+
+    NAME = "cpu_adam"
+
+
+class FusedAdamBuilder(OpBuilder):
+    """Steps Adam on the device."""
+
+    NAME = "fused_adam"
+
+
+class CPULionBuilder(OpBuilder):
+    """Steps Lion where its states are."""
+
+    NAME = "cpu_lion"
+
+
+class FusedLionBuilder(OpBuilder):
+    """Steps Lion on the device."""
+
+    NAME = "fused_lion"
+
+
+class CPUAdagradBuilder(OpBuilder):
+    """Steps Adagrad where its states are."""
+
+    NAME = "cpu_adagrad"
+
+
+_BUILDERS: Final = (
+    AsyncIOBuilder,
+    CPUAdamBuilder,
+    FusedAdamBuilder,
+    CPULionBuilder,
+    FusedLionBuilder,
+    CPUAdagradBuilder,
+)
+
+
+class _MissingBuilder(OpBuilder):
+    """Says of an operator that has no equal here that it cannot be built, so that scripts go another way."""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return False."""
+        return False
+
+    def load(self, verbose: bool = False) -> None:
+        """Refuse."""
+        raise MissingNameError("deepspeed-name-missing", sentence(f"ops.op_builder.{type(self).__name__}"))
+
+
+@cache
+def _missing_builder(name: str) -> type[OpBuilder]:
+    return type(name, (_MissingBuilder,), {"NAME": name.removesuffix("Builder").lower()})
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Say whether torch is at least, or at most, of a release such as 2.6; the arguments are those of DeepSpeed."""
+    own = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    low, high = (tuple(map(int, str(each or 0).split("."))) for each in (min_version, max_version))
+    return own >= low and (max_version is None or own <= high)
+
+
+def __getattr__(name: str) -> Any:
+    """Return what DeepSpeed notes when it is installed: its operators, and the torch that it was built with."""
+    if name == "torch_info":
+        has_gpu = torch.cuda.is_available()
+        release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+        return {
+            "version": release,
+            "cuda_version": torch.version.cuda or "0.0",
+            "hip_version": torch.version.hip or "0.0",
+            "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "0.0",
+            "bf16_support": not has_gpu or torch.cuda.is_bf16_supported(),
+        }
+    if name in ("installed_ops", "compatible_ops", "__compatible_ops__"):
+        return defaultdict(bool, {builder.NAME: True for builder in _BUILDERS})
+    if name.isupper():
+        return name.lower()
+    if name.endswith("Builder"):
+        return _missing_builder(name)
+    raise AttributeError(name)

@@ -31,6 +31,19 @@ _PROFILE: Final = (
     " duration_to_string"
 )
 
+# Keys of DeepSpeed's checkpoints that are their names in lower case.
+_KEYS: Final = (
+    "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "
+    "SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARAM_ALIGNMENT_PADDINGS PARTITION_COUNT "
+    "ZERO_STAGE CLIP_GRAD LOSS_SCALER PARAM PARAM_SHAPES BUFFER_NAMES FROZEN_PARAM_SHAPES "
+    "FROZEN_PARAM_FRAGMENTS DS_VERSION UNIVERSAL_CHECKPOINT_INFO AFFINE_MAP VOCAB_TENSOR "
+    "PADDED_VOCAB_SIZE ORIGINAL_VOCAB_SIZE PARAM_SLICE_MAPPINGS CAT_DIM PARAM_N_SUB_PARAMS "
+    "SUB_PARAM_SHAPE VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+    "PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS "
+    "TP_REPLICATED_PARAMETER_PATTERNS PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS "
+    "SUB_PARAM_SHARD_WIDTHS SUB_PARAMS_SHAPE DS_AUTOEP_UC_META EXPERT_PARAMETER_PATTERNS"
+)
+
 # (DeepSpeed's modules, the module that has the names, the names): `a=b` is DeepSpeed's a, which is called b there,
 # `a=` is the module itself, and `*` is every name. A home is below this package, or begins with shardwise or torch; "-"
 # among the modules is DeepSpeed itself.
@@ -61,7 +74,7 @@ _HOMES: Final = (
     ("utils.logging", "utils", "logger *"),
     ("utils utils.mixed_precision_linkage", "utils.tensor_fragment", f"{_SAFE} get_full_hp_param get_full_hp_grad"),
     ("utils", "utils.tensor_fragment", "fragment_address"),
-    ("utils", "utils.z3_leaf_module", _LEAF),
+    ("utils utils.z3_leaf_module", "utils.leaf_modules", _LEAF),
     ("utils", "utils.groups", "*"),
     ("utils", "runtime.dataloader", "RepeatingLoader"),
     ("utils.init_on_device utils.nvtx utils.module_utils", "utils", "*"),
@@ -80,6 +93,12 @@ _HOMES: Final = (
     ("ops.adam.cpu_adam ops.adam.fused_adam", "ops.adam", _ADAM),
     ("ops.adagrad ops.adagrad.cpu_adagrad", "torch.optim", "DeepSpeedCPUAdagrad=Adagrad"),
     ("ops.lion ops.lion.cpu_lion ops.lion.fused_lion", "shardwise.runtime.optimizers", _LION),
+    ("ops ops.op_builder", "helpers", "__compatible_ops__"),
+    ("ops.op_builder", "helpers", "*"),
+    ("ops.aio", "helpers", "AsyncIOBuilder"),
+    ("utils.torch", "helpers", "required_torch_version"),
+    ("checkpoint.constants", "helpers", _KEYS),
+    ("git_version_info", "helpers", "torch_info installed_ops compatible_ops"),
     ("git_version_info", "", "version git_hash=__git_hash__ git_branch=__git_branch__"),
     ("-", "", "git_hash=__git_hash__ git_branch=__git_branch__"),
 )
@@ -119,7 +138,7 @@ _TABLE: Final = (
         "write the head as nn.Linear: the JSON's tensor_parallel splits it",
         "sequence.cross_entropy",
     ),
-    ("import", _KERNELS, "ops.aio ops.gds ops.compile ops.csrc ops.deepspeed4science ops.pin_memory ops.triton_ops"),
+    ("import", _KERNELS, "ops.gds ops.compile ops.csrc ops.deepspeed4science ops.pin_memory ops.triton_ops"),
     ("import", _KERNELS, "ops.fp_quantizer ops.quantizer ops.random_ltd git_version_info_installed"),
     ("import", _KERNELS, "ops.op_builder.cpu ops.op_builder.hpu ops.op_builder.klxpu ops.op_builder.mlu"),
     ("import", _KERNELS, "ops.op_builder.mps ops.op_builder.npu ops.op_builder.sdaa ops.op_builder.supa"),

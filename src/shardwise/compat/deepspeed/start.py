@@ -186,7 +186,7 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
     """Drop the model's gradients, where its engine has them too."""
     type(model).zero_grad(model, set_to_none)
     engine = model.__dict__[ENGINE]()
-    if engine is not None:
+    if engine is not None and engine.module is model:  # not of a copy
         engine.zero_grad()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from shardwise.compat.deepspeed.finder import answers, placeholder
+from shardwise.compat.deepspeed.finder import answers
 
 
 class Accelerator:
@@ -237,12 +238,12 @@ class Accelerator:
         return self._is_cuda and torch.cuda.get_device_capability()[0] >= 7
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Return None, as where an operator cannot be built: nothing is compiled here."""
-        return None
+        """Return the builder of an operator, which may say that it is not compatible."""
+        return self.get_op_builder(class_name)()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Return what stands for a builder, and raises where it is used."""
-        return placeholder(f"ops.op_builder.{class_name}")
+        """Return the class of a builder."""
+        return getattr(importlib.import_module("shardwise.compat.deepspeed.ops.op_builder"), class_name)
 
     def op_builder_dir(self) -> str:
         return "deepspeed.ops.op_builder"

@@ -33,6 +33,7 @@ from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
+from shardwise.runtime.optimizers import advance
 from shardwise.runtime.precision import to_device
 from shardwise.runtime.torch_private import persistent_buffers
 
@@ -109,9 +110,12 @@ def lend(engine: DeepSpeedEngine) -> Callable[[], None]:
 
     @functools.wraps(own_step)  # a schedule has marked it
     def step(_: Optimizer, *args: Any, **options: Any) -> Any:
-        stepping = sharded()
-        is_ours = stepping is None or stepping.is_stepping  # else `engine.step` steps
-        return own_step(*args, **options) if is_ours else None
+        stepping, engine = sharded(), this()
+        if engine is None or stepping is None or stepping.is_stepping:
+            return own_step(*args, **options)
+        if engine.awaits_step:
+            engine.step()
+        return None
 
     @functools.wraps(own_zero_grad)
     def zero_grad(_: Optimizer, *args: Any, **options: Any) -> None:
@@ -184,9 +188,12 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self.optimizer: Any = None if evaluates else inner.optimizer if has_own else DeepSpeedOptimizer(self)
         self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
+        inner.step_context.sharding.watch.refuses = False  # as with DeepSpeed, it does nothing
         inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
-        # Under fp16 it is `scale` that divides, so that both kinds of backwards overflow at one scale.
-        inner.step_context.own_backward_scale = None if self.fp16_enabled() else 1 / self.gradient_accumulation_steps()
+        # Where losses are scaled it is `scale` that divides, so that both kinds of backwards overflow at one scale.
+        scaler = inner.step_context.scaler
+        is_scaled = scaler.is_dynamic or scaler.scale != 1.0
+        inner.step_context.own_backward_scale = None if is_scaled else 1 / self.gradient_accumulation_steps()
         inner.checkpoints.may_save_within_step = True
 
     def __getattr__(self, name: str) -> Any:
@@ -245,7 +252,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if not self._is_managed or self.is_gradient_accumulation_boundary():
             context = self.inner.step_context
             if self._has_dropped and context.num_backwards == 0:  # nothing is left to update by
-                context.scheduler.step()
+                advance(context.scheduler)
                 self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
             else:
                 self._count(self.inner.step(partial=True))
@@ -293,7 +300,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.is_destroyed or context.num_backwards == 0:
             return
         are_counted = context.num_backwards == self._num_counted and not context.status.is_in_backward
-        keeps = are_counted and self.inner.layout.stage.reduce_each_backward
+        keeps = are_counted and self.zero_optimization_stage() >= 2
         if are_counted and not self._has_warned:
             self._has_warned = True
             if self.global_rank == 0:
@@ -370,7 +377,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             raise ConfigError("save-dir-missing", f"save_dir={save_dir!r} names no folder; give the one of checkpoints")
         counters = {name: getattr(self, name) for name in _COUNTERS}
         extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
-        tag = tag or f"global_step{self.global_steps}"
+        tag = str(tag or f"global_step{self.global_steps}")
         contents: Contents = "trainable" if exclude_frozen_parameters else "all"
         try:
             self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
@@ -403,7 +410,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         keeps_schedule = self.lr_scheduler is not None and not load_lr_scheduler_states
         kept = deepcopy(self.lr_scheduler.state_dict()) if keeps_schedule else None
         try:
-            report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=tag or "")
+            report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=str(tag or ""))
         except CheckpointError as error:
             if tag or error.code not in ("no-checkpoint", "no-such-path"):
                 raise

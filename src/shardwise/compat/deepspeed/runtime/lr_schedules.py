@@ -28,7 +28,7 @@ from shardwise.compat.deepspeed.finder import answers
 
 VALID_LR_SCHEDULES: Final = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
-_ABOVE_ZERO: Final = ("warmup_num_steps", "lr_range_test_step_size", "cycle_first_step_size")
+_ABOVE_ZERO: Final = ("lr_range_test_step_size", "cycle_first_step_size")
 _NOT_BELOW_ZERO: Final = ("cycle_second_step_size",)
 # What DeepSpeed's schedules call their options, where it is not the option's own name.
 _ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
@@ -142,7 +142,7 @@ class LRSchedule:
 
     Raises:
         TypeError: there is no torch optimizer, or an argument is unknown or missing.
-        ValueError: a number of steps is not above 0, or a list has another length than the param groups.
+        ValueError: a number of steps is below the least, or a list has another length than the param groups.
     """
 
     arguments: ClassVar[Signature]
@@ -159,6 +159,8 @@ class LRSchedule:
         for name, value in self.options.items():
             if name in _ABOVE_ZERO and not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"{name}={value} must be a number above 0")
+            if name == "warmup_num_steps" and not (isinstance(value, int | float) and value >= 0):
+                raise ValueError(f"{name}={value} must be a number, 0 or more")
             if name in _NOT_BELOW_ZERO and value is not None and value < 0:
                 raise ValueError(f"{name}={value} must not be below 0")
             if isinstance(value, list | tuple):

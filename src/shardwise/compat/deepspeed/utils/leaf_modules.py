@@ -6,18 +6,13 @@ that run different blocks are kept in step by `zero.lockstep`, which the drop-in
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any, Final
 
 from torch import nn
 
-from shardwise.compat.deepspeed.finder import answers
-
 _LEAF: Final = "_z3_leaf"
 _OF_PARAMETER: Final = "ds_z3_leaf_module"
-__getattr__ = answers(__name__)
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -105,13 +100,3 @@ def _by_name(
 
 def _names_of(kind: type) -> set[str]:
     return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-
-
-class _Module(ModuleType):
-    """Is this module's class: a package's attribute `z3_leaf_module` is the function, or this module once imported."""
-
-    def __call__(self, model: nn.Module) -> bool:
-        return z3_leaf_module(model)
-
-
-sys.modules[__name__].__class__ = _Module

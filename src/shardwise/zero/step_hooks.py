@@ -1,0 +1,101 @@
+"""Shows hooks before the optimizer's step the gradients of what the library steps: off the device, or encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwise.config.resolve import ConfigError
+from shardwise.runtime.state_shards import FlatState
+from shardwise.runtime.torch_private import step_pre_hooks
+from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.stored_state import ParamPiece
+
+
+class StepHooks:
+    """Lets hooks of other code change gradients that torch's optimizer does not see.
+
+    Args:
+        optimizer: torch's, on which the hooks are registered.
+        before: called before each of its steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._handle = optimizer.register_step_pre_hook(lambda *_: before())
+        self._shown: list[tuple[ParamPiece, FlatState, float]] = []
+        self._changed: set[ParamGroup] = set()
+        self._used: dict[str, bool] = {}
+
+    @property
+    def are_there(self) -> bool:
+        """Say whether other code has registered hooks."""
+        return self._has_own or bool(step_pre_hooks(self._optimizer)[1])
+
+    @property
+    def _has_own(self) -> bool:
+        return len(step_pre_hooks(self._optimizer)[0]) > 1
+
+    def refuse(self) -> None:
+        """Raise where hooks would not see the gradients of matrices.
+
+        Raises:
+            ConfigError: there are hooks.
+        """
+        if self._has_own:
+            raise ConfigError(
+                "step-hook-of-matrices",
+                "a hook before the optimizer's step sees no gradients of matrices that Muon steps; remove the hook, "
+                "and change gradients by engine.write(name, value, 'grad') before engine.step()",
+            )
+
+    def show(
+        self, pieces: Sequence[ParamPiece], flats: Mapping[ParamGroup, FlatState], factor: float, used: dict[str, bool]
+    ) -> None:
+        """Show the mean gradients of pieces, until `take`.
+
+        Args:
+            pieces: of which those of `flats` are shown.
+            flats: the gradients of groups, summed.
+            factor: turns them into the mean.
+            used: whether each parameter, by name, has a gradient; becomes false where hooks take it away.
+        """
+        step_pre_hooks(self._optimizer)[0].move_to_end(self._handle.id)  # it calls `take`
+        self._used = used
+        self._shown = [(each, flats[each.group], factor) for each in pieces if used[each.name] and each.group in flats]
+        for piece, flat, _ in self._shown:
+            piece.view.grad = _mean(piece, flat, factor)
+
+    def take(self) -> None:
+        """Store the gradients that hooks have changed, of all of a group."""
+        shown, self._shown = self._shown, []
+        left = [(piece, flat, factor, piece.view.grad) for piece, flat, factor in shown]
+        for piece, flat, factor, gradient in left:
+            piece.view.grad = None
+            if gradient is None:
+                self._used[piece.name] = False
+            elif not torch.equal(gradient, _mean(piece, flat, factor)):
+                self._changed.add(piece.group)
+        for piece, flat, _, gradient in left:
+            if piece.group in self._changed and gradient is not None:
+                flat.write(piece.start, gradient.detach().reshape(-1))
+
+    def factor(self, group: ParamGroup, factor: float) -> float:
+        """Return what is still to be multiplied with a group's gradients."""
+        return 1.0 if group in self._changed else factor
+
+    def end_step(self) -> None:
+        """Forget what hooks have changed."""
+        self._changed.clear()
+
+    def close(self) -> None:
+        """Remove the hook of the library."""
+        self._handle.remove()
+
+
+def _mean(piece: ParamPiece, flat: FlatState, factor: float) -> Tensor:
+    view = piece.view
+    return (flat.read(piece.start, piece.stop).to(view.device, view.dtype) * factor).view(view.shape)
