@@ -1,4 +1,4 @@
-"""A recomputed forward reads the containers and attributes that its first pass has read, whoever changes them."""
+"""A recomputed forward reads the containers and attributes that its first pass has read, though others change them."""
 
 from __future__ import annotations
 

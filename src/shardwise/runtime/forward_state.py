@@ -346,7 +346,13 @@ class PassRecord:
             self._generators[generator] = generator.get_state()
 
     def hold(self, args: Sequence[Any], kwargs: Mapping[str, Any], left_out: tuple[type, ...] = ()) -> None:
-        """Keep the containers of the arguments of the first pass; those of types `left_out` are made anew elsewhere."""
+        """Keep the containers of the arguments of the first pass.
+
+        Args:
+            args: the arguments by position.
+            kwargs: the arguments by name.
+            left_out: types of containers that are not kept, as each pass has its own.
+        """
         self._arguments = ArgumentsBefore(args, kwargs, self.copies_arguments, left_out)
 
     def put_back(self) -> None:

@@ -33,7 +33,7 @@ _COPIED: Final = (set, np.ndarray, np.random.RandomState, np.random.Generator, r
 
 @dataclass
 class Walk:
-    """What a walk through containers and objects knows.
+    """Holds what a walk through containers and objects knows.
 
     Attributes:
         copies: it copies the values of tensors.
