@@ -203,6 +203,20 @@ def test_what_cannot_be_split_is_refused(name: str) -> None:
         split_inputs(MODEL, {**make_batch("plain"), **changes}, split_of, 0)
 
 
+class Wrapper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MODEL
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+        return self.inner(input_ids, position_ids=position_ids)
+
+
+def test_a_wrapper_that_does_not_pass_the_mask_on_is_refused_by_name() -> None:
+    with refused("cp-wrapper-arguments", "Wrapper.forward does not take attention_mask,"):
+        split_inputs(Wrapper(), {"input_ids": make_batch("plain")["input_ids"]}, split_of, 0)
+
+
 def with_convolution() -> nn.Module:
     model = build_model("llama")
     model.model.layers[0].mixer = nn.Conv1d(16, 16, 3)

@@ -147,6 +147,17 @@ class Late(Kind):
         return self.queue.clone()
 
 
+class Branch(Kind):
+    """Calls after some passes what writes silently, and what writes into containers."""
+
+    def begin(self) -> None:
+        self.calls, self.parts = 0, nn.ModuleList([Silent(), Containers()])
+
+    def write(self, x: Tensor) -> Any:
+        self.calls += 1
+        return 1 + sum(part(x) for part in self.parts if self.calls > 2)
+
+
 class Functions(Kind):
     """Draws by function, in code that is no module's forward where the whole call is checkpointed."""
 
@@ -164,6 +175,7 @@ KINDS: list[type[Kind]] = [
     Memory,
     Generators,
     Late,
+    Branch,
     Functions,
 ]
 
@@ -269,3 +281,17 @@ def test_what_nothing_writes_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
         module.table += 1
     with refused("state-written-late"), passed.second():
         pass
+
+
+def test_what_others_write_silently_between_passes_is_read() -> None:
+    """In a module that has not run too, whose tensors are compared with their copies."""
+    module = nn.Module()
+    module.part = nn.Module()
+    module.part.register_buffer("scale", torch.zeros(2))
+    state = ForwardState(module)
+    for number in range(3):
+        module.part.scale.data.fill_(number)
+        with state.first() as passed:
+            pass
+        with passed.second():
+            assert module.part.scale[0] == number

@@ -222,12 +222,28 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
     if positions is None:
         positions = _own_positions(model, inputs, num_tokens)
     own |= {"attention_mask": whole_mask, "position_ids": take_tokens(positions.to(main.device), tokens)}
-    if "use_cache" in inspect.signature(inner.forward).parameters:
+    if "use_cache" in inspect.signature(inner.forward).parameters and _takes(model, "use_cache"):
         own["use_cache"] = False  # a cache of a rank's tokens is of no use
-    if inputs.get("labels") is None:
-        return RankInputs(own, tokens, None)
-    targets, weight = _targets(inner, inputs, tokens)
-    return RankInputs({**own, **targets}, tokens, weight)
+    targets, weight = ({}, None) if inputs.get("labels") is None else _targets(inner, inputs, tokens)
+    given = RankInputs({**own, **targets}, tokens, weight)
+    _refuse_unknown(model, given.inputs, inputs)
+    return given
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Say whether the model's forward takes an argument of this name."""
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _refuse_unknown(model: nn.Module, given: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    missing = [name for name in given if name not in inputs and not _takes(model, name)]
+    if missing:
+        raise ConfigError(
+            "cp-wrapper-arguments",
+            f"{type(model).__name__}.forward does not take {', '.join(missing)}, from which the layers of the model of "
+            "transformers in it know the whole sequence; let it take them and pass them on, or set mesh.cp=1",
+        )
 
 
 def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[str, Tensor], Tensor]:

@@ -45,6 +45,7 @@ from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
 from shardwise.runtime.user_hooks import without_user_hooks
 
+_UNUSED: Final = "appears to not have been used in the graph"  # as torch says it of a derivative
 _NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
 _FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
 
@@ -197,6 +198,8 @@ class StageForward:
                 raise
             except Exception as error:
                 if not self._sent:
+                    if self._is_on and self._start and _UNUSED in str(error):
+                        raise self._derives(error) from error
                     if self._is_on and (self._guessed or isinstance(error, NO_VALUE_ERRORS)):
                         raise self._reads_values(error) from error
                     raise
@@ -230,6 +233,13 @@ class StageForward:
                 f"the forward ended without {missing}; cut between units that run in every forward (pipeline.cut), or "
                 f"{_NO_PIPELINE}",
             )
+
+    def _derives(self, error: Exception) -> CutError:
+        return CutError(
+            "cut-derivative",
+            f"the forward of {type(self._model).__name__} takes a derivative through layers of another stage, whose "
+            f"graph is not here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_NO_PIPELINE}",
+        )
 
     def _reads_values(self, error: Exception) -> CutError:
         named = f" such as what {self._guessed} returns" if self._guessed else ""

@@ -2,7 +2,8 @@
 
 A forward may write: statistics, counters, the vectors of spectral norm, codebooks, memories, plain attributes. Its
 second pass must read what the first has read, and nothing may be written twice. So what the first pass writes is kept
-as it was before. In the second pass the modules have copies of that; then they get back what they had.
+as it was before. In the second pass the modules have copies of that; then they get back what they had. The same holds
+for what others change between the two: attributes that the caller sets, and containers that it hands over.
 
 What a forward does not write costs a look at version counters. Values are copied before the first pass of a module, to
 see what it writes, and after that where something writes: until then, those of small tensors, once.
@@ -19,16 +20,14 @@ see what it writes, and after that where something writes: until then, those of 
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
-from types import FunctionType, MethodType, ModuleType
+from operator import is_, itemgetter
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import numpy as np
@@ -36,18 +35,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from shardwise.config.errors import EngineError
-from shardwise.runtime.torch_private import is_fake, replaced_checkpoints, unseen_by_op_modes, version
+from shardwise.runtime.forward_values import (
+    ArgumentsBefore,
+    TensorBefore,
+    ValueBefore,
+    Walk,
+    copied,
+    is_small_container,
+    tensor_version,
+    value_before,
+)
+from shardwise.runtime.torch_private import replaced_checkpoints
 
 _SMALL_BYTES: Final = 1 << 20  # of a module's tensors that are copied once though no pass has written anything
-_MOST_VALUES: Final = 10_000  # in the containers and objects of a module
 _MOST_UNKNOWN: Final = 8  # passes in which a module is looked at that has not run
 _MISSING: Final = object()
 _IS_REMEMBERED: Final = "_shardwise_is_remembered"
-_NOT_STATE: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
+_NOT_STATE: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _NOT_STATE_PREFIXES: Final = ("_forward_", "_backward_", "_state_dict_", "_load_state_dict_", "_shardwise_", "forward")
-_CONSTANTS: Final = (int, float, complex, str, bytes, type(None), type, ModuleType, FunctionType, MethodType, nn.Module)
-_COPIED: Final = (set, np.ndarray, np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 
 
 @dataclass(eq=False)
@@ -57,20 +62,51 @@ class _Place:
     Attributes:
         attributes: the dict itself.
         owner: the id of the module.
+        is_rare: the code of the module's class writes nothing here, and no pass has; hooks may.
         is_known: a pass in which the module ran has shown what it writes.
         written: names of the attributes whose contents a pass has changed.
         rebound: names whose tensors a pass has replaced by others, and not written into.
-        is_rare: the code of the module's class writes nothing here; hooks may.
         is_silent: a tensor here was written with no new version, as through `.data`.
     """
 
     attributes: dict[str, Any]
     owner: int
+    is_rare: bool = False
     is_known: bool = False
     written: set[str] = field(default_factory=set)
     rebound: set[str] = field(default_factory=set)
-    is_rare: bool = False
     is_silent: bool = False
+
+    def watch_containers(self) -> None:
+        """Look into its small containers at every pass."""
+        for name, value in self.attributes.items():
+            if is_small_container(value) and _is_state(name):
+                self.written.add(name)
+
+
+class _QuietPlace:
+    """The attributes of a module of torch, which writes none of them; others may put something else in their place."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes = attributes
+        self.names = tuple(name for name in attributes if _is_state(name))
+        self._get = itemgetter(*self.names, "training")  # of two names at least it makes a tuple
+
+    def values(self) -> tuple[Any, ...]:
+        """Return the values of all names; none where one is deleted."""
+        try:
+            found: tuple[Any, ...] = self._get(self.attributes)
+        except KeyError:
+            return ()
+        return found
+
+    def changes(self, values: tuple[Any, ...]) -> dict[str, ValueBefore]:
+        """Return what others have changed since the attributes had these values."""
+        now = self.values()
+        if not now or all(map(is_, now, values)):
+            return {}
+        named = zip(self.names, values, strict=False)
+        return {name: ValueBefore(value) for name, value in named if self.attributes[name] is not value}
 
 
 class ForwardState:
@@ -83,232 +119,89 @@ class ForwardState:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._places: list[_Place] = []
-        self._copies: dict[int, _TensorBefore] = {}  # the newest of each tensor, by its id
+        self._copies: dict[int, TensorBefore] = {}  # the newest of each tensor, by its id
         self._num_copied = 0
         self._writes = False
-        self._num_passes = 0
+        self._num_passes = 0  # in which a module was not known
+        self._copies_arguments = True
+        self._quiet: list[_QuietPlace] = []
         self._streams: tuple[Stream, ...] = ()
 
     @contextmanager
     def first(self) -> Iterator[PassRecord]:
         """Watch the first pass of a forward inside the context; the record given repeats it."""
-        is_new = not self._places
+        is_new = not self._num_passes
         if is_new:
             self._places = list(_places(self.module))
+        streams = STREAMS if is_new else self._streams
         copies, self._copies = self._copies, {}
         self._num_copied = sum(each.value.nbytes for each in copies.values())
-        streams = STREAMS if is_new else self._streams
         record = PassRecord([self._before(place, copies) for place in self._places], streams)
-        unknown = [place for place in self._places if not place.is_known]
+        record.copies_arguments = self._copies_arguments
+        record.quiet = [(place, place.values()) for place in self._quiet]
+        is_known = all(place.is_known for place in self._places)
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
             with ExitStack() as stack:
-                ran = stack.enter_context(modules_that_run()) if unknown else []
+                ran = [] if is_known else stack.enter_context(modules_that_run())
                 yield record
         finally:
             _UNDER_WAY.reset(token)
         self._writes |= record.close()
+        self._copies_arguments = record.writes_arguments or (self._copies_arguments and not is_new)
         if record.streams:
             self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
-        if unknown:
-            self._learn(unknown, record, {id(self.module), *map(id, ran)})
+        if not is_known:
+            self._learn(record, {id(self.module), *map(id, ran)})
 
-    def _learn(self, unknown: Sequence[_Place], record: PassRecord, ran: set[int]) -> None:
+    def _learn(self, record: PassRecord, ran: set[int]) -> None:
         """Take it that the modules that ran write from now on what they have written."""
         self._num_passes += 1
+        unknown = [place for place in self._places if not place.is_known]
         for place in unknown:
             place.is_known = place.owner in ran or self._num_passes >= _MOST_UNKNOWN
-        self._places = [
-            place
-            for place in self._places
-            if not (place.is_known and place.is_rare) or place.written or place.rebound or id(place) in record.places
-        ]
-        if self._writes or not all(place.is_known for place in unknown):
-            return
-        num_bytes = 0
-        for key, each in [*self._copies.items()]:
-            num_bytes += each.value.nbytes
-            if num_bytes > _SMALL_BYTES:
-                del self._copies[key]
-                num_bytes -= each.value.nbytes
+            place.is_rare = place.is_rare and id(place) not in record.places
+            if place.is_known and place.is_rare:
+                self._quiet.append(_QuietPlace(place.attributes))
+            elif place.is_known:
+                place.watch_containers()
+        self._places = [place for place in self._places if not (place.is_known and place.is_rare)]
+        if not self._writes and all(place.is_known for place in unknown):
+            self._forget_large()
 
-    def _before(self, place: _Place, copies: dict[int, _TensorBefore]) -> _PlaceBefore:
+    def _before(self, place: _Place, copies: dict[int, TensorBefore]) -> _PlaceBefore:
         values = place.attributes.copy()
-        known: dict[str, _Before] = {}
+        known: dict[str, ValueBefore] = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
                 if name not in place.rebound:
-                    known[name] = self._tensor_before(value, copies, not place.is_known, place.is_silent)
+                    known[name] = self._tensor_before(value, copies, compares=place.is_silent or not place.is_known)
             elif (not place.is_known or name in place.written) and _is_state(name):
-                known[name] = _before(value, [_MOST_VALUES])
+                known[name] = value_before(value, Walk())
         return _PlaceBefore(place, values, known)
 
-    def _tensor_before(
-        self, tensor: Tensor, copies: dict[int, _TensorBefore], is_new: bool, is_silent: bool
-    ) -> _TensorBefore:
+    def _tensor_before(self, tensor: Tensor, copies: dict[int, TensorBefore], compares: bool) -> TensorBefore:
         """Return a tensor's values, of which the copy of an earlier pass serves until something writes them."""
         made = self._copies.get(id(tensor)) or copies.get(id(tensor))
-        if made is None or made.value is not tensor or made.version != _version(tensor) or is_silent:
-            is_copied = is_new or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
+        if compares or made is None or made.value is not tensor or made.version != tensor_version(tensor):
+            is_copied = compares or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
             self._num_copied += tensor.nbytes if is_copied and id(tensor) not in copies else 0
-            made = _TensorBefore(tensor, _copied(tensor) if is_copied else None)
-        made.compares = is_new or is_silent
+            made = TensorBefore(tensor, copied(tensor) if is_copied else None, compares)
+        elif made.compares:
+            made = TensorBefore(tensor, made.kept, compares=False)
         if made.kept is not None:
             self._copies[id(tensor)] = made
         return made
 
-
-class _Before:
-    """Holds a value as it was before a first pass."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def differs(self, now: Any) -> bool:
-        """Say whether the value after the pass is another, or has other contents."""
-        return now is not self.value
-
-    def remake(self, made: dict[int, Any]) -> Any:
-        """Return the value for a second pass, which may write into it.
-
-        Args:
-            made: the values of this second pass so far, by the ids of those that they stand for: what several places
-                have stays one value.
-        """
-        if id(self.value) not in made:
-            made[id(self.value)] = self._new(made)
-        return made[id(self.value)]
-
-    def _new(self, made: dict[int, Any]) -> Any:
-        return self.value
-
-
-class _TensorBefore(_Before):
-    """Holds a tensor, and a copy of its values where there is one.
-
-    Args:
-        value: the tensor.
-        kept: the copy, or None.
-        compares: whether values tell that it was written, beside its version.
-    """
-
-    def __init__(self, value: Tensor, kept: Tensor | None, compares: bool = True) -> None:
-        super().__init__(value)
-        self.version, self.kept, self.compares = _version(value), kept, compares
-
-    def is_written(self) -> bool:
-        """Say whether something has been written into the tensor since."""
-        return _version(self.value) != self.version or (self.compares and not _is_equal(self.value, self.kept))
-
-    def is_silent(self) -> bool:
-        """Say whether that has left the version as it was."""
-        return _version(self.value) == self.version and self.is_written()
-
-    def differs(self, now: Any) -> bool:
-        return now is not self.value or self.is_written()
-
-    def _new(self, made: dict[int, Any]) -> Any:
-        if self.kept is not None:
-            return _copied(self.kept).requires_grad_(self.value.requires_grad)
-        if self.is_written():
-            raise EngineError(
-                "state-written-late",
-                f"a recomputed forward has written into a tensor of shape {tuple(self.value.shape)} after forwards that"
-                " wrote nothing, so that its recomputation cannot read what was there; write it in the first forward "
-                "too, or set recompute.mode=none",
-            )
-        return self.value
-
-
-class _TreeBefore(_Before):
-    """Holds a container or an object, and what is in it."""
-
-    def __init__(self, value: Any, budget: list[int]) -> None:
-        super().__init__(value)
-        self.parts = [(key, _before(part, budget)) for key, part in _parts(value)]
-
-    def differs(self, now: Any) -> bool:
-        if now is not self.value:
-            return True
-        parts = _parts(now)
-        return len(parts) != len(self.parts) or any(
-            key != key_before or before.differs(part)
-            for (key, part), (key_before, before) in zip(parts, self.parts, strict=True)
-        )
-
-    def _new(self, made: dict[int, Any]) -> Any:
-        return _of_parts(self.value, [(key, before.remake(made)) for key, before in self.parts])
-
-
-class _CopyBefore(_Before):
-    """Holds an array, a set or a generator by a copy."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self.kept = _clone(value)
-
-    def differs(self, now: Any) -> bool:
-        return now is not self.value or _contents(now) != _contents(self.kept)
-
-    def _new(self, made: dict[int, Any]) -> Any:
-        return _clone(self.kept)
-
-
-def _before(value: Any, budget: list[int]) -> _Before:
-    budget[0] -= 1
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return _TensorBefore(value, _copied(value))
-    if isinstance(value, _CONSTANTS) or budget[0] < 0:
-        return _Before(value)
-    if isinstance(value, _COPIED):
-        return _CopyBefore(value)
-    return _TreeBefore(value, budget) if _has_parts(value) else _Before(value)
-
-
-def _has_parts(value: Any) -> bool:
-    if isinstance(value, list | tuple | dict | deque):
-        return True
-    return hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "shardwise", "functools"))
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return [*value.items()]
-    return [*enumerate(value)] if isinstance(value, list | tuple | deque) else [*vars(value).items()]
-
-
-def _of_parts(value: Any, parts: list[tuple[Any, Any]]) -> Any:
-    """Return a new container or object like `value` with other parts."""
-    if isinstance(value, tuple):
-        items = [part for _, part in parts]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    made = copy.copy(value)
-    if isinstance(value, list | deque):
-        made.clear()
-        made.extend(part for _, part in parts)
-        return made
-    attributes = made if isinstance(value, dict) else vars(made)
-    attributes.clear()
-    attributes.update(parts)
-    return made
-
-
-def _clone(value: Any) -> Any:
-    return value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
-
-
-def _contents(value: Any) -> Any:
-    """Return what can be compared of a value of `_COPIED`."""
-    if isinstance(value, np.ndarray):
-        return value.shape, value.dtype, value.tobytes()
-    if isinstance(value, np.random.RandomState):
-        _, words, *others = value.get_state(legacy=True)
-        return words.tobytes(), others  # type: ignore[union-attr]
-    if isinstance(value, np.random.Generator):
-        return str(value.bit_generator.state)
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    return value.getstate() if isinstance(value, random.Random) else value
+    def _forget_large(self) -> None:
+        """Forget the copies of large tensors, as no pass has written anything at all."""
+        num_bytes = 0
+        for key, each in [*self._copies.items()]:
+            if num_bytes + each.value.nbytes > _SMALL_BYTES:
+                each.kept = None
+                del self._copies[key]
+            else:
+                num_bytes += each.value.nbytes
 
 
 def _is_state(name: str) -> bool:
@@ -327,23 +220,6 @@ def _places(root: nn.Module) -> Iterator[_Place]:
         yield _Place(vars(module), id(module), is_rare=type(module).__module__.startswith("torch."))
         if module._buffers:
             yield _Place(module._buffers, id(module))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version(tensor)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    with torch.no_grad(), unseen_by_op_modes():
-        return tensor.detach().clone()
-
-
-def _is_equal(one: Tensor, other: Tensor | None) -> bool:
-    if other is None or is_fake(one) or one.is_meta or one.shape != other.shape:
-        return True
-    with torch.no_grad(), unseen_by_op_modes():
-        equal = one == other
-        return bool((equal | ((one != one) & (other != other))).all())  # nan stays nan
 
 
 @contextmanager
@@ -397,17 +273,17 @@ class _PlaceBefore:
 
     place: _Place
     values: dict[str, Any]
-    known: dict[str, _Before]
+    known: dict[str, ValueBefore]
 
-    def changes(self) -> dict[str, _Before]:
-        """Return what the pass has changed, as it was before; `_MISSING` for what was not there."""
+    def changes(self) -> dict[str, ValueBefore]:
+        """Return what has changed since, as it was before; `_MISSING` for what was not there."""
         now, found = self.place.attributes, {}
         for name, before in self.known.items():
             value = now.get(name, _MISSING)
             if not before.differs(value):
                 continue
-            found[name] = _unlinked(before)
-            if isinstance(before, _TensorBefore):
+            found[name] = before
+            if isinstance(before, TensorBefore):
                 self.place.is_silent |= before.is_silent()
                 if value is not before.value and not before.is_written():
                     self.place.rebound.add(name)
@@ -418,16 +294,29 @@ class _PlaceBefore:
         for name in {**self.values, **now}:
             value = self.values.get(name, _MISSING)
             if name not in found and _is_state(name) and now.get(name, _MISSING) is not value:
-                found[name] = _unlinked(_Before(value))
+                found[name] = ValueBefore(value)
         return found
 
+    def close(self) -> dict[str, ValueBefore]:
+        """End the first pass; return what it has changed. What it has not changed others still may."""
+        changes = {name: _unlinked(before) for name, before in self.changes().items()}
+        for name in changes:  # old values may hold the graph of an earlier step
+            self.values.pop(name, None)
+            self.known.pop(name, None)
+        return changes
 
-def _unlinked(before: _Before) -> _Before:
+
+def _linked(before: ValueBefore) -> ValueBefore:
+    """Return it with the tensor itself, unless that was written."""
+    return ValueBefore(before.value) if isinstance(before, TensorBefore) and not before.is_written() else before
+
+
+def _unlinked(before: ValueBefore) -> ValueBefore:
     """Return it without the graph of a tensor, which has ended: a second pass reads its values, if anything."""
     value = before.value
-    if not isinstance(value, Tensor) or (isinstance(before, _TensorBefore) and before.is_written()):
+    if not isinstance(value, Tensor) or (isinstance(before, TensorBefore) and before.is_written()):
         return before
-    return _Before(value if value.grad_fn is None else value.detach().requires_grad_())
+    return ValueBefore(value if value.grad_fn is None else value.detach().requires_grad_())
 
 
 class PassRecord:
@@ -440,7 +329,11 @@ class PassRecord:
 
     def __init__(self, before: list[_PlaceBefore], streams: Sequence[Stream]) -> None:
         self._before = before
-        self._changes: list[tuple[dict[str, Any], dict[str, _Before]]] = []
+        self._changes: list[dict[str, ValueBefore]] = []  # of each place
+        self._arguments = ArgumentsBefore((), {}, copies=False)
+        self.quiet: list[tuple[_QuietPlace, tuple[Any, ...]]] = []
+        self.copies_arguments = False
+        self.writes_arguments = False
         self.places: set[int] = set()  # ids of those that it has written into
         self.streams = {stream: stream.get() for stream in streams}
         self._generators: dict[torch.Generator, Tensor] = {}
@@ -451,6 +344,16 @@ class PassRecord:
         """Keep the state of a generator that is about to be drawn from."""
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
+
+    def hold(self, args: Sequence[Any], kwargs: Mapping[str, Any], left_out: tuple[type, ...] = ()) -> None:
+        """Keep the containers of the arguments of the first pass.
+
+        Args:
+            args: the arguments by position.
+            kwargs: the arguments by name.
+            left_out: types of containers that are not kept, as each pass has its own.
+        """
+        self._arguments = ArgumentsBefore(args, kwargs, self.copies_arguments, left_out)
 
     def put_back(self) -> None:
         """Give the generators the states that they had."""
@@ -463,28 +366,29 @@ class PassRecord:
 
     def close(self) -> bool:
         """End the first pass; return whether it has written anything."""
-        found = [(each.place, each.changes()) for each in self._before]
-        self._changes = [(place.attributes, changes) for place, changes in found if changes]
-        self.places = {id(place) for place, changes in found if changes}
-        self._before = []
+        self._changes = [each.close() for each in self._before]
+        changed = zip(self._before, self._changes, strict=True)
+        self.places = {id(each.place) for each, changes in changed if changes}
+        self.writes_arguments = self._arguments.close()
         self.streams = {
             stream: state
             for stream, state in self.streams.items()
             if stream.contents(stream.get()) != stream.contents(state)
         }
         self._is_closed = True
-        return bool(self._changes)
+        return bool(self.places)
 
     def repeating(
-        self, function: Callable[..., Any], around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        function: Callable[..., Any],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Callable[..., Any]:
         """Return the function of the first pass, of which every call after that is a second pass, inside `around`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_closed:
                 return function(*args, **kwargs)
-            if around is nullcontext and not (self._changes or self.streams or self._generators or self._numbers):
-                return function(*args, **kwargs)
+            args, kwargs = self._arguments.again(args, kwargs)
             with self.second(), around():
                 return function(*args, **kwargs)
 
@@ -494,11 +398,13 @@ class PassRecord:
     @contextmanager
     def second(self) -> Iterator[None]:
         """Give modules and generators inside the context what they had before the first pass."""
-        made: dict[int, Any] = {}
+        made: dict[int, Any] = {}  # a value that several modules have stays one value
         with ExitStack() as undo:
-            for attributes, changes in self._changes:
-                undo.callback(_put, attributes, {name: attributes.get(name, _MISSING) for name in changes})
-                _put(attributes, {name: each.remake(made) for name, each in changes.items()})
+            for place, own in zip(self._before, self._changes, strict=True):
+                later = {name: _linked(before) for name, before in place.changes().items() if name not in own}
+                _exchange(place.place.attributes, {**later, **own}, made, undo)
+            for quiet, values in self.quiet:
+                _exchange(quiet.attributes, quiet.changes(values), made, undo)
             for stream, state in self.streams.items():
                 undo.callback(stream.put, stream.get())
                 stream.put(state)
@@ -508,6 +414,15 @@ class PassRecord:
             token = _REPEATED.set({name: iter(numbers) for name, numbers in self._numbers.items()})
             undo.callback(_REPEATED.reset, token)
             yield
+
+
+def _exchange(
+    attributes: dict[str, Any], changes: dict[str, ValueBefore], made: dict[int, Any], undo: ExitStack
+) -> None:
+    """Put back what was there before, until `undo`."""
+    if changes:
+        undo.callback(_put, attributes, {name: attributes.get(name, _MISSING) for name in changes})
+        _put(attributes, {name: before.remake(made) for name, before in changes.items()})
 
 
 def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:
@@ -568,17 +483,22 @@ class CheckpointStates:
         return replaced_checkpoints(self._first)
 
     @contextmanager
-    def _first(self, function: Callable[..., Any], args: Sequence[Any]) -> Iterator[Callable[..., Any]]:
+    def _first(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[Callable[..., Any]]:
         """Watch the first pass of a checkpointed function inside the context; the function given repeats it."""
         if hasattr(function, _IS_REMEMBERED):
             yield function
             return
-        modules = [each for part in (function, *args) for each in _modules_of(part, depth=4)] or [self._model]
+        parts = (function, *args, *kwargs.values())
+        modules = [each for part in parts for each in _modules_of(part, depth=4)] or [self._model]
         inner = {id(child) for each in modules for child in each.modules() if child is not each}
         with ExitStack() as stack:
             for module in {id(each): each for each in modules if id(each) not in inner}.values():
                 state = self._states.setdefault(id(module), ForwardState(module))
-                function = stack.enter_context(state.first()).repeating(function, self._around())
+                record = stack.enter_context(state.first())
+                record.hold(args, kwargs)
+                function = record.repeating(function, self._around())
             yield function
 
 

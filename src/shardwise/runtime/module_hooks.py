@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.torch_private import in_backward, in_transform, pytree, uncompiled
+from shardwise.runtime.torch_private import in_backward, in_op_mode, in_transform, pytree, uncompiled
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
@@ -190,10 +190,26 @@ def _checkpointed(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        own_store = None if store is None or _has_repeated((args, kwargs), set()) else store
         with state_of(args).first() as passed:
-            return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, store)
+            passed.hold(args, kwargs, left_out=() if own_store is None else _SPREAD)
+            return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, own_store)
 
     return recomputed
+
+
+def _has_repeated(value: Any, seen: set[int]) -> bool:
+    """Say whether a list or dict is in the arguments twice: a store would make two of it."""
+    if type(value) not in _SPREAD:
+        return False
+    if id(value) in seen and type(value) is not tuple:
+        return True
+    seen.add(id(value))
+    parts = value.values() if isinstance(value, dict) else value
+    return any(_has_repeated(part, seen) for part in parts)
+
+
+_SPREAD: Final = (tuple, list, dict)  # types of containers whose tensors a store keeps
 
 
 def run_stored(
@@ -216,7 +232,7 @@ def run_stored(
     """
     if store is None or recompute == "none" or not torch.is_grad_enabled():
         return run(forward, recompute, args, kwargs)
-    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in (tuple, list, dict))
+    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in _SPREAD)
     if run is not run_forward:  # compiled code saves all tensors in the same way
         with store.saving(inputs):
             return run(forward, recompute, args, kwargs)
@@ -482,12 +498,16 @@ def _report_input_gradients(
 
     A tensor has its gradient once all its users have added theirs. Where several units share an input, as decoder
     blocks share the encoder's output, all but the first therefore get views; a view has its gradient as soon as its
-    unit has run its backward.
+    unit has run its backward. In a list or dict there are no views: the caller must find what the unit writes into it.
+    A unit that is given a shared input there is not watched.
     """
     inputs = _results([*args, *kwargs.values()])  # a leaf of the graph outlives it, and so would its hooks
     arguments = None
     if any(_FEEDS_UNIT in tensor.__dict__ for tensor in inputs) or len(set(map(id, inputs))) < len(inputs):
         arguments, inputs = _with_views(args, kwargs)
+        if arguments is None:
+            events.expect_input_gradients(unit, are_tracked=False)
+            return None, inputs
     for tensor in inputs:
         tensor.__dict__[_FEEDS_UNIT] = True
     events.expect_input_gradients(unit, are_tracked=bool(inputs))
@@ -505,9 +525,20 @@ def _report_input_gradients(
 
 
 def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """Return arguments in which every tensor that feeds a unit already is a view, and the tensors to watch."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    inputs = []
+    """Return arguments in which every tensor that feeds a unit already is a view, and the tensors to watch.
+
+    The arguments are None where such a tensor is in a list or dict.
+    """
+    leaves, structure = pytree.tree_flatten(
+        (args, kwargs), is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple)
+    )
+    inputs: list[Tensor] = []
+    held = _results([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+    if any(_FEEDS_UNIT in tensor.__dict__ for tensor in held) or len(set(map(id, held))) < len(held):
+        return None, _results([*args, *kwargs.values()])
+    for tensor in held:
+        tensor.__dict__[_FEEDS_UNIT] = True
+        inputs.append(tensor)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
             if _FEEDS_UNIT in leaf.__dict__:
@@ -521,7 +552,29 @@ _FEEDS_UNIT: Final = "_shardwise_feeds_unit"
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_save_products)
+    first, again = create_selective_checkpoint_contexts(_save_products)
+    return first, again if in_op_mode() else _OnceSaved(again)  # the compiler takes no other context
+
+
+class _OnceSaved(AbstractContextManager[None]):
+    """The context of the recomputations of a block: the first takes what was saved, later ones compute all again.
+
+    A forward that takes derivatives in itself recomputes twice, as a second backward of one graph does.
+    """
+
+    def __init__(self, saved: AbstractContextManager[Any]) -> None:
+        self._saved: AbstractContextManager[Any] | None = saved
+        self._entered: list[AbstractContextManager[Any] | None] = []
+
+    def __enter__(self) -> None:
+        entered, self._saved = self._saved, None
+        self._entered.append(entered)
+        if entered is not None:
+            entered.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        entered = self._entered.pop()
+        return None if entered is None else entered.__exit__(*error)
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -6,6 +6,7 @@ there first.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
         yield
 
 
-FirstPass = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Callable[..., Any]]]
+FirstPass = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], AbstractContextManager[Callable[..., Any]]]
 
 
 @contextmanager
@@ -130,16 +131,19 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
     `torch.utils.checkpoint.checkpoint`: what that calls is replaced here.
 
     Args:
-        first: is given the function and its arguments; the first pass runs inside its context, which gives the function
-            to call in the backward, or as the first pass where that is inside autograd's own function.
+        first: is given the function, its arguments by position and by name; the first pass runs inside its context,
+            which gives the function to call in the backward, or as the first pass where that is inside autograd's own
+            function.
     """
     run, kind = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
+    settings = inspect.signature(run).parameters.values()
+    num_settings = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in settings) - 1  # before the arguments
 
     def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         if not torch.is_grad_enabled():
             yield from run(function, *args, **kwargs)
             return
-        with first(function, (*args, *kwargs.values())) as repeated:
+        with first(function, args[num_settings:], kwargs) as repeated:
             passes = run(repeated, *args, **kwargs)
             next(passes)
             try:
@@ -154,7 +158,7 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return kind.apply(function, preserve, *args)
-            with first(function, args) as repeated:
+            with first(function, args, {}) as repeated:
                 return kind.apply(repeated, preserve, *args)
 
     checkpoints._checkpoint_without_reentrant_generator = watched  # type: ignore[assignment]
