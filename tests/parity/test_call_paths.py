@@ -20,15 +20,15 @@ from harness.training import make_config
 from shardwise import initialize
 
 LIBRARY = Path(shardwise.__file__).parent
-# Frames of the library's own that stand between a hook and torch: the first is the hook's, in runtime/module_hooks.
-HOOKS = LIBRARY / "runtime" / "module_hooks.py"
+# Frames of the library's own that stand between a hook and torch: the first is the hook's.
+HOOKS = {LIBRARY / "runtime" / name for name in ("module_hooks.py", "gradient_hooks.py")}
 Calls = tuple[str, ...]
 
 
 def path_to_here() -> Calls | None:
     """Return the calls of the library from the latest hook to the caller of torch; None where no hook called."""
     frames = [frame for frame in traceback.extract_stack() if LIBRARY in Path(frame.filename).parents]
-    hooked = [index for index, frame in enumerate(frames) if Path(frame.filename) == HOOKS]
+    hooked = [index for index, frame in enumerate(frames) if Path(frame.filename) in HOOKS]
     if not hooked:
         return None
     return tuple(f"{Path(each.filename).relative_to(LIBRARY)}:{each.name}" for each in frames[hooked[-1] :])

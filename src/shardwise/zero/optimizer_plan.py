@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakMethod
 
@@ -128,12 +128,15 @@ def plan_optimizer(
         return _adopt(given, model, dtype, device)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     if given is not None:
-        small = given(_small_groups(layout, dtype))
-        scope = step_scope(small, dtype, device)
 
         def in_one(layout: Layout, _: Collection[str]) -> list[NamedGroup]:
             return [NamedGroup(tuple(_trainable_names(layout)), {})]
 
+        try:
+            small = given(_small_groups(layout, dtype))
+        except Exception as error:
+            return OptimizerPlan(in_one, partial(_raise, error), name_of, Optimizer)
+        scope = step_scope(small, dtype, device)
         return OptimizerPlan(in_one, given, name_of, type(small), scope)
 
     def by_decay(layout: Layout, _: Collection[str]) -> list[NamedGroup]:
@@ -153,6 +156,11 @@ def plan_optimizer(
     if config.name == "none":  # nothing is trained: torch's optimizer keeps the groups alone
         return OptimizerPlan(by_decay, lambda groups: torch.optim.SGD(groups, lr=config.lr), name_of, torch.optim.SGD)
     return OptimizerPlan(by_decay, lambda groups: build_optimizer(config, groups), name_of, optimizer_kind(config.name))
+
+
+def _raise(error: Exception, _: Any) -> Optimizer:
+    """Raise where the optimizer is made: one rank may fail alone, and there the ranks agree on it."""
+    raise error
 
 
 def _small_groups(layout: Layout, dtype: torch.dtype) -> list[dict[str, Any]]:

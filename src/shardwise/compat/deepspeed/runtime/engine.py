@@ -348,13 +348,13 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
                 whole = self.inner.read(name)
                 assert whole is not None, "every rank gets it"
                 shards.append((parameter, ParamShard.of(comm, whole, takes_first=False)))
+        if self._take_back is not None:
+            self._take_back()
         self.inner.close(keep_values=not keep_shards)
         for parameter, shard in shards:
             mark(parameter, shard)
         for parameter in self._frozen:
             parameter.requires_grad_(True)
-        if self._take_back is not None:
-            self._take_back()
 
     # Checkpoints.
 
