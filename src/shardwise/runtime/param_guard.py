@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import detach_variable
 
 from shardwise.config.errors import CodedError
 from shardwise.runtime.torch_private import (
@@ -54,7 +55,10 @@ class _WatchedParameter:
         caller = sys._getframe(1).f_code
         if caller is STATE_DICT_CODE:
             type(self).on_save(self)
-        alias = _reported(self, None)
+        is_saved = caller.co_filename == _CHECKPOINT_FILE and caller.co_name == "pack_hook"
+        # A recomputation saves it for the backward under way, and writes nothing.
+        is_unreported = is_saved and not isinstance(self, _GuardedParameter)
+        alias = self if is_unreported else _reported(self, None)
         with plain_torch_functions():
             detached = cast(Tensor, _DETACH(alias))
             # `nn.Parameter(parameter)` asks for a tensor of the same class, and marks it.
@@ -87,6 +91,7 @@ class _WatchedParameter:
 _GRAD: Final[Any] = torch.Tensor.grad
 _DATA: Final[Any] = torch.Tensor.data
 _DETACH: Final[Any] = torch.Tensor.detach
+_CHECKPOINT_FILE: Final = detach_variable.__code__.co_filename
 
 OnUse = Callable[[nn.Parameter], Tensor | None]
 OnData = Callable[[nn.Parameter, Tensor | None], Tensor]
