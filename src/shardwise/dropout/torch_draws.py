@@ -390,7 +390,8 @@ SPECIAL: Final[Mapping[Any, Callable[..., Tensor]]] = {
     **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), keyed_special_dropout),
     **dict.fromkeys((torch.feature_alpha_dropout, torch.feature_alpha_dropout_), keyed_special_dropout),
 }
-BACKWARDS: Final = frozenset({torch.autograd.grad, Tensor.backward})  # forwards are recomputed inside them
+# Forwards are recomputed inside them.
+BACKWARDS: Final = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _IN_PYTHON: Final = frozenset(
     {
         F.gumbel_softmax,
