@@ -24,7 +24,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
 from shardwise.dropout.numbers import TensorPlace
-from shardwise.dropout.torch_draws import DRAWS, SPECIAL, is_opaque, keyed_draw, opaque_draw, with_own_body
+from shardwise.dropout.torch_draws import BACKWARDS, DRAWS, SPECIAL, is_opaque, keyed_draw, opaque_draw, with_own_body
 from shardwise.runtime.class_swap import swap_class
 from shardwise.runtime.forward_state import STREAMS, CheckpointStates, Stream
 from shardwise.runtime.torch_private import is_fake
@@ -470,11 +470,12 @@ class KeyedFunctions(TorchFunctionMode):
         site, given = self.site, kwargs or {}
         if torch.compiler.is_compiling():  # the compiler traces this method too
             return func(*args, **given)
-        if site is None or site.draws.has_placeholders:
+        # The modules that a backward recomputes have sites of their own, and torch would run it with this mode off.
+        if func not in BACKWARDS and (site is None or site.draws.has_placeholders):
             return func(*args, **given)
-        if func in _REPLACED:
+        if site is not None and func in _REPLACED:
             return _REPLACED[func](site, func, *args, **given)
-        if func in DRAWS or func in SPECIAL or is_opaque(func, args, given):
+        if site is not None and (func in DRAWS or func in SPECIAL or is_opaque(func, args, given)):
             return self._draw(site, func, args, given) if site.draws.is_open else func(*args, **given)
         own_body = with_own_body(func)
         if own_body is None:

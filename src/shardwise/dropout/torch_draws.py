@@ -331,7 +331,7 @@ def keyed_special_dropout(site: Drawing, func: Any, args: Sequence[Any], kwargs:
 
 
 def with_own_body(func: Any) -> Callable[..., Any] | None:
-    """Return a function of torch written in Python that draws, without its own look at modes; None for others.
+    """Return a function of torch written in Python in which code draws, without its own look at modes; else None.
 
     Torch shows such a function to a mode as a whole, and runs it with the mode off. Without that look its draws are
     shown one by one.
@@ -390,6 +390,8 @@ SPECIAL: Final[Mapping[Any, Callable[..., Tensor]]] = {
     **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), keyed_special_dropout),
     **dict.fromkeys((torch.feature_alpha_dropout, torch.feature_alpha_dropout_), keyed_special_dropout),
 }
+# Forwards are recomputed inside them.
+BACKWARDS: Final = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _IN_PYTHON: Final = frozenset(
     {
         F.gumbel_softmax,
@@ -400,6 +402,7 @@ _IN_PYTHON: Final = frozenset(
         F.dropout2d,
         F.dropout3d,
         F.multi_head_attention_forward,
+        *BACKWARDS,
     }
 )
 _RECURRENT: Final = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})

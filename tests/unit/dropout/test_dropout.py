@@ -494,6 +494,24 @@ class TestRecomputation:
         for found, expected in zip(self.gradients(kind), self.gradients("plain"), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
+    @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "full", "selective"])
+    @pytest.mark.parametrize("trains", [True, False])
+    def test_so_does_one_in_a_backward_inside_the_forward(self, kind: str, trains: bool) -> None:
+        found = []
+        for each in ("plain", kind):
+            torch.manual_seed(0)
+            model, draws = Stack(RUNS.get(each, RUNS["plain"])), KeyedDraws(1)
+            model.training = trains  # the blocks train in any case
+            key_dropouts(model, draws)
+            if each in ("full", "selective"):
+                for block in model.blocks:
+                    recompute_forward(block, each)
+            x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+            with draws.at(5, 0, 0, 2):
+                model(x).square().sum().backward()
+            found.append([x.grad, *(each.grad for each in model.parameters())])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
 
 def hugging_face(kind: str, attn: str) -> nn.Module:
     small = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": attn}
