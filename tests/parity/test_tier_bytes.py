@@ -110,7 +110,8 @@ def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
 
 
 def _counter_bytes(engine: Engine) -> int:
-    values = [value for state in engine.optimizer.state.values() for value in state.values()]
+    # States that are stored elsewhere are shown there as copies, made when they are read.
+    values = [value for state in engine.optimizer.state.values() if type(state) is dict for value in state.values()]
     return storage_bytes(value for value in values if isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
