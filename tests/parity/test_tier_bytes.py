@@ -198,7 +198,7 @@ def combinations() -> list[Any]:
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("options", combinations())
-@pytest.mark.xfail(reason="the books miss 8 bytes a parameter: counts of steps that optimizer.state shows")
+@pytest.mark.xfail(reason="the counters miss 8 bytes a parameter: counts of steps that optimizer.state shows")
 def test_bytes_by_tier_and_across(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     tiers = {state: options[state] for state in ("params", "grads", "optimizer")}
     tiers |= {f"{state}_on_device": options["share"] for state, tier in list(tiers.items()) if tier != "device"}
@@ -232,7 +232,7 @@ ENCODED = cover(
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("options", ENCODED)
-@pytest.mark.xfail(reason="the books miss 8 bytes a parameter: counts of steps that optimizer.state shows")
+@pytest.mark.xfail(reason="the counters miss 8 bytes a parameter: counts of steps that optimizer.state shows")
 def test_bytes_of_encoded_states(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     tiers = dict(zip(("params", "grads", "optimizer"), options["where"], strict=True))
     tiers |= {f"{state}_on_device": options["share"] for state, tier in list(tiers.items()) if tier != "device"}
