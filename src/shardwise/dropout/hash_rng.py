@@ -119,6 +119,12 @@ def grid_of(
 
 def hash_grid(ranges: Sequence[Runs], device: torch.device) -> HashGrid:
     """Hash the indices of a tensor whose dims, at least two, have the indices of `ranges` in the unsplit tensor."""
+    rows, last = hash_rows(ranges, device)
+    return HashGrid(rows, mix(last).view(torch.int32)[1::2].contiguous())
+
+
+def hash_rows(ranges: Sequence[Runs], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the hashes of all indices but the last, flat, and what the last one adds; of at least two dims."""
     spans = [
         torch.cat([torch.arange(start + 1, stop + 1, device=device) for start, stop in runs]).mul_(GOLDEN)
         for runs in ranges
@@ -126,7 +132,7 @@ def hash_grid(ranges: Sequence[Runs], device: torch.device) -> HashGrid:
     rows = mix(spans[0])
     for span in spans[1:-1]:
         rows = mix(rows[:, None] + span).reshape(-1)  # [rows so far, size], then flat
-    return HashGrid(rows, mix(spans[-1]).view(torch.int32)[1::2].contiguous())
+    return rows, spans[-1]
 
 
 def keyed_mask(grid: HashGrid, key: int, p: float) -> Tensor:

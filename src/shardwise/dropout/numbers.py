@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.dropout.hash_rng import GOLDEN, Samples, ShardRegion, Tokens, mix
+from shardwise.dropout.hash_rng import Samples, ShardRegion, Tokens, hash_rows, mix
 from shardwise.layout.token_ranges import Runs, count_tokens, part, shift
 from shardwise.runtime.torch_private import in_fake_mode
 
@@ -150,14 +150,7 @@ def _token_dim(shape: Sequence[int], num_samples: int, num: int) -> tuple[int | 
 
 def number_grid(spans: Sequence[Runs], device: torch.device) -> NumberGrid:
     """Hash the indices of a tensor whose dims have the indices of `spans`."""
-    indices = [
-        torch.cat([torch.arange(start + 1, stop + 1, device=device) for start, stop in runs]).mul_(GOLDEN)
-        for runs in spans
-    ]
-    rows = mix(indices[0])
-    for index in indices[1:-1]:
-        rows = mix(rows[:, None] + index).reshape(-1)  # [rows so far, size], then flat
-    return NumberGrid(rows, indices[-1])
+    return NumberGrid(*hash_rows(spans, device))
 
 
 def draw_bits(grid: NumberGrid, key: int) -> Tensor:
