@@ -167,8 +167,6 @@ def run(rank: int, world_size: int, name: str, overrides: dict[str, Any]) -> tup
 @pytest.mark.parametrize("where", list(TIERS))
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_features_compute_the_same_bits(ranks: WorkerPool, tmp_path: Path, name: str, where: str) -> None:
-    if name == "follow_a_schedule" and where.startswith("nvme"):
-        pytest.xfail("the trial takes a fused Adam whose rate is a tensor for one that needs whole tensors")
     tiers, stage = TIERS[where], int(where[-1])
     path = {"nvme_path": str(tmp_path)} if "nvme" in tiers.values() else {}
     plain = ranks(2).run(run, name, {"zero": {"stage": stage}})

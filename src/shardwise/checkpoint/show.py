@@ -33,7 +33,6 @@ from shardwise.checkpoint.manifest import (
     tensor_to_json,
 )
 from shardwise.checkpoint.match import listed_names
-from shardwise.checkpoint.tagged_json import from_json
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.compare import ChangedState, ChangedValues, StateDifference
@@ -319,6 +318,8 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _shown_extra(extra: Any) -> str:
+    from shardwise.checkpoint.tagged_json import from_json  # imports torch, which most commands can do without
+
     try:
         value = from_json(extra, "extra")
     except ValueError:  # of a class that is not imported here

@@ -182,8 +182,12 @@ class _Trial:
         return _Stepped(
             [[param.detach() for param in group] for group in params],
             [
-                [[*_numbers(options), *_numbers(state)] for state in several]
-                for options, several in zip(optimizer.param_groups, states, strict=True)
+                # A parameter of no dim is itself a number, and so are all its states: one slice of it has none.
+                [
+                    [*_numbers(options), *(_numbers(state) if num else ())]
+                    for num, state in zip(nums, several, strict=True)
+                ]
+                for options, nums, several in zip(optimizer.param_groups, dims, states, strict=True)
             ],
             any(
                 _has_other_size(state, param)

@@ -225,7 +225,7 @@ def pieces_of(group: ParamGroup, *, has_shapes: bool) -> list[ParamPiece]:
     pieces = []
     for slot in group.spec.slots(group.shard_start, group.shard_stop):
         start, stop = slot.offset, slot.offset + slot.stop - slot.start
-        view = torch.zeros((), dtype=group.master.dtype).expand(stop - start)  # it has a length and takes no memory
+        view = torch.zeros((), dtype=group.master.dtype).expand(stop - start)  # it has a length and one number
         if group.spec.tiers.optimizer == "device":
             view = group.master.read(start, stop)
         shaped = view.view(slot.param.shape or (1,)) if has_shapes else view

@@ -15,7 +15,7 @@ from shardwise.runtime.optimizers import build_optimizer, optimizer_names
 
 
 def weights() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(shape)) for shape in ((9, 8), (9,), (4, 3, 3, 3))]
+    return [nn.Parameter(torch.ones(shape)) for shape in ((), (9, 8), (9,), (4, 3, 3, 3))]
 
 
 class Clipped(torch.optim.SGD):
@@ -39,6 +39,13 @@ class Clipped(torch.optim.SGD):
 def test_optimizers_with_names_are_element_wise(name: str) -> None:
     optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": weights()}])
     assert step_scope(optimizer, torch.float32) is StepScope.ELEMENT
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": 0.1}, {"lr": torch.tensor(0.1), "fused": True}, {"lr": 0.1, "amsgrad": True}]
+)
+def test_a_rate_or_a_parameter_may_be_one_number(options: dict[str, Any]) -> None:
+    assert step_scope(torch.optim.Adam(weights(), **options), torch.float32) is StepScope.ELEMENT
 
 
 @pytest.mark.parametrize(("of", "scope"), [("each", StepScope.TENSOR), ("all", StepScope.JOINT)])
