@@ -606,9 +606,46 @@ def test_hooks_of_state_dict_are_left_alone(tmp_path: Path, caplog: pytest.LogCa
         engine.save(tmp_path / "b")
         engine.load(tmp_path / "a")
         assert engine.model.asked == 0
-    assert [record.message for record in caplog.records] == [
-        "get_extra_state of the model is in no checkpoint; give it to save(extra=...)"
+    assert not caplog.records  # what is given and never taken is no state
+
+
+class Seen(nn.Module):
+    """Has as its state what it was told last."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__()
+        self.told = told
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
+def test_extra_states_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def net_that_was_told(*told: Any) -> Net:
+        net = Net()
+        net.seen = nn.ModuleList(Seen(each) for each in told)
+        return net
+
+    told = {"shape": (1, 2), "mean": torch.arange(3.0)}
+    with engine_of(net_that_was_told(told, print), zero={"stage": 3}) as engine:
+        take_steps(engine, 1)
+        engine.save(tmp_path / "all")
+        engine.save(tmp_path / "weights", contents="weights")
+    assert ["the extra state of seen.1 is a builtin_function_or_method" in each.message for each in caplog.records] == [
+        True,
+        True,
     ]
+    for contents in ("all", "weights"):
+        with engine_of(net_that_was_told(None, 7), zero={"stage": 1}) as engine:
+            engine.load(tmp_path / contents)
+            first, second = (each.told for each in engine.model.seen)
+        assert first["shape"] == (1, 2)
+        assert torch.equal(first["mean"], told["mean"])
+        assert second == 7
+    assert "the checkpoint has no extra state of seen.1" in caplog.records[-1].message
 
 
 def test_a_config_that_json_does_not_keep_does_not_stand_in_the_way(tmp_path: Path) -> None:

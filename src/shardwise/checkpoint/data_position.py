@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.load import own_tensors
-from shardwise.checkpoint.manifest import CheckpointError, Manifest
+from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.config.untrusted_files import check_nesting
 from shardwise.layout.mesh_shape import DATA_AXES, MeshShape
@@ -106,12 +106,17 @@ def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, me
     stored = own_tensors(manifest, source).get(NAME)
     if stored is None:
         raise CheckpointError("no-data-position", f"{folder} lacks the position of rank {source}; use an older one")
+    loader.load_state_dict(decoded(json.loads(read_text(folder, stored, "the position of the data"))))
+
+
+def read_text(folder: Path, stored: StoredTensor, what: str) -> str:
+    """Return the JSON text that a checkpoint stores as a tensor of bytes; `what` names it in errors."""
     text = torch.empty(stored.shape, dtype=torch.uint8)
     with ChunkReader(folder) as reader:
         reader.read(stored, PARAM, LocalTensor.whole(stored.shape).pieces, text)
-    words = bytes(text.tolist()).decode()
-    check_nesting(words, "the position of the data", "use an older checkpoint")
-    loader.load_state_dict(decoded(json.loads(words)))
+    words = text.numpy().tobytes().decode()
+    check_nesting(words, what, "use an older checkpoint")
+    return words
 
 
 def encoded(value: Any, where: str = "state") -> Any:

@@ -4,7 +4,7 @@
 >>> import shardwise
 >>> def make(stage: int) -> shardwise.Engine:
 ...     config = {"zero": {"stage": stage}, "run": {"device": "cpu"}}
-...     return shardwise.initialize(nn.Linear(2, 1), config, loss_fn=lambda output, batch: output.sum())
+...     return shardwise.initialize(torch.nn.Linear(2, 1), config, loss_fn=lambda output, batch: output.sum())
 >>> with tempfile.TemporaryDirectory() as root, make(stage=3) as first, make(stage=1) as second:
 ...     result = first.train_step([torch.ones(1, 2)])
 ...     first.save(root, extra={"tokens": 512})
@@ -22,11 +22,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint import data_position
@@ -35,6 +36,7 @@ from shardwise.checkpoint.async_saver import Saver, SaveRequest
 from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.data_position import DataLoaderState
+from shardwise.checkpoint.extra_states import read_extra_states, saved_extra_states, set_extra_states
 from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
@@ -139,7 +141,7 @@ class Checkpoints:
         self.ranks = AllRanks(context)
         self._context = context
         self._follows_config = follows_config
-        self._has_warned = self.may_save_within_step = False
+        self.may_save_within_step = False
         self._passed_over: set[Path] = set()  # damaged checkpoints that an older one was loaded instead of
 
     def save(
@@ -158,7 +160,6 @@ class Checkpoints:
         self._check_can_save()
         if context.num_backwards == 0:
             context.follow_freezing()
-        self._warn_of_extra_states()
         saved: list[StateShard | ScalarState] = []
         buffers: list[SavedBuffer] = []
         manifest = Manifest(context.num_steps, (), {})
@@ -176,7 +177,9 @@ class Checkpoints:
                 text, kind = data_position.read_state(data, context.layout.mesh)
                 manifest = replace(manifest, trajectory={**manifest.trajectory, "data": kind})
                 position.extend(self._position(text, kind["is_global"]))
-            buffers = saved_buffers(context) if contents != "trainable" else []
+            if contents != "trainable":
+                buffers = saved_buffers(context)
+                saved.extend(saved_extra_states(context.model, partial(_role_of, context)))
             saved.extend(self._saved(contents, buffers))
             is_compared = context.comm.world_size > 1 and contents == "all"
             return json.dumps(digests(buffers) if is_compared else {})
@@ -269,12 +272,14 @@ class Checkpoints:
         context = self._context
         plan: LoadPlan | None = None
         num_bytes = 0
+        extra_states: dict[str, Any] = {}
         buffers = saved_buffers(context)
         targets = [*held.held_parameters(context.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
             nonlocal plan
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
+            extra_states.update(read_extra_states(folder, plan.manifest))
             data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)  # it may refuse
             return ""
 
@@ -293,6 +298,8 @@ class Checkpoints:
             for each in buffers:
                 each.restore()
             self._read_own(folder, loaded, buffers)
+            if loaded.manifest.contents != "trainable":
+                set_extra_states(context.model, extra_states)
             return ""
 
         context.status.begin_load(loaded.with_states)
@@ -335,14 +342,6 @@ class Checkpoints:
                 "save-before-step",
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()",
             )
-
-    def _warn_of_extra_states(self) -> None:
-        context = self._context
-        modules = context.model.named_modules() if context.comm.rank == 0 and not self._has_warned else ()
-        own = [name for name, each in modules if type(each).get_extra_state is not nn.Module.get_extra_state]
-        if own:
-            log.warning("get_extra_state of %s is in no checkpoint; give it to save(extra=...)", own[0] or "the model")
-        self._has_warned = True
 
     def _saved(self, contents: Contents, buffers: Sequence[SavedBuffer]) -> Iterator[StateShard | ScalarState]:
         """Yield all states of this rank that are saved, except those that belong to this rank alone."""
@@ -473,17 +472,18 @@ class Checkpoints:
 
 def saved_buffers(context: StepContext) -> list[SavedBuffer]:
     """Return the persistent buffers; this rank writes those that it is the first to run."""
+    return held_buffers(context.model, partial(_role_of, context))
+
+
+def _role_of(context: StepContext, name: str) -> Role:
+    """Return this rank's role for what has a name within a module: one of all ranks writes it."""
     comms, pipeline = context.comms, context.layout.pipeline
-
-    def role_of(name: str) -> Role:
-        running = None if pipeline is None else pipeline.rank_running(name)
-        if running is None:
-            return "writes" if comms.all.rank == 0 else "runs"
-        if running != comms.pipeline.rank:
-            return "keeps"
-        return "writes" if comms.model.rank == 0 else "runs"
-
-    return held_buffers(context.model, role_of)
+    running = None if pipeline is None else pipeline.rank_running(name)
+    if running is None:
+        return "writes" if comms.all.rank == 0 else "runs"
+    if running != comms.pipeline.rank:
+        return "keeps"
+    return "writes" if comms.model.rank == 0 else "runs"
 
 
 def saves_from_files(layout: Layout) -> bool:

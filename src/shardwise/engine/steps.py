@@ -18,6 +18,7 @@ from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import TokenShard, main_input
 from shardwise.context.huggingface import check_num_items, take_num_items
+from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.step_context import StepContext, as_list
 from shardwise.engine.types import EvalResult, StepResult
 from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
@@ -89,6 +90,8 @@ class RankBatch:
         cp, whole = context.layout.mesh.cp, context.split_values
         if whole is not None:
             output = whole.results.take(output)
+        if cp > 1 and context.loss_fn is not None and context.num_steps == 0 and torch.is_grad_enabled():
+            check_loss_by_token(context.loss_fn, output, share.batch, main_input(share.inputs).shape[1])
         with nullcontext() if whole is None or context.loss_fn is None else whole.parameters.shown():
             return read_loss(output, share.batch, context.loss_fn, cp, share.loss_weight, share.num_targets)
 
