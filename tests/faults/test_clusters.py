@@ -127,6 +127,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> str
         pytest.fail(f"still running:\n{process.communicate()[0]}")
 
 
+@pytest.mark.full
 def test_the_line_of_a_plan_joins_its_nodes(environ: dict[str, str]) -> None:
     words = start_words(Path("my.toml"), parse_cluster("h100:2x1"), is_here=False)
     line = re.search(r"by (torchrun .*? -m shardwise train) my.toml", words)

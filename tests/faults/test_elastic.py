@@ -260,6 +260,7 @@ def test_fewer_ranks_go_on_with_the_same_global_batch() -> None:
         assert loss == pytest.approx(whole[step], rel=1e-9)
 
 
+@pytest.mark.full
 def test_sigterm_to_the_agent_ends_all_ranks_after_the_same_step() -> None:
     agent = torchrun("--standalone", "--nproc-per-node=2", "train.py", *train_settings(100_000))
     try:

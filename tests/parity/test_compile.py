@@ -116,6 +116,7 @@ def test_compiled_attention_equals_one_process(ranks: WorkerPool) -> None:
         assert num_graphs[2:] == [(4, 4), (4, 4), (4, 4)]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("none", marks=pytest.mark.full)])
 def test_inductor_equals_one_process(ranks: WorkerPool, recompute: str) -> None:

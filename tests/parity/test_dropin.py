@@ -23,7 +23,6 @@ def hub(tmp_path_factory) -> Path:
 
 
 @pytest.mark.begin
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_a_trainer_with_a_deepspeed_config_trains_as_one_process_does(hub, tmp_path, has_adapters) -> None:
     if has_adapters:

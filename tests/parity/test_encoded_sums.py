@@ -454,6 +454,7 @@ def test_simulated_ranks_send_the_same(ranks: WorkerPool) -> None:
         assert there.states_bytes == there.layout.bytes_at_rest(rank)
 
 
+@pytest.mark.full
 def test_thousands_of_ranks_are_simulated() -> None:
     given = {"batch": {"micro_size": 1}, "precision": {"param": "bf16", **FEEDBACK}}
     given["zero"] = {"stage": 3, "secondary_shard": 8}

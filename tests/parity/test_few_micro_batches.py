@@ -51,6 +51,7 @@ def test_a_pipeline_holds_most_once_it_is_full(schedule: str, rank: int) -> None
     assert figures.num_simulated == max(3, least)
 
 
+@pytest.mark.full
 def test_rounds_of_an_interleaved_schedule_repeat() -> None:
     assert compare_pipeline("interleaved", 16, 2, {}).num_simulated == 12
 

@@ -54,6 +54,7 @@ def plan() -> SearchResult:
     return search(replace(job, cluster=replace(job.cluster, gpu=gpu)))
 
 
+@pytest.mark.full
 def test_processes_settle_what_fills_a_device(plan: SearchResult) -> None:
     best = list(plan.best[:2])
     found = simulate_finalists(best, ON_GPU, limit_s=200.0)

@@ -127,6 +127,7 @@ def losses_of(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records}
 
 
+@pytest.mark.full
 def test_a_run_with_adapters_goes_on_from_their_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
     folder, chats = make_folder("llama", tmp_path / "llama"), write_chats(tmp_path / "chats.jsonl")
     common = ["run.device=cpu", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "precision.param=fp32"]

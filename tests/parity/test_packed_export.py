@@ -95,7 +95,6 @@ def packed_bytes(weights: str) -> int:
     return sum(rows * numel // 2 + 2 * rows * numel // 32 + 16 for rows, numel in MATRICES)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(("weights", "tolerance"), [("int8", 0.02), ("int4", 0.2)])
 def test_transformers_reads_packed_weights(
     root: Path, plain: tuple[Tensor, list[int]], tmp_path: Path, weights: str, tolerance: float

@@ -518,6 +518,7 @@ def _own_folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_own_folder")
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]

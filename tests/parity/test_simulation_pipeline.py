@@ -93,6 +93,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
     check_ranks(ranks, 4, options["model"], 3, overrides)
 
 
+@pytest.mark.full
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "overrides",

@@ -168,7 +168,6 @@ def count(rank: int, world_size: int, is_sequence: bool) -> dict[tuple[str, str,
     return found
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("is_sequence", [False, True])
 def test_collectives_and_bytes_of_a_step(ranks: WorkerPool, tp: int, is_sequence: bool) -> None:

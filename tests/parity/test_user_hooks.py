@@ -257,7 +257,7 @@ def expected() -> Callable[[str], Result]:
     return of
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     "layout", ["tp", "tp-sequence", "tp-recompute", "tp-selective", "pp", "pp-split-backward", "cp"]
 )

@@ -89,6 +89,7 @@ def test_four_of_five_runs_that_nothing_is_fitted_to_lie_in_the_interval(core: l
     assert 0.80 <= spread.within_interval(core) <= 0.95
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_interval_is_as_wide_as_sources_are_far_off(accuracy: Any) -> None:
     spread = importlib.import_module("planner_spread")

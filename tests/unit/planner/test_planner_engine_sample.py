@@ -64,6 +64,7 @@ def check(every: Sequence[Peaks], least_in_order: float) -> None:
     assert share_in_order(every) >= least_in_order
 
 
+@pytest.mark.full
 def test_small_jobs_are_ranked_as_the_engine_would() -> None:
     check([peaks_of(sample) for sample in drawn(seed=10, num_samples=8)], least_in_order=1.0)
 
