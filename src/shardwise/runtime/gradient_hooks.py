@@ -152,7 +152,7 @@ class UserHooks(OrderedDict[int, Hook]):
         earlier, later = self._earlier, self._later
 
         def call(given: Tensor) -> Any:
-            return run((*earlier.values(), *later.values()), given)
+            return run((*earlier.values(), *later.values()) if earlier or later else (), given)
 
         super().__setitem__(_ENTRY, call)
 

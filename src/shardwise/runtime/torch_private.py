@@ -345,7 +345,10 @@ def version(tensor: Tensor) -> int:
     """Return how often a tensor has been written in place; writes through `.data` do not count, nor any to a tensor of
     `torch.inference_mode`.
     """
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # of a tensor of `torch.inference_mode`; to ask first would cost as much again
+        return 0
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
