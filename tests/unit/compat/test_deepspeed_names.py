@@ -272,7 +272,7 @@ def test_schedules_have_deepspeeds_attributes() -> None:
     assert (warmup.min_lrs, warmup.max_lrs, warmup.delta_lrs) == ([0.0], [0.001], [0.001])
     assert (warmup.total_num_steps, warmup.warmup_num_steps, warmup.warmup_type) == (9, 1000, "log")
     assert (cycle.total_size, cycle.first_step_size, cycle.second_step_size) == (4000, 2000, 2000)
-    assert (cycle.min_lrs, cycle.max_moms, cycle.get_mom()) == ([0.01], [(0.9, 0.99)], [(0.8, 0.99)])
+    assert (cycle.min_lrs, cycle.max_moms, cycle.get_mom()) == ([0.01], [(0.9, 0.99)], [(0.9, 0.99)])
     assert lr_schedules.LRRangeTest(optimizer).min_lr == [1e-3]
     assert (lr_schedules.WARMUP_LR, lr_schedules.CYCLE_MIN_LR) == ("WarmupLR", "cycle_min_lr")
     for wrong in ({"warmup_num_steps": None}, {"warmup_num_steps": -1}):

@@ -106,7 +106,7 @@ def _cycle_momentum(of: _Options, done: int) -> float:
     low, high, scale = of["cycle_min_mom"], of["cycle_max_mom"], _cycle_scale(of, done)
     if scale is None:
         return float(high * _cycle_decay(of, done, "decay_mom_rate"))
-    return float(high - (high - low) * scale if done >= 0 else low)
+    return float(high - (high - low) * scale)
 
 
 def _cycle_halves(of: _Options) -> tuple[float, float]:
@@ -252,6 +252,10 @@ class WarmupCosineLR(LRSchedule):
     )
     rate = _cosine
 
+    def get_lr_ratio(self) -> float:
+        """Return what each group's own rate is multiplied by now."""
+        return _cosine(self.options, self.last_batch_iteration, 1.0)
+
 
 class LRRangeTest(LRSchedule):
     """Raises the rate without end: by `lr_range_test_step_rate` times the first in `lr_range_test_step_size` steps."""
@@ -294,6 +298,11 @@ class OneCycle(LRSchedule):
         """Return the steps in which the rate falls."""
         return _cycle_halves(self.options)[1]
 
+    @property
+    def step_ratio(self) -> float:
+        """Return the share of the cycle in which the rate rises."""
+        return _cycle_halves(self.options)[0] / self.total_size
+
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each param group after the last step; None where they stay."""
         if not self.options["cycle_momentum"]:
@@ -309,8 +318,10 @@ class OneCycle(LRSchedule):
                 what = f"{type(self.optimizer).__name__} has no betas; set cycle_momentum=False"
                 warnings.warn(f"OneCycle cycles no momentum: {what}", stacklevel=4)
             return
+        done = self.last_batch_iteration
         for group, of in zip(self.optimizer.param_groups, self._of, strict=True):
-            group["betas"] = (_cycle_momentum(of, self.last_batch_iteration), _SECOND_BETA)
+            first = _cycle_momentum(of, done) if done >= 0 else of["cycle_min_mom"]  # as DeepSpeed begins
+            group["betas"] = (first, _SECOND_BETA)
 
 
 _answer = answers(__name__)
