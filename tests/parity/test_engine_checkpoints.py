@@ -610,27 +610,27 @@ def test_hooks_of_state_dict_are_left_alone(tmp_path: Path, caplog: pytest.LogCa
 
 
 class Seen(nn.Module):
-    """Has as its state what it was told last."""
+    """Has as its state what it was given."""
 
-    def __init__(self, told: Any) -> None:
+    def __init__(self, noted: Any) -> None:
         super().__init__()
-        self.told = told
+        self.noted = noted
 
     def get_extra_state(self) -> Any:
-        return self.told
+        return self.noted
 
     def set_extra_state(self, state: Any) -> None:
-        self.told = state
+        self.noted = state
 
 
 def test_extra_states_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def net_that_was_told(*told: Any) -> Net:
+    def noting(*noted: Any) -> Net:
         net = Net()
-        net.seen = nn.ModuleList(Seen(each) for each in told)
+        net.seen = nn.ModuleList(Seen(each) for each in noted)
         return net
 
-    told = {"shape": (1, 2), "mean": torch.arange(3.0)}
-    with engine_of(net_that_was_told(told, print), zero={"stage": 3}) as engine:
+    noted = {"shape": (1, 2), "mean": torch.arange(3.0)}
+    with engine_of(noting(noted, print), zero={"stage": 3}) as engine:
         take_steps(engine, 1)
         engine.save(tmp_path / "all")
         engine.save(tmp_path / "weights", contents="weights")
@@ -639,13 +639,13 @@ def test_extra_states_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture
         True,
     ]
     for contents in ("all", "weights"):
-        with engine_of(net_that_was_told(None, 7), zero={"stage": 1}) as engine:
+        with engine_of(noting(None, 7), zero={"stage": 1}) as engine:
             engine.load(tmp_path / contents)
-            first, second = (each.told for each in engine.model.seen)
+            first, second = (each.noted for each in engine.model.seen)
         assert first["shape"] == (1, 2)
-        assert torch.equal(first["mean"], told["mean"])
+        assert torch.equal(first["mean"], noted["mean"])
         assert second == 7
-    assert "the checkpoint has no extra state of seen.1" in caplog.records[-1].message
+    assert "has no extra state of seen.1, which keeps its own" in caplog.records[-1].message
 
 
 def test_a_config_that_json_does_not_keep_does_not_stand_in_the_way(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, me
 
 
 def read_text(folder: Path, stored: StoredTensor, what: str) -> str:
-    """Return the JSON text that a checkpoint stores as a tensor of bytes; `what` names it in errors."""
+    """Return the JSON text that a checkpoint's folder has stored as a tensor of bytes; `what` names it in errors."""
     text = torch.empty(stored.shape, dtype=torch.uint8)
     with ChunkReader(folder) as reader:
         reader.read(stored, PARAM, LocalTensor.whole(stored.shape).pieces, text)

@@ -1,4 +1,4 @@
-"""This module saves and restores what modules return from `get_extra_state`, as torch's `state_dict` does.
+"""Save and restore what modules return from `get_extra_state`, as torch's `state_dict` does.
 
 A state is stored as text beside the tensors, under the module's name, by the first rank that runs the module. Every
 rank of every layout reads it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,31 +50,37 @@ def saved_extra_states(model: nn.Module, role_of: Callable[[str], Role]) -> Iter
         yield whole(rank_name(0, _NAME + name), values, kind="rank", is_written=True)
 
 
-def read_extra_states(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return a checkpoint's extra states by the names of their modules.
+def read_extra_states(model: nn.Module, folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return a checkpoint's extra states of a model by the names of their modules.
+
+    A warning names a module that the checkpoint has no state of: it keeps its own.
+
+    Args:
+        model: the whole model.
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
 
     Raises:
         CheckpointError: one cannot be read here, such as an object of a class that is not imported.
     """
+    stored = own_tensors(manifest, 0)
     found = {}
-    for key, stored in own_tensors(manifest, 0).items():
-        if key.startswith(_NAME):
-            name = key.removeprefix(_NAME)
-            where = f"the extra state of {name or 'the model'}"
-            try:
-                found[name] = from_json(json.loads(read_text(folder, stored, where)), where)
-            except ValueError as error:
-                raise CheckpointError("extra-state-unread", f"{folder}: {error}; import its class first") from None
+    for name, _ in _modules(model) if manifest.contents != "trainable" else ():
+        where = f"the extra state of {name or 'the model'}"
+        if (text := stored.get(_NAME + name)) is None:
+            log.warning("%s has no %s, which keeps its own", folder, where.removeprefix("the "))
+            continue
+        try:
+            found[name] = from_json(json.loads(read_text(folder, text, where)), where)
+        except ValueError as error:
+            raise CheckpointError("extra-state-unread", f"{folder}: {error}; import its class first") from None
     return found
 
 
-def set_extra_states(model: nn.Module, states: dict[str, Any]) -> None:
-    """Give each module its extra state; one that the checkpoint has no state of keeps its own."""
-    for name, module in _modules(model):
-        if name in states:
-            module.set_extra_state(states[name])
-        else:
-            log.warning("the checkpoint has no extra state of %s, which keeps its own", name or "the model")
+def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give the modules that `states` names their extra states."""
+    for name, state in states.items():
+        model.get_submodule(name).set_extra_state(state)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -22,18 +22,17 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.loss import LossFn, LossSum, read_loss
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.still import StillFunctions
 from shardwise.runtime.forward_state import kept_generators
-from shardwise.runtime.torch_private import pytree
+from shardwise.runtime.torch_private import OpMode, pytree
 
 _LOG: Final = logging.getLogger("shardwise")
 _MOST_TOKENS: Final = 16
 _TOLERANCE: Final = 1e-4  # outputs are in fp32
-_CURE: Final = (
+_FIX: Final = (
     "return the sum and the count over this rank's tokens, with targets that were shifted before, or use mesh.dp_shard "
     "with zero.stage=3 in place of mesh.cp"
 )
@@ -91,7 +90,7 @@ def _compare(whole: LossSum, first: LossSum, second: LossSum, num_tokens: int) -
     raise ConfigError(
         "cp-token-loss",
         f"loss_fn is no sum or mean over tokens, of which each rank of mesh.cp has some: of {num_tokens} tokens and "
-        f"their two halves it gave {shown}; {_CURE}",
+        f"their two halves it gave {shown}; {_FIX}",
     )
 
 
@@ -118,7 +117,7 @@ def _mapped(tree: Any, num_tokens: int, change: Callable[[Tensor], Tensor]) -> A
     )
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OpMode):
     """Sees whether something is sent to other ranks."""
 
     has_sent = False

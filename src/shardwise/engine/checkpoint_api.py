@@ -261,9 +261,7 @@ class Checkpoints:
         Args:
             folder: of a checkpoint, or of weights.
             describe_stored: makes a manifest of what the folder has.
-            strict: as in `Engine.load`.
-            weights_only: as in `Engine.load`.
-            data: as in `Engine.load`.
+            strict: as in `Engine.load`, and so are `weights_only` and `data`.
 
         Raises:
             CheckpointError: it does not fit; nothing has been changed.
@@ -271,15 +269,14 @@ class Checkpoints:
         """
         context = self._context
         plan: LoadPlan | None = None
-        num_bytes = 0
         extra_states: dict[str, Any] = {}
-        buffers = saved_buffers(context)
+        num_bytes, buffers = 0, saved_buffers(context)
         targets = [*held.held_parameters(context.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
             nonlocal plan
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
-            extra_states.update(read_extra_states(folder, plan.manifest))
+            extra_states.update(read_extra_states(context.model, folder, plan.manifest))
             data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)  # it may refuse
             return ""
 
@@ -297,9 +294,8 @@ class Checkpoints:
             num_bytes = loaded.read(folder, [*targets, *states], progress)
             for each in buffers:
                 each.restore()
+            set_extra_states(context.model, extra_states)
             self._read_own(folder, loaded, buffers)
-            if loaded.manifest.contents != "trainable":
-                set_extra_states(context.model, extra_states)
             return ""
 
         context.status.begin_load(loaded.with_states)

@@ -1,4 +1,4 @@
-"""A loss that is no sum or mean over tokens is told from one that is, before a rank of `cp` takes a part of it."""
+"""The trial knows a loss that is no sum or mean over tokens before a rank of `cp` takes a part of it."""
 
 from __future__ import annotations
 
