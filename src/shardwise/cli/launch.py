@@ -18,7 +18,7 @@ import click
 from shardwise.cli.command import FILE, OUTPUT, as_written, write_file
 from shardwise.config.resolve import ConfigError, shown_value
 from shardwise.config.untrusted_files import printable, read_text
-from shardwise.launch.checks import folder_here, python_file
+from shardwise.launch.checks import folder_here, host, python_file
 from shardwise.launch.hosts import exported, read_hostfile, run_by_ssh, secrets
 from shardwise.launch.local import default_num_ranks
 from shardwise.launch.targets import PORT, TARGETS, LaunchJob, left_out, lines_of_hosts, text_for
@@ -131,7 +131,7 @@ def _hosts(arguments: SimpleNamespace, num_ranks: int) -> Mapping[str, int]:
         return dict.fromkeys(found, num_ranks) if arguments.gpus else found
     if arguments.hosts is None:
         return {}
-    names = [name.strip(" ") for name in arguments.hosts.removesuffix(",").split(",")]
+    names = [host(name.strip(" "), "--hosts") for name in arguments.hosts.removesuffix(",").split(",")]
     if arguments.gpus is None:
         raise ConfigError("gpus-of-a-node", "--hosts needs the GPUs of a host; add --gpus 8, or use a --hostfile")
     if len(set(names)) < len(names):

@@ -120,7 +120,7 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
         lines: by host.
         port: of ssh; None for its own.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for host, line in lines.items():
@@ -143,3 +143,4 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
                 each.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:  # torchrun hears nothing while it waits for the other hosts' end
                 each.kill()
+        signal.signal(signal.SIGTERM, previous)
