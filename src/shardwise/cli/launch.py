@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,12 @@ from typing import Any
 import click
 
 from shardwise.cli.command import FILE, OUTPUT, as_written, write_file
-from shardwise.config.resolve import ConfigError
-from shardwise.launch.hosts import EXPORTED, read_hostfile, run_by_ssh
+from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.untrusted_files import printable, read_text
+from shardwise.launch.checks import folder_here, host, python_file
+from shardwise.launch.hosts import exported, read_hostfile, run_by_ssh, secrets
 from shardwise.launch.local import default_num_ranks
-from shardwise.launch.targets import PORT, TARGETS, LaunchJob, lines_of_hosts, text_for
+from shardwise.launch.targets import PORT, TARGETS, LaunchJob, left_out, lines_of_hosts, text_for
 
 
 @click.command(
@@ -51,57 +54,88 @@ def launch(**given: Any) -> int:
     job = _job(arguments)
     target = arguments.on or ("ssh" if job.hosts else "local")
     text = text_for(target, job)
+    for flag in left_out(target, job):
+        _note(f"--on {target} has no use for {flag}")
     if arguments.output is not None:
-        write_file(arguments.output, text)
+        _write(arguments.output, text, holds_environment=target == "ssh")
     elif not arguments.submit:
         print(text, end="")
+    if target == "ssh" and (arguments.output is not None or not arguments.submit):
+        _tell_secrets(secrets(job.exports))
     return _submit(target, job, text) if arguments.submit else 0
+
+
+def _note(words: str) -> None:
+    print(f"shardwise: {printable(words)}", file=sys.stderr)
+
+
+def _tell_secrets(names: Sequence[str]) -> None:
+    if names:
+        listed = " ".join(names)
+        _note(
+            f"the text does not have the values of {listed}, which look like secrets; ssh sends them where a host's "
+            f"sshd has AcceptEnv {listed}, else set them on the hosts, or start with --submit"
+        )
+
+
+def _write(path: Path, text: str, *, holds_environment: bool) -> None:
+    """Write the text; only its owner may read one that holds values of the environment."""
+    if not holds_environment:
+        write_file(path, text)
+        return
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700), "w", encoding="utf-8") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                os.fchmod(file.fileno(), 0o700)
+            file.write(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _job(arguments: SimpleNamespace) -> LaunchJob:
     program = program_of(arguments.command)
-    match = re.fullmatch(r"(?:([\w.-]+):)?([1-9]\d{0,3})", arguments.gpus or "1", re.ASCII)
+    match = re.fullmatch(r"(?:([\w.-]+):)?([1-9]\d{0,3})", "1" if arguments.gpus is None else arguments.gpus, re.ASCII)
     if match is None:
-        raise ConfigError("gpus-of-a-node", f"--gpus {arguments.gpus} is not N or NAME:N; write --gpus 8 or H100:8")
+        raise ConfigError(
+            "gpus-of-a-node", f"--gpus {shown_value(arguments.gpus)} is not N or NAME:N; write --gpus 8 or H100:8"
+        )
     hosts = _hosts(arguments, int(match[2]))
     if arguments.on not in (None, "ssh") and hosts:
         raise ConfigError("hosts-of-ssh", f"hosts are of --on ssh, which --on {arguments.on} is not; drop one")
-    num_nodes = len(hosts) or arguments.nodes or 1
-    for flag, number, least in (("nodes", arguments.nodes, 1), ("max-restarts", arguments.max_restarts, 0)):
-        if number is not None and number < least:
-            raise ConfigError("launch-number", f"--{flag} {number} is below {least}; give at least {least}")
-    if hosts and arguments.nodes not in (None, num_nodes):
-        raise ConfigError("nodes-are-hosts", f"--nodes {arguments.nodes} and {num_nodes} hosts; drop --nodes")
+    if hosts and arguments.nodes not in (None, len(hosts)):
+        raise ConfigError("nodes-are-hosts", f"--nodes {arguments.nodes} and {len(hosts)} hosts; drop --nodes")
     if arguments.gpus is None and not arguments.hostfile and arguments.on not in (None, "local"):
         raise ConfigError("gpus-of-a-node", f"--on {arguments.on} needs the GPUs of a node; add --gpus 8")
     is_here = arguments.gpus is None and not hosts
     return LaunchJob(
         program,
-        num_nodes,
+        len(hosts) or (1 if arguments.nodes is None else arguments.nodes),
         default_num_ranks("auto") if is_here else int(match[2]),
-        arguments.name or _name_of(program),
+        _name_of(program) if arguments.name is None else arguments.name,
         match[1],
         hosts,
         arguments.max_restarts,
         arguments.image,
         arguments.time,
         arguments.port,
-        os.getcwd(),
-        {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)},
+        folder_here(),
+        exported(os.environ) if hosts else {},
     )
 
 
 def _hosts(arguments: SimpleNamespace, num_ranks: int) -> Mapping[str, int]:
-    if arguments.hosts and arguments.hostfile:
+    if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError("hosts-and-hostfile", "--hosts and --hostfile both name hosts; drop one")
     if arguments.hostfile is not None:
-        found = read_hostfile(arguments.hostfile.read_text(encoding="utf-8").splitlines())
+        found = read_hostfile(read_text(arguments.hostfile, "give a file of lines HOST slots=N").splitlines())
         return dict.fromkeys(found, num_ranks) if arguments.gpus else found
-    names = [name for name in (arguments.hosts or "").split(",") if name]
-    if names and arguments.gpus is None:
+    if arguments.hosts is None:
+        return {}
+    names = [host(name.strip(" "), "--hosts") for name in arguments.hosts.removesuffix(",").split(",")]
+    if arguments.gpus is None:
         raise ConfigError("gpus-of-a-node", "--hosts needs the GPUs of a host; add --gpus 8, or use a --hostfile")
     if len(set(names)) < len(names):
-        raise ConfigError("host-twice", f"--hosts {arguments.hosts} has a host twice; name each once")
+        raise ConfigError("host-twice", f"--hosts {shown_value(arguments.hosts)} has a host twice; name each once")
     return dict.fromkeys(names, num_ranks)
 
 
@@ -120,11 +154,7 @@ def program_of(command: Sequence[str]) -> tuple[str, ...]:
         words[:0] = ["-m"]
     if not words:
         raise ConfigError("no-program", "no program was given; write shardwise launch ... -- train.py")
-    if words[0] != "-m" and not words[0].endswith(".py"):
-        raise ConfigError(
-            "program-not-python", f"{words[0]} is no script of Python; write -- train.py, -m module or shardwise train"
-        )
-    return tuple(words)
+    return python_file(tuple(words))
 
 
 def _name_of(program: Sequence[str]) -> str:

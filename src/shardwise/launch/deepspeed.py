@@ -7,13 +7,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from shardwise.config.errors import with_code
-from shardwise.config.resolve import ConfigError
-from shardwise.launch import hosts
+from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.untrusted_files import OneLineError, read_text
+from shardwise.launch import checks, hosts
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.local import default_num_ranks
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_by_ssh(options, slots)
         if options.no_ssh and not (0 <= options.node_rank < len(slots) and options.master_addr):
             raise ConfigError("no-ssh-needs-rank", "--no_ssh needs --master_addr and --node_rank of 0 to nodes - 1")
-    except ConfigError as error:
+    except OneLineError as error:
         print(f"deepspeed: {with_code(error)}", file=sys.stderr)
         return 2
     node_rank = options.node_rank if options.no_ssh else 0
@@ -87,6 +88,7 @@ def _slots(options: argparse.Namespace) -> Slots:
             "launcher-not-known",
             f"--launcher {options.launcher} is not there; leave it out for ssh, or let srun or mpirun start torchrun",
         )
+    _check_numbers(options)
     is_cut = options.num_nodes >= 0 or options.num_gpus >= 0
     if is_cut and (options.include or options.exclude):
         raise ConfigError(
@@ -94,7 +96,7 @@ def _slots(options: argparse.Namespace) -> Slots:
         )
     hostfile = Path(options.hostfile)
     if hostfile.is_file():
-        pool = hosts.read_hostfile(hostfile.read_text().splitlines())
+        pool = hosts.read_hostfile(read_text(hostfile, "give a file of lines HOST slots=N").splitlines())
     else:
         if options.num_nodes > 1:
             raise ConfigError(
@@ -109,6 +111,17 @@ def _slots(options: argparse.Namespace) -> Slots:
     if options.num_gpus > 0:
         slots = {host: list(range(options.num_gpus)) for host in slots}
     return slots
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    checks.port(options.master_port, "--master_port")
+    if options.ssh_port is not None:
+        checks.port(options.ssh_port, "--ssh_port", "ssh-port")
+    if options.master_addr:
+        checks.host(options.master_addr, "--master_addr", has_user=False)
+    for flag, most in (("num_nodes", checks.MOST_NODES), ("num_gpus", checks.MOST_RANKS)):
+        if (number := getattr(options, flag)) != -1:
+            checks.count(number, f"--{flag}", 1, most)
 
 
 def select_slots(pool: Mapping[str, int], include: str = "", exclude: str = "") -> dict[str, list[int]]:
@@ -133,7 +146,7 @@ def select_slots(pool: Mapping[str, int], include: str = "", exclude: str = "") 
         host, colon, text = spec.partition(":")
         if host not in pool:
             raise ConfigError("host-not-in-file", f"host {host!r} is not in the hostfile; it has {', '.join(pool)}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII):
+        if colon and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
             raise ConfigError("slots-not-read", f"{spec!r} is not HOST:SLOT,SLOT; write {host}:0,1")
         named.setdefault(host, set()).update(map(int, text.split(",")) if colon else ())
     left: dict[str, list[int]] = {}
@@ -179,15 +192,39 @@ def remote_line(command: Sequence[str], devices: Sequence[int], options: argpars
         options: those of the program `deepspeed`.
     """
     environ = {**os.environ, **deepspeed_environment(os.environ)}
-    exported = {name: value for name, value in environ.items() if name.startswith(hosts.EXPORTED)}
-    exported["PYTHONPATH"] = os.pathsep.join([os.getcwd(), exported["PYTHONPATH"]])
+    folder, exported = checks.folder_here(), hosts.exported(environ)
+    exported["PYTHONPATH"] = os.pathsep.join([folder, exported["PYTHONPATH"]])
     for file in (Path.home() / ENV_FILE_NAME, Path(ENV_FILE_NAME)):
         if file.is_file():
-            lines = file.read_text().splitlines()
-            exported.update((name, value) for name, is_set, value in (each.partition("=") for each in lines) if is_set)
+            exported.update(read_env_file(read_text(file, "give a file of lines NAME=value").splitlines(), str(file)))
     exported[_DEVICES] = _joined(devices)
-    first = [f". {shlex.quote(options.venv_script)}"] if options.venv_script else []
-    return hosts.remote_line(command, exported, os.getcwd(), first)
+    first = [f". {shlex.quote(checks.word(options.venv_script, '--venv_script'))}"] if options.venv_script else []
+    return hosts.remote_line([checks.word(word, "the argument") for word in command], exported, folder, first)
+
+
+def read_env_file(lines: Iterable[str], name: str) -> dict[str, str]:
+    """Return the variables of a file of lines `NAME=value`; other lines and comments say nothing.
+
+    >>> read_env_file(["# for our network", "NCCL_DEBUG=INFO", "export A=b=c"], "file")
+    {'NCCL_DEBUG': 'INFO', 'A': 'b=c'}
+
+    Args:
+        lines: of the file.
+        name: of the file, for messages.
+    """
+    found = {}
+    for line in lines:
+        variable, is_set, value = line.partition("=")
+        variable = variable.removeprefix("export ").strip()
+        if not is_set or variable.startswith("#"):
+            continue
+        if not checks.is_variable(variable):
+            raise ConfigError(
+                "variable-name",
+                f"{name}: {shown_value(variable)} is no name that a shell can set; use letters, digits and _",
+            )
+        found[variable] = checks.word(value, f"{name}: {variable}")
+    return found
 
 
 def _run_by_ssh(options: argparse.Namespace, slots: Slots) -> int:

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.launch import checks
 
 Launcher = Literal["local", "torchrun", "slurm", "none"]
 
@@ -121,7 +122,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         local_rank=_integer(environ, "LOCAL_RANK"),
         world_size=world_size,
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=world_size),
-        master_addr=environ["MASTER_ADDR"],
+        master_addr=checks.host(environ["MASTER_ADDR"], "MASTER_ADDR", has_user=False),
         master_port=_port(environ),
         attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="local" if is_local else "torchrun",
@@ -152,7 +153,9 @@ def _from_srun(environ: Mapping[str, str]) -> RankEnv:
         local_rank=_integer(environ, "SLURM_LOCALID"),
         world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
         local_world_size=tasks_per_node[node],
-        master_addr=environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]),
+        master_addr=checks.host(
+            environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]), "MASTER_ADDR", has_user=False
+        ),
         master_port=_port(environ) if "MASTER_PORT" in environ else _FIRST_PORT + offset % _NUM_PORTS,
         attempt=_integer(environ, "SLURM_RESTART_COUNT", default=0),
         launcher="slurm",
@@ -169,7 +172,7 @@ def first_host(nodelist: str) -> str:
     if match is None or nodelist[match.end() :][:1] not in ("", ","):
         raise ConfigError(
             "slurm-node-list",
-            f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as n[1-4,7],m1; set MASTER_ADDR",
+            f"SLURM_STEP_NODELIST={shown_value(nodelist)} is not a node list such as n[1-4,7],m1; set MASTER_ADDR",
         )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
@@ -178,11 +181,11 @@ def _tasks_per_node(text: str) -> list[int]:
     """Read a list of Slurm's: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part, re.ASCII)
+        if match is None or len(counts) + int(match[2] or 1) > checks.MOST_NODES:
             raise ConfigError(
                 "slurm-tasks-per-node",
-                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 2(x3),1; start with srun",
+                f"SLURM_STEP_TASKS_PER_NODE={shown_value(text)} is not a list such as 2(x3),1; start with srun",
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -192,13 +195,12 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     text = environ.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isascii() or not text.isdigit():
-        raise ConfigError("launcher-number", f"{name}={text!r} is not a whole number from 0; let the launcher set it")
+    if text is None or not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise ConfigError(
+            "launcher-number", f"{name}={shown_value(text)} is not a whole number from 0; let the launcher set it"
+        )
     return int(text)
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    port = _integer(environ, "MASTER_PORT")
-    if not 1 <= port <= 65_535:
-        raise ConfigError("master-port", f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535")
-    return port
+    return checks.port(_integer(environ, "MASTER_PORT"), "MASTER_PORT=")

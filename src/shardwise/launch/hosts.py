@@ -17,13 +17,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.launch import checks
 
 EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
 """What the names of those variables begin with that every host gets."""
 
 # With a terminal the remote ranks get a hang-up when this end goes; a host that is cut off ends its ssh in 90 s.
 _SSH: Final = ("ssh", "-tt", "-o", "PasswordAuthentication=no", "-o", "ServerAliveInterval=30")
+# What follows the number, such as OpenMPI's max_slots, is not read, as with DeepSpeed.
+_HOSTFILE_LINE: Final = re.compile(r"(\S+)\s+slots=(\d{1,999})(?:[\s#].*)?", re.ASCII)
 _POLL_S: Final = 0.2
 _GRACE_S: Final = 10.0
 
@@ -32,17 +35,32 @@ def read_hostfile(lines: Iterable[str]) -> dict[str, int]:
     """Return the number of slots of each host; a line is `HOST slots=N`, a comment or empty."""
     pool: dict[str, int] = {}
     for line in filter(None, (each.strip() for each in lines if not each.lstrip().startswith("#"))):
-        match = re.match(r"(\S+)\s+slots=(\d+)", line, re.ASCII)
+        match = _HOSTFILE_LINE.fullmatch(line)
         if match is None:
-            raise ConfigError("hostfile-line", f"the hostfile's line {line!r} is not HOST slots=N; correct it")
-        if match[1] in pool:
             raise ConfigError(
-                "hostfile-host-twice", f"the hostfile has {match[1]} twice; give it one line with all slots"
+                "hostfile-line", f"the hostfile's line {shown_value(line)} is not HOST slots=N; correct it"
             )
-        pool[match[1]] = int(match[2])
+        host = checks.host(match[1], "the hostfile")
+        if host in pool:
+            raise ConfigError("hostfile-host-twice", f"the hostfile has {host} twice; give it one line with all slots")
+        pool[host] = checks.count(int(match[2]), f"the hostfile: {host} slots=", 1, checks.MOST_RANKS)
     if not pool:
         raise ConfigError("hostfile-empty", "the hostfile names no host; write lines HOST slots=N")
     return pool
+
+
+def exported(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that every host gets; those that no shell could set are left out, which is said."""
+    chosen = {name: value for name, value in environ.items() if name.startswith(EXPORTED)}
+    good = {name: value for name, value in chosen.items() if checks.is_variable(name) and checks.is_text(value)}
+    if odd := [shown_value(name) for name in chosen if name not in good]:
+        print(f"shardwise: the hosts do not get {', '.join(odd)}, which no shell can set", file=sys.stderr)
+    return good
+
+
+def secrets(exports: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that must not be written where others may read them."""
+    return [name for name, value in exports.items() if checks.is_secret(name, value)]
 
 
 def remote_line(command: Sequence[str], exports: Mapping[str, str], folder: str, first: Sequence[str] = ()) -> str:
@@ -58,15 +76,17 @@ def remote_line(command: Sequence[str], exports: Mapping[str, str], folder: str,
     return " && ".join([f"cd {shlex.quote(folder)}", *first, *set_all, f"exec {shlex.join(command)}"])
 
 
-def ssh_command(host: str, line: str, port: int | None = None) -> list[str]:
+def ssh_command(host: str, line: str, port: int | None = None, sent: Sequence[str] = ()) -> list[str]:
     """Return the command that runs a line on a host.
 
     Args:
         host: as ssh takes it.
         line: for its shell.
         port: of ssh; None for its own.
+        sent: variables that ssh is to send itself, by name; the host's sshd must accept them.
     """
-    return [*_SSH, *(["-p", str(port)] if port else []), host, line]
+    send = [word for name in sent for word in ("-o", f"SendEnv={name}")]
+    return [*_SSH, *send, *(["-p", str(port)] if port else []), host, line]
 
 
 def find_address(host: str, port: int | None = None) -> str:
@@ -75,12 +95,20 @@ def find_address(host: str, port: int | None = None) -> str:
     Raises:
         ConfigError: it cannot be reached.
     """
-    found = subprocess.run(ssh_command(host, "hostname -I", port), stdout=subprocess.PIPE, text=True, check=False)
-    if found.returncode or not found.stdout.split():
+    with _start(ssh_command(host, "hostname -I", port), stdout=subprocess.PIPE) as asking:
+        answer = asking.communicate()[0].decode(errors="replace").split()
+    if asking.returncode or not answer:
         raise ConfigError(
             "host-unreachable", f"ssh {host} hostname -I gave no address; set up ssh keys, or --master_addr"
         )
-    return found.stdout.split()[0]
+    return checks.host(answer[0], f"ssh {host} hostname -I", has_user=False)
+
+
+def _start(command: Sequence[str], stdin: int | None = None, stdout: int | None = None) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, stdin=stdin, stdout=stdout)
+    except FileNotFoundError:
+        raise ConfigError("ssh-not-found", f"{command[0]} is not on PATH; install OpenSSH's client") from None
 
 
 def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
@@ -92,11 +120,11 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
         lines: by host.
         port: of ssh; None for its own.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for host, line in lines.items():
-            running[host] = subprocess.Popen(ssh_command(host, line, port), stdin=subprocess.DEVNULL)
+            running[host] = _start(ssh_command(host, line, port), stdin=subprocess.DEVNULL)
         codes: dict[str, int | None] = dict.fromkeys(running)
         while None in codes.values() and not any(codes.values()):
             time.sleep(_POLL_S)
@@ -115,3 +143,4 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
                 each.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:  # torchrun hears nothing while it waits for the other hosts' end
                 each.kill()
+        signal.signal(signal.SIGTERM, previous)

@@ -19,7 +19,7 @@ from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.deepspeed import main, select_slots
 from shardwise.launch.hosts import read_hostfile
 
-HOSTS = st.text("abcxyz0189-.", min_size=1, max_size=8)
+HOSTS = st.from_regex(r"[abcxyz0189][abcxyz0189.-]{0,7}", fullmatch=True)
 POOLS = st.dictionaries(HOSTS, st.integers(1, 5), min_size=1, max_size=4)
 SCRIPT = """
 import os, sys
