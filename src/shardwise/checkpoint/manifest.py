@@ -42,7 +42,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from shardwise.config.untrusted_files import OneLineError, UntrustedFileError, check_nesting, mismatch
+from shardwise.config.untrusted_files import OneLineError, UntrustedFileError, mismatch, parse_json
 from shardwise.layout.mesh_shape import AXES
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.runtime.state_shards import PARAM, Kind
@@ -195,9 +195,7 @@ class Manifest:
             raise DamagedError("manifest-torn", f"{where} does not match its checksum; {fix}")
         try:
             with _without_collection():
-                content = str(body, "utf-8")
-                check_nesting(content, where, fix)
-                values = json.loads(content)
+                values = parse_json(str(body, "utf-8"), where, fix)
             written_by = values["format"], int(values["version"])
         except UntrustedFileError as error:
             raise DamagedError(error.code, str(error)) from None
