@@ -123,7 +123,12 @@ def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, me
 
 
 def read_json(folder: Path, stored: StoredTensor, what: str) -> Any:
-    """Return the values that a checkpoint stores as a tensor of bytes, the text of JSON; `what` names it in errors.
+    """Return the values that a checkpoint stores as a tensor of bytes, the text of JSON.
+
+    Args:
+        folder: of the checkpoint.
+        stored: the tensor, as the manifest has it.
+        what: its name in errors.
 
     Raises:
         CheckpointError: it is no such text.

@@ -251,6 +251,16 @@ class RankManifest:
             return cls(file, num_bytes, tuple(map(_tensor_from_json, tensors)))
 
 
+def number_kind(dtype: str) -> str:
+    """Return whether a dtype, by its name in safetensors or torch, is of floating, complex or integer numbers.
+
+    >>> number_kind("BF16"), number_kind("float32"), number_kind("C64"), number_kind("BOOL"), number_kind("U8")
+    ('floating', 'floating', 'complex', 'integer', 'integer')
+    """
+    first = dtype.lower()
+    return "floating" if first.startswith(("f", "bf")) else "complex" if first.startswith("c") else "integer"
+
+
 def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
     """Return the name of an entry of a file: tensor, state unless that is `param`, rectangle unless it is the whole.
 
@@ -440,8 +450,13 @@ def _check(manifest: Manifest) -> None:
     if math.prod((manifest.layout.get("mesh") or {}).values()) > _MOST_RANKS:
         raise ValueError(f"its mesh has more than {_MOST_RANKS:,} ranks")
     extents: dict[str, list[tuple[int, int]]] = {file: [] for file in manifest.files}
+    kinds: dict[str, tuple[str, str]] = {}
     for tensor in manifest.tensors:
         for name, state in tensor.states.items():
+            if name != PARAM and state.value is None and tensor.kind == "parameter":
+                kind, first = kinds.setdefault(name, (number_kind(state.dtype), tensor.name))
+                if kind != number_kind(state.dtype):
+                    raise ValueError(f"{tensor.name}/{name} is of {state.dtype}, and {first}/{name} of {kind} numbers")
             if isinstance(state.value, int) and not -(2**63) <= state.value < 2**63:
                 raise ValueError(f"{tensor.name}/{name}: its number does not fit into 64 bits")
             if state.value is None and (wrong := _wrong_pieces(tensor.shape, state, extents)):

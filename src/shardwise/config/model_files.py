@@ -100,8 +100,9 @@ def runs_own_code(values: Mapping[str, Any]) -> bool:
 
 def _wrong_values(values: Mapping[str, Any], is_whole: bool) -> Iterator[tuple[str, Any, str]]:
     """Yield each key with a value that cannot be, and the rule; parts such as towers for images may lack sizes."""
-    heads, shared_by = (values.get(key) for key in ("num_attention_heads", "num_key_value_heads"))
-    if _is_size(heads, 1, _MAX_WIDTH) and _is_size(shared_by, 1, _MAX_WIDTH) and heads % shared_by:
+    heads, shared_by = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    are_sizes = _is_size(heads, 1, _MAX_WIDTH) and _is_size(shared_by, 1, _MAX_WIDTH)
+    if are_sizes and int(heads or 0) % int(shared_by or 1):
         yield "num_key_value_heads", shared_by, f"must divide num_attention_heads={heads}"
     for key, value in values.items():
         if isinstance(value, Mapping) and key not in _SIZES:

@@ -52,7 +52,12 @@ def open_config(folder: Path, name: str, *, trusts_code: bool = False) -> Any:
 
 
 def build_model(config: Any, name: str, *, trusts_code: bool = False) -> nn.Module:
-    """Return the causal model of a config, on the device of the caller's context; the other arguments are as above.
+    """Return the causal model of a config, on the device of the caller's context.
+
+    Args:
+        config: of the model.
+        name: as in `open_config`, and so is `trusts_code`.
+        trusts_code: whether Python files of the folder may run.
 
     Raises:
         ConfigError: transformers cannot build it.
@@ -66,7 +71,14 @@ def build_model(config: Any, name: str, *, trusts_code: bool = False) -> nn.Modu
 
 
 def load_model(folder: Path, config: Any, name: str, *, trusts_code: bool = False, **how: Any) -> nn.Module:
-    """Return the causal model of a folder with its weights; `how` is for `from_pretrained`.
+    """Return the causal model of a folder with its weights.
+
+    Args:
+        folder: of the model.
+        config: that `open_config` has returned.
+        name: as in `open_config`.
+        trusts_code: whether Python files of the folder may run.
+        **how: is for `from_pretrained`.
 
     Raises:
         ConfigError: transformers cannot load it.
@@ -91,7 +103,8 @@ def open_tokenizer(source: str | Path, *, trusts_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folder, values = Path(source).expanduser(), {}
+    folder = Path(source).expanduser()
+    values: dict[str, Any] = {}
     if folder.is_dir():
         _check_files(folder)
         for each, read in ((CONFIG_NAME, _read_config), (_TOKENIZER_CONFIG, _read_tokenizer_config)):
