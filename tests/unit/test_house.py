@@ -99,7 +99,7 @@ SHARED_CODES = frozenset(
     engine-closed extra-missing extra-not-json file-unreadable heads-divide-hidden kv-heads-divide-heads layout-heads
     layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json
     not-utf8 operand-device parameter-released parameter-written parts-fill-dim pipeline-rank-alone
-    qkv-dtype-device qkv-empty
+    qkv-dtype-device qkv-empty hf-json-malformed model-not-buildable nested-too-deep
     rank-out-of-range sparse-gradient store-silent too-little-space tp-divides-tokens unknown-parameter
     """,
     )

@@ -49,6 +49,7 @@ from shardwise.checkpoint.match import match
 from shardwise.checkpoint.offline import ByteMeter, Progress, reshard, stored_shards
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name
+from shardwise.config.model_files import check_model_config
 from shardwise.config.resolve import Dtype
 from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, UntrustedFileError, read_bytes, read_json
 from shardwise.layout.slicing import Rect
@@ -241,6 +242,8 @@ def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:
 def _read_config_file(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path, "give a config.json of transformers")
+        if isinstance(values, dict):
+            check_model_config(values, str(path))
     except UntrustedFileError as error:
         raise CheckpointError(error.code, str(error)) from None
     if not isinstance(values, dict) or "model_type" not in values:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from shardwise.checkpoint.load import own_tensors
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.reader import ChunkReader
-from shardwise.config.untrusted_files import check_nesting
+from shardwise.config.untrusted_files import UntrustedFileError, parse_json
 from shardwise.layout.mesh_shape import DATA_AXES, MeshShape
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM
@@ -32,6 +33,7 @@ NAME: Final = "data"
 
 # A state with one of these counts the samples of all ranks: the second is of MosaicML's streams.
 _OF_ALL_RANKS: Final = ("num_samples", "sample_in_epoch")
+_OLDER: Final = "use an older checkpoint"
 _TUPLE, _ITEMS, _BYTES, _TENSOR, _ARRAY = "__tuple__", "__items__", "__bytes__", "__tensor__", "__array__"
 
 
@@ -106,17 +108,43 @@ def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, me
     stored = own_tensors(manifest, source).get(NAME)
     if stored is None:
         raise CheckpointError("no-data-position", f"{folder} lacks the position of rank {source}; use an older one")
-    loader.load_state_dict(decoded(json.loads(read_text(folder, stored, "the position of the data"))))
+    values = read_json(folder, stored, "the position of the data")
+    try:
+        state = decoded(values)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged one makes of base64's, torch's and NumPy's functions
+        raise CheckpointError(
+            "data-position-malformed",
+            f"{folder}: the position of the data cannot be read ({type(error).__name__}: {error}); use an older "
+            "checkpoint, or load without data=",
+        ) from None
+    loader.load_state_dict(state)
 
 
-def read_text(folder: Path, stored: StoredTensor, what: str) -> str:
-    """Return the JSON text that a checkpoint's folder has stored as a tensor of bytes; `what` names it in errors."""
-    text = torch.empty(stored.shape, dtype=torch.uint8)
+def read_json(folder: Path, stored: StoredTensor, what: str) -> Any:
+    """Return the values that a checkpoint stores as a tensor of bytes, the text of JSON.
+
+    Args:
+        folder: of the checkpoint.
+        stored: the tensor, as the manifest has it.
+        what: its name in errors.
+
+    Raises:
+        CheckpointError: it is no such text.
+    """
+    where = f"{folder}: {what}"
+    if PARAM not in stored.states or stored.states[PARAM].dtype != "U8" or stored.states[PARAM].value is not None:
+        raise CheckpointError("not-json", f"{where} is not stored as text; {_OLDER}")
+    text = torch.empty(math.prod(stored.shape), dtype=torch.uint8)
     with ChunkReader(folder) as reader:
         reader.read(stored, PARAM, LocalTensor.whole(stored.shape).pieces, text)
-    words = text.numpy().tobytes().decode()
-    check_nesting(words, what, "use an older checkpoint")
-    return words
+    try:
+        return parse_json(text.numpy().tobytes().decode(), where, _OLDER)
+    except UntrustedFileError as error:
+        raise CheckpointError(error.code, str(error)) from None
+    except UnicodeDecodeError:
+        raise CheckpointError("not-utf8", f"{where} is not UTF-8 text; {_OLDER}") from None
 
 
 def encoded(value: Any, where: str = "state") -> Any:

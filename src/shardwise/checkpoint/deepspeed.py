@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-import pickle
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +36,13 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.checkpoint.tagged_json import NoWordError, to_json
+from shardwise.checkpoint.torch_files import read_torch_file
 from shardwise.config.errors import CodedError
 from shardwise.config.untrusted_files import open_regular
 from shardwise.layout.mesh_shape import AXES
 from shardwise.layout.slicing import Rect, Shape, flat_range_to_rects
 from shardwise.runtime.state_shards import PARAM, Kind
-from shardwise.runtime.torch_private import fake_tensors, file_offset
+from shardwise.runtime.torch_private import file_offset
 
 log = logging.getLogger("shardwise")
 
@@ -178,8 +179,21 @@ class _Files:
         models, optimizers = (tuple(kind[rank] for rank in sorted(kind)) for kind in by_rank)
         if not models:
             raise DamagedError("file-missing", f"{folder} has no file of the model's states; {_FIX}")
-        parts = sorted(str(each.relative_to(folder)) for each in (folder / _UNIVERSAL).rglob("*.pt"))
+        parts = sorted(_universal_files(folder)) if is_universal else []
         return cls(models, optimizers, (*models, *(parts if is_universal else optimizers)), is_universal)
+
+
+def _universal_files(folder: Path) -> Iterator[str]:
+    """Yield the files of a universal checkpoint, each by its path in the folder; a link may not lead out of that."""
+    home, universal = Path(os.path.realpath(folder)), folder / _UNIVERSAL
+    for path in (universal, *universal.iterdir()):
+        real = Path(os.path.realpath(path))
+        if not real.is_relative_to(home):
+            raise DamagedError("link-leads-out", f"{path} is a link to {real}, out of the checkpoint; {_FIX}")
+        if path.is_dir() and path != universal:
+            yield from (str(each.relative_to(folder)) for each in path.rglob("*.pt"))
+        elif path.suffix == ".pt":
+            yield str(path.relative_to(folder))
 
 
 @dataclass(frozen=True)
@@ -233,7 +247,7 @@ def _part(folder: Path, states: Mapping[str, tuple[str, Any]]) -> _Part:
         if isinstance(value, Tensor) and value.dim() and value.numel() >= numel:
             part[state] = replace(_Flat.of(file, value), numel=numel)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()):
-            part[state] = _number(folder / file, state, value)
+            part[state] = _number(folder, file, state, value)
         elif value is not None:
             raise CheckpointError(
                 "deepspeed-state-shape",
@@ -243,14 +257,14 @@ def _part(folder: Path, states: Mapping[str, tuple[str, Any]]) -> _Part:
     return part
 
 
-def _number(path: Path, state: str, value: Tensor | float) -> StoredState:
+def _number(folder: Path, file: str, state: str, value: Tensor | float) -> StoredState:
     """Return a state that is one number; of a tensor it reads the value."""
     dtype = "float" if isinstance(value, float) else "int"
     if isinstance(value, Tensor):
         dtype = dtype_name(value.dtype)
-        with open(open_regular(path, path.parent), "rb") as file:
-            file.seek(file_offset(value))
-            value = torch.frombuffer(bytearray(file.read(value.itemsize)), dtype=value.dtype).item()
+        with open(open_regular(folder / file, folder), "rb") as opened:
+            opened.seek(file_offset(value))
+            value = torch.frombuffer(bytearray(opened.read(value.itemsize)), dtype=value.dtype).item()
     # Optimizers of torch count in a tensor.
     return StoredState("F32", value=float(value)) if state == "step" else StoredState(dtype, value=value)
 
@@ -436,35 +450,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(folder: Path, name: str, *, with_values: bool = False) -> Any:
-    """Read the pickle of a file by torch's weights-only loader.
-
-    Tensors are fake, and only say where they are; `with_values` maps the file into memory for them.
-    """
-    path = folder / name
-    with open(open_regular(path, path.parent), "rb") as file, torch.serialization.safe_globals([*_STAND_INS]):
-        if file.read(4) != b"PK\x03\x04":
-            raise DamagedError("deepspeed-malformed", f"{path} is no file of torch.save; {_FIX}")
-        file.seek(0)
-        try:
-            if with_values:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            with fake_tensors():
-                return torch.load(file, weights_only=True)
-        except pickle.UnpicklingError as error:
-            file.seek(0)
-            raise CheckpointError(
-                "pickle-refused",
-                f"{path} wants {_wanted(file) or 'more than values'}, which is none of the tensors and values that a "
-                "checkpoint needs, so none of it was executed; where you trust it, save it again without that",
-            ) from error
-
-
-def _wanted(file: BinaryIO) -> str:
-    """Return the names that a pickle wants and that are not allowed; "" where there are none, or it is not readable."""
-    try:
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
-    except Exception:  # whatever a broken pickle does to its reader
-        return ""
+    return read_torch_file(folder / name, folder, _STAND_INS, with_values=with_values)
 
 
 @contextmanager

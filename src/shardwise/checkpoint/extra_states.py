@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from shardwise.checkpoint.data_position import read_text
+from shardwise.checkpoint.data_position import read_json
 from shardwise.checkpoint.load import own_tensors, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
 from shardwise.checkpoint.tagged_json import NoWordError, from_json, to_json
@@ -71,7 +71,9 @@ def read_extra_states(model: nn.Module, folder: Path, manifest: Manifest) -> dic
             log.warning("%s has no %s, which keeps its own", folder, where.removeprefix("the "))
             continue
         try:
-            found[name] = from_json(json.loads(read_text(folder, text, where)), where)
+            found[name] = from_json(read_json(folder, text, where), where)
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise CheckpointError("extra-state-unread", f"{folder}: {error}; import its class first") from None
     return found

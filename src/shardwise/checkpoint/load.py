@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.file_ranges import windows_of
-from shardwise.checkpoint.manifest import Manifest, StoredState, StoredTensor
+from shardwise.checkpoint.manifest import DamagedError, Manifest, StoredState, StoredTensor, number_kind
 from shardwise.checkpoint.match import StateMatch, WantedState, match
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import named_dtype
@@ -167,19 +167,25 @@ def plan_load(
 
     Raises:
         CheckpointError: it does not fit the model.
+        DamagedError: it names a tensor without values.
     """
     stored = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
     # Adapters alone may be loaded into a model that is frozen now, such as one that only generates.
     is_partial = manifest.contents == "trainable"
     there = {name for tensor in stored for name in (tensor.name, *tensor.aliases)} if is_partial else set()
     wanted = [
-        WantedState(each.name, each.aliases, each.global_shape)
+        WantedState(
+            each.name, each.aliases, each.global_shape, number_kind(str(each.flat.dtype).removeprefix("torch."))
+        )
         for each in state_shards
         if each.kind != "rank"
         and each.state == PARAM
         and (each.trainable or not is_partial or not there.isdisjoint((each.name, *each.aliases)))
     ]
     result = match(stored, wanted)
+    for name, tensor in result.found.items():
+        if PARAM not in tensor.states or tensor.states[PARAM].value is not None:
+            raise DamagedError("manifest-malformed", f"{where} has no values of {name}; use an older checkpoint")
     with_states = not weights_only and manifest.contents != "weights"
     misfits = misfits if with_states else {}
     if strict:
@@ -187,6 +193,7 @@ def plan_load(
         result.check(where, [*misfits.values()], fix)
     skipped = [f"unexpected {name}" for name in result.unexpected]
     skipped += [f"of another shape: {line}" for line in result.misshapen]
+    skipped += [f"of another kind of numbers: {line}" for line in result.mistyped]
     skipped += misfits.values()
     return LoadPlan(manifest, result, with_states and "states" not in misfits, misfits, tuple(skipped))
 

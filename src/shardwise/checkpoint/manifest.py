@@ -42,7 +42,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from shardwise.config.untrusted_files import OneLineError, UntrustedFileError, check_nesting, mismatch
+from shardwise.config.untrusted_files import OneLineError, UntrustedFileError, mismatch, parse_json
 from shardwise.layout.mesh_shape import AXES
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.runtime.state_shards import PARAM, Kind
@@ -195,9 +195,7 @@ class Manifest:
             raise DamagedError("manifest-torn", f"{where} does not match its checksum; {fix}")
         try:
             with _without_collection():
-                content = str(body, "utf-8")
-                check_nesting(content, where, fix)
-                values = json.loads(content)
+                values = parse_json(str(body, "utf-8"), where, fix)
             written_by = values["format"], int(values["version"])
         except UntrustedFileError as error:
             raise DamagedError(error.code, str(error)) from None
@@ -251,6 +249,16 @@ class RankManifest:
         with _without_collection():
             file, num_bytes, tensors = json.loads(text)
             return cls(file, num_bytes, tuple(map(_tensor_from_json, tensors)))
+
+
+def number_kind(dtype: str) -> str:
+    """Return whether a dtype, by its name in safetensors or torch, is of floating, complex or integer numbers.
+
+    >>> number_kind("BF16"), number_kind("float32"), number_kind("C64"), number_kind("BOOL"), number_kind("U8")
+    ('floating', 'floating', 'complex', 'integer', 'integer')
+    """
+    first = dtype.lower()
+    return "floating" if first.startswith(("f", "bf")) else "complex" if first.startswith("c") else "integer"
 
 
 def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
@@ -442,8 +450,13 @@ def _check(manifest: Manifest) -> None:
     if math.prod((manifest.layout.get("mesh") or {}).values()) > _MOST_RANKS:
         raise ValueError(f"its mesh has more than {_MOST_RANKS:,} ranks")
     extents: dict[str, list[tuple[int, int]]] = {file: [] for file in manifest.files}
+    kinds: dict[str, tuple[str, str]] = {}
     for tensor in manifest.tensors:
         for name, state in tensor.states.items():
+            if name != PARAM and state.value is None and tensor.kind == "parameter":
+                kind, first = kinds.setdefault(name, (number_kind(state.dtype), tensor.name))
+                if kind != number_kind(state.dtype):
+                    raise ValueError(f"{tensor.name}/{name} is of {state.dtype}, and {first}/{name} of {kind} numbers")
             if isinstance(state.value, int) and not -(2**63) <= state.value < 2**63:
                 raise ValueError(f"{tensor.name}/{name}: its number does not fit into 64 bits")
             if state.value is None and (wrong := _wrong_pieces(tensor.shape, state, extents)):

@@ -25,7 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
+from shardwise.checkpoint.manifest import CheckpointError, StoredTensor, number_kind
+from shardwise.runtime.state_shards import PARAM
 
 # How a caller of `Engine.load` goes on; `shardwise train` says what its user can do instead.
 LENIENT_FIX: Final = "; load with strict=False to take what fits"
@@ -34,11 +35,19 @@ _NUM_NAMED, _MAX_COMPARED = 8, 1000
 
 @dataclass(frozen=True)
 class WantedState:
-    """Describes a parameter or buffer of the model: its names and its whole shape."""
+    """Describes a parameter or buffer of the model: its names, its whole shape, and what its numbers are.
+
+    Attributes:
+        name: the first of its names.
+        aliases: its other names.
+        shape: of the whole tensor.
+        kind: as `number_kind` says it; empty to take any.
+    """
 
     name: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,12 +59,14 @@ class StateMatch:
         missing: names of the model that the checkpoint lacks.
         unexpected: names of the checkpoint that the model lacks, or has tied to another.
         misshapen: a line for each tensor that both have in different shapes.
+        mistyped: a line for each tensor that is of floating numbers in one of them, and of integers in the other.
     """
 
     found: Mapping[str, StoredTensor]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misshapen: tuple[str, ...]
+    mistyped: tuple[str, ...] = ()
 
     def check(self, where: str, others: Sequence[str] = (), fix: str = "") -> None:
         """Raise unless everything fits.
@@ -76,6 +87,8 @@ class StateMatch:
             parts.append(f"unexpected {listed_names(self.unexpected)}")
         if self.misshapen:
             parts.append(f"of another shape {listed_names(self.misshapen)}")
+        if self.mistyped:
+            parts.append(f"of another kind of numbers {listed_names(self.mistyped)}")
         parts += others
         if parts:
             raise CheckpointError(
@@ -92,7 +105,7 @@ def match(stored: Sequence[StoredTensor], wanted: Sequence[WantedState]) -> Stat
     """
     by_name = {name: tensor for tensor in stored for name in (tensor.name, *tensor.aliases)}
     found: dict[str, StoredTensor] = {}
-    missing, misshapen = [], []
+    missing, misshapen, mistyped = [], [], []
     used: set[str] = set()
     tied: dict[str, str] = {}
     for each in wanted:
@@ -103,16 +116,19 @@ def match(stored: Sequence[StoredTensor], wanted: Sequence[WantedState]) -> Stat
         tensor = by_name[name]
         used.add(tensor.name)
         tied.update(dict.fromkeys((each.name, *each.aliases), each.name))
-        if tensor.shape == each.shape:
-            found[each.name] = tensor
-        else:
+        values = tensor.states.get(PARAM)
+        if tensor.shape != each.shape:
             misshapen.append(f"{each.name} ({tensor.shape} there, {each.shape} in the model)")
+        elif values is not None and each.kind not in ("", number_kind(values.dtype)):
+            mistyped.append(f"{each.name} ({values.dtype} there, {each.kind} in the model)")
+        else:
+            found[each.name] = tensor
     unexpected = tuple(
         f"{tensor.name} (tied to {tied[tensor.name]} in the model)" if tensor.name in tied else tensor.name
         for tensor in stored
         if tensor.name not in used
     )
-    return StateMatch(found, tuple(missing), unexpected, tuple(misshapen))
+    return StateMatch(found, tuple(missing), unexpected, tuple(misshapen), tuple(mistyped))
 
 
 def listed_names(names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, DamagedError
-from shardwise.config.untrusted_files import check_nesting, mismatch, open_regular
+from shardwise.config.untrusted_files import mismatch, open_regular, parse_json
 from shardwise.layout.slicing import Shape
 
 # The most bytes of a header, and for each tensor that is known to be in it. A longer header is refused.
@@ -182,9 +182,8 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
 
 
 def _file_tensors(header: bytes, path: Path) -> Iterator[FileTensor]:
-    text = header.decode()
-    check_nesting(text, path.name, "fetch or write it again")
-    values = {name: value for name, value in json.loads(text).items() if name != "__metadata__"}
+    found = parse_json(header.decode(), path.name, "fetch or write it again")
+    values = {name: value for name, value in found.items() if name != "__metadata__"}
     for name, entry in _HEADER.validate_python(values, strict=True).items():
         named_dtype(entry["dtype"])
         start, stop = (8 + len(header) + each for each in entry["data_offsets"])

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.config.untrusted_files import parse_json
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM, Kind, StateShard, TensorFlatState
@@ -230,10 +231,10 @@ def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> N
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
     if "python" in states:
-        version, internal, gauss = json.loads(_text(states["python"]))
+        version, internal, gauss = parse_json(_text(states["python"]), "the state of a generator", _FIX)
         random.setstate((version, tuple(internal), gauss))
     if "numpy" in states:
-        kind, keys, position, has_gauss, cached = json.loads(_text(states["numpy"]))
+        kind, keys, position, has_gauss, cached = parse_json(_text(states["numpy"]), "the state of a generator", _FIX)
         if len(keys) != _NUMPY_KEYS or not 0 <= position <= _NUMPY_KEYS:  # NumPy would read beyond them
             raise ValueError(f"NumPy's has {len(keys)} words and stands at {position}")
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

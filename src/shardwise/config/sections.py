@@ -64,6 +64,9 @@ class ModelConfig(Section):
     path: str | None = None
     """A Hugging Face folder (weights, tokenizer) of a causal model, or its name on the Hub. Training goes on
     from its weights; presets and their keys do not count then."""
+    trust_remote_code: bool = False
+    """Whether Python files of the model's or the tokenizer's folder may run; a folder that needs them is refused
+    otherwise, and nothing asks. Read them first."""
     weights: str | None = None
     """A checkpoint of the same model whose weights the run starts from, such as `shardwise checkpoint import` makes."""
     preset: str = "tiny"
@@ -82,6 +85,10 @@ class ModelConfig(Section):
     """Rows of the embedding; at least the tokenizer's size."""
     tie_embeddings: bool | None = None
     """Whether the output head shares the embedding's weight."""
+
+
+# The keys of a model that are no part of its shape.
+MODEL_SOURCE_KEYS: Final = frozenset({"preset", "path", "weights", "trust_remote_code"})
 
 
 class LoraConfig(Section):

@@ -83,16 +83,16 @@ def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
 
     Args:
         path: of the file.
-        folder: that it must be in: a link may not lead out of it. The cache of the Hugging Face hub may keep the
-            files of its `snapshots` in its `blobs`. None for any place.
+        folder: that it must be in, or in a folder of it: no link on the way may lead out of it. The cache of the
+            Hugging Face hub may keep the files of its `snapshots` in its `blobs`. None for any place.
 
     Raises:
         OSError: it is no regular file, or is outside the folder, or the system refuses.
     """
-    if folder is not None and os.path.islink(path):
+    if folder is not None:
         real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
         is_of_hub = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
-        if real.parent != home and not is_of_hub:
+        if not real.is_relative_to(home) and not is_of_hub:
             raise OSError(errno.EINVAL, f"it is a link to {real}, out of its folder", str(path))
         path = real
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if folder is None else os.O_NOFOLLOW)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from shardwise.config.resolve import AttentionConfig, ConfigError, ModelConfig
+from shardwise.config.sections import MODEL_SOURCE_KEYS
 from shardwise.models.decoder import DecoderConfig
 
 
@@ -155,7 +156,7 @@ def decoder_config(
             f"model.path={model.path} is a Hugging Face model, and this takes presets; leave model.path out",
         )
     shape = preset(model.preset)
-    given = model.model_dump(exclude={"preset", "path", "weights"}) | {
+    given = model.model_dump(exclude={*MODEL_SOURCE_KEYS}) | {
         "max_seq_len": max_seq_len,
         "attention": attention,
     }

@@ -16,7 +16,9 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.config.model_files import check_model_config
 from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import DecoderConfig
 
@@ -202,6 +204,10 @@ def read_huggingface(values: Mapping[str, Any]) -> ModelSizes:
     Raises:
         ConfigError: layers, hidden size, heads or vocabulary have no known name.
     """
+    try:
+        check_model_config(values, "the Hugging Face config")
+    except UntrustedFileError as error:
+        raise ConfigError(error.code, str(error)) from None
     found: dict[str, int] = {}
     for field in fields(ModelSizes):
         known = [values[key] for key in _NAMES[field.name] if isinstance(values.get(key), int)]

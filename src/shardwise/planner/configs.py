@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.resolve import Config, ConfigError, ModelConfig
+from shardwise.config.sections import MODEL_SOURCE_KEYS
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
@@ -74,9 +75,7 @@ ALWAYS_WRITTEN: Final = frozenset(
 )
 """Keys that a planned config always has, even at their defaults: `shardwise train` has its own defaults for some."""
 
-_SHAPE_KEYS: Final = tuple(
-    key for key in ModelConfig.model_fields if key not in ("path", "weights", "preset", "tie_embeddings")
-)
+_SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in (*MODEL_SOURCE_KEYS, "tie_embeddings"))
 
 
 def strategy_of(config: Config, world_size: int) -> Strategy:

@@ -25,7 +25,16 @@ from shardwise.construction.context import init
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.layout.precision import TORCH_DTYPES
-from shardwise.models import Decoder, DecoderConfig, decoder_config, flops_per_token, generate, lm_loss, num_params
+from shardwise.models import (
+    Decoder,
+    DecoderConfig,
+    decoder_config,
+    flops_per_token,
+    generate,
+    lm_loss,
+    num_params,
+    pretrained,
+)
 from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.format import format_count
 from shardwise.runtime.keyed_rng import keyed_generator
@@ -146,16 +155,15 @@ class HuggingFaceModel:
                 why = f"model.path={path}" if package == "transformers" else f"lora.rank={config.lora.rank}"
                 raise ConfigError("extra-missing", f"{why} needs {package}; pip install 'shardwise[hf]'")
         check_packing(config)
-        from transformers import AutoConfig
-
         folder = model_folder(path)
-        try:
-            return cls(config, folder, AutoConfig.from_pretrained(folder))
-        except (OSError, ValueError, KeyError) as error:
-            line = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                "not-a-model-folder", f"model.path={path} is no model of transformers: {line}; give its folder"
-            ) from None
+        theirs = pretrained.open_config(folder, f"model.path={path}", trusts_code=config.model.trust_remote_code)
+        found = cls(config, folder, theirs)
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+            if not isinstance(getattr(found._text, key, None), int):
+                raise ConfigError(
+                    "model-size-unknown", f"{folder / 'config.json'} gives no {key} of a text model; take one that does"
+                )
+        return found
 
     @property
     def name(self) -> str:
@@ -206,13 +214,11 @@ class HuggingFaceModel:
 
     def initialize(self, config: Config) -> Engine:
         """Read the weights, each rank its slices, and shard the model; all ranks call it."""
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
         with init():
             how = packing(config) or unpacking(self.theirs)
-            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto", config=self.theirs, **how)
+            model: Any = pretrained.load_model(
+                self.folder, self.theirs, f"model.path={config.model.path}", trusts_code=self._trusts_code, **how
+            )
         # With a cache transformers does not see where packed samples begin, and lets them attend to each other.
         model.config.use_cache = False
         return initialize(self._adapted(model), config)
@@ -280,10 +286,13 @@ class HuggingFaceModel:
 
     def _on_meta(self) -> nn.Module:
         """Return a new model on meta, without adapters, which PEFT would put into the model that it is given."""
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.theirs)
+            name = f"model.path={self.config.model.path}"
+            return pretrained.build_model(self.theirs, name, trusts_code=self._trusts_code)
+
+    @property
+    def _trusts_code(self) -> bool:
+        return self.config.model.trust_remote_code
 
     @property
     def _text(self) -> Any:
@@ -364,17 +373,7 @@ def open_tokenizer(config: Config, folder: Path) -> Any:
     Raises:
         ConfigError: there is none that transformers loads.
     """
-    from transformers import AutoTokenizer
-
-    source = config.data.tokenizer or folder
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        line = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            "model-without-tokenizer",
-            f"{source} has no tokenizer that transformers loads: {line}; give one as data.tokenizer",
-        ) from None
+    return pretrained.open_tokenizer(config.data.tokenizer or folder, trusts_code=config.model.trust_remote_code)
 
 
 def check_packing(config: Config) -> None:

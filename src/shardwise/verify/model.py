@@ -112,7 +112,8 @@ def _build_huggingface(values: Mapping[str, Any]) -> nn.Module:
         config = transformers.AutoConfig.for_model(kind, **options)
         named = [getattr(transformers, name, None) for name in options.get("architectures") or ()]
         known = [each for each in named if each is not None]
-        model: nn.Module = known[0](config) if known else transformers.AutoModelForCausalLM.from_config(config)
+        theirs = transformers.AutoModelForCausalLM
+        model: nn.Module = known[0](config) if known else theirs.from_config(config, trust_remote_code=False)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

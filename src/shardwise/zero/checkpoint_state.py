@@ -224,7 +224,10 @@ def check_optimizer_states(
             is_number = isinstance(each, ScalarState)
             # Of an optimizer that we do not know, what it has says so, if it has stepped.
             should_be = state == "step" if needed is not None else not is_flat(kept.get(state))
-            if is_number != should_be and (needed is not None or kept.get(state) is not None):
+            has_known = needed is not None or kept.get(state) is not None
+            if has_known and isinstance(each, torch.dtype) and not _may_be(each, kept.get(state)):
+                wrong.append(f"has {each} for {state}")
+            if is_number != should_be and has_known:
                 wrong.append(f"has {'one number' if is_number else 'elements'} for {state}")
         if wrong:
             raise ConfigError(
@@ -232,6 +235,12 @@ def check_optimizer_states(
                 f"{piece.name} {wrong[0]}, which {kind} cannot step with; use an older checkpoint, or "
                 "weights_only=True",
             )
+
+
+def _may_be(dtype: torch.dtype, kept: Any) -> bool:
+    """Say whether a state may be of a dtype; it is of integers only if the optimizer has it so."""
+    own = getattr(kept, "dtype", torch.float32)
+    return dtype.is_floating_point or dtype.is_complex or not (own.is_floating_point or own.is_complex)
 
 
 def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:

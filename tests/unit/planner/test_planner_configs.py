@@ -89,7 +89,8 @@ def test_every_preset_is_found_again(name: str) -> None:
     shape = ModelShape.of_decoder(preset(name), name="of my own")
     config = config_of(job(1, 1, shape), Strategy())
     assert replace(job_of(config, job(1, 1).cluster).shape, name="of my own") == shape
-    assert len(config.model.model_dump(exclude_none=True)) == 1
+    given = config.model.model_dump(exclude_none=True)
+    assert given == {"preset": given["preset"], "trust_remote_code": False}
 
 
 def test_what_the_planner_does_not_choose_stays() -> None:

@@ -350,7 +350,8 @@ def test_heads_of_flags_divide_the_hidden_size_or_say_theirs() -> None:
 )  # fmt: skip
 def test_a_size_of_a_model_that_is_none_is_refused(key: str, value: object) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    least = 0 if key.startswith(("n_shared", "shared", "first", "max_position", "num_local")) else 1
+    many = ("n_shared", "shared", "first", "max_position", "num_local", "num_experts_per", "moe_")
+    least = 0 if key.startswith(many) else 1
     with refused("import-integer", f"c.json: {key}={value!r}", f">= {least}"):
         source_of(SIZES | {"intermediate_size": 2048} | experts | {key: value}, "c.json")
 

@@ -27,7 +27,7 @@ from torch import nn
 from shardwise.checkpoint.hf.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
 from shardwise.checkpoint.hf.importer import CONFIG_NAME
 from shardwise.checkpoint.hf.key_map import NameMap
-from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.manifest import CheckpointError, number_kind
 from shardwise.checkpoint.match import WantedState
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.runtime.torch_private import persistent_buffers
@@ -76,7 +76,11 @@ def wanted_of(model: nn.Module) -> list[WantedState]:
     named: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         named.setdefault(id(tensor), []).append(name)
-    return [WantedState(first, tuple(aliases), tuple(tensors[first].shape)) for first, *aliases in named.values()]
+    return [
+        WantedState(first, tuple(aliases), tuple(tensor.shape), number_kind(str(tensor.dtype).removeprefix("torch.")))
+        for first, *aliases in named.values()
+        for tensor in [tensors[first]]
+    ]
 
 
 def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:

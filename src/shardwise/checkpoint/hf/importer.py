@@ -27,6 +27,7 @@ from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredC
 from shardwise.checkpoint.offline import read_chunks
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, read_header
+from shardwise.config.model_files import check_model_config
 from shardwise.config.untrusted_files import UntrustedFileError, mismatch, read_json
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.runtime.state_shards import PARAM
@@ -102,10 +103,18 @@ def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
     """Return the content of the folder's config.json, or of another JSON file; empty where it has none.
 
     Raises:
-        DamagedError: it is no JSON.
+        DamagedError: it is no JSON, or has a size that no model has.
     """
     path = folder / name
-    return _typed(_ConfigJson, _read_json(path), path) if os.path.lexists(path) else {}
+    if not os.path.lexists(path):
+        return {}
+    values = _typed(_ConfigJson, _read_json(path), path)
+    if name == CONFIG_NAME:
+        try:
+            check_model_config(values, str(path))
+        except UntrustedFileError as error:
+            raise DamagedError(error.code, str(error)) from None
+    return values
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:

@@ -29,6 +29,8 @@ from shardwise.checkpoint.hf.config_files import CONFIG_NAME
 from shardwise.checkpoint.hf.exporter import discard_export, finish_export, refuse_taken, temporary_folder
 from shardwise.checkpoint.hf.importer import INDEX_NAME, read_config
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.config.resolve import ConfigError
+from shardwise.models import pretrained
 
 Weights = Literal["int8", "int4"]
 _WORD_BITS: Final = 32
@@ -139,16 +141,11 @@ def _linear_layers(source: Path) -> tuple[dict[str, int], set[str]]:
         raise CheckpointError(
             "extra-missing", "--weights asks transformers for the layers of the model; pip install 'shardwise[hf]'"
         )
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    except (OSError, ValueError, KeyError) as error:
-        line = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            "not-a-causal-model", f"{source} is no causal model of transformers: {line}; leave --weights out"
-        ) from None
+            model: Any = pretrained.build_model(pretrained.open_config(source, str(source)), str(source))
+    except ConfigError as error:
+        raise CheckpointError("not-a-causal-model", f"{error}; or leave --weights out") from None
     head, stored = model.get_output_embeddings(), set[str]()
     for path in _files(source):
         with safe_open(path, "pt") as file:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.config.model_files import check_model_config
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
@@ -83,6 +84,10 @@ def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
     Raises:
         ConfigError: a size is missing or is none.
     """
+    try:
+        check_model_config(values, source)
+    except UntrustedFileError as error:
+        raise ConfigError("import-integer", str(error)) from None
     text, is_known = _completed(values)
     notes = []
     if isinstance(values.get("text_config"), Mapping) and values["text_config"]:
