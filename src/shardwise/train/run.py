@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -60,6 +61,8 @@ from shardwise.train.summary import RunOutcome, render_outcome
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
 _POLL_S: Final = 0.1
+# A wait that is longer than this says what it does.
+_LONG_S: Final = 2.0
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
@@ -173,7 +176,7 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        trainer = build_trainer(config, open_data(shard_path, config))
+        trainer = build_trainer(config, open_data(shard_path, config, is_checked=True))
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
@@ -344,7 +347,7 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
 def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Config, Path, Path]:
     """Tokenize the data and make the run's folder; return the config with its steps, the folder and the token shard."""
     make_root(config, resume)
-    start_s = time.monotonic()
+    start_s, is_told = time.monotonic(), False
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("learning the tokenizer", total=None)
@@ -352,7 +355,14 @@ def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Con
         def show(num_done_bytes: int, num_bytes: int) -> None:
             bars.update(task, description="tokenizing", completed=num_done_bytes, total=num_bytes)
 
-        data = prepare_job_data(config, show)
+        def check(num_done_bytes: int, num_bytes: int) -> None:
+            nonlocal is_told
+            bars.update(task, description="checking the prepared data", completed=num_done_bytes, total=num_bytes)
+            if not (is_told or console.is_terminal) and time.monotonic() - start_s > _LONG_S:
+                is_told = True
+                say(console, f"checking the prepared data, {format_bytes(num_bytes)}")
+
+        data = prepare_job_data(config, show, checking=check, say=partial(say, bars.console))
     say(console, f"{data.words}, {time.monotonic() - start_s:.1f} s")
     config = with_steps(config, data)
     return config, create_folder(config, datetime.now()), data.path

@@ -264,9 +264,12 @@ def wanted_device(config: Config) -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def prepare_job_data(config: Config, progress: Progress | None = None) -> PreparedData:
-    """Tokenize the data into the cache beside the runs' folders, unless the cache has it, and open it."""
-    data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress)
+def prepare_job_data(config: Config, progress: Progress | None = None, **told: Any) -> PreparedData:
+    """Tokenize the data into the cache beside the runs' folders, unless the cache has it, and open it.
+
+    `told` is what else `prepare_data` tells of its progress.
+    """
+    data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress, **told)
     num_sequences, global_size = data.train.num_sequences(config.data.seq_len), config.batch.global_size or 1
     if global_size > _MAX_PASSES_A_STEP * num_sequences:
         raise ConfigError(
