@@ -339,7 +339,9 @@ def _encode(
 ) -> Iterator[_Encoded]:
     """Yield the tokens of every piece; a document's last one gets the end of text, and its first what begins one."""
     if isinstance(corpus, MegatronCorpus):
-        yield from map(_Encoded, corpus.documents(tokenizer.vocab_size))
+        for ids in corpus.documents(tokenizer.vocab_size):
+            for start in range(0, len(ids), BATCH_CHARS):
+                yield _Encoded(ids[start : start + BATCH_CHARS], ends_document=start + BATCH_CHARS >= len(ids))
         return
     tally, at_start = CorpusCounts(), True
     for pieces in _in_batches(read_pieces(corpus, tally)):
