@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError, DataConfig
-from shardwise.train.chat import is_chat
+from shardwise.train.chat import is_chat, whole_text
 
 PIECE_CHARS = 1 << 18
 STDLIB_BYTES = 12_000_000
@@ -352,12 +352,7 @@ def _text_of(record: Mapping[str, Any], where: str, text_key: str) -> str:
             "jsonl-text-type",
             f"{where}: {text_key} is {type(text).__name__}, not text; set data.text_key to one that is text",
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # JSON can escape half of a surrogate pair, which UTF-8 has no bytes for.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return whole_text(text)
 
 
 def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
@@ -394,7 +389,7 @@ class MegatronCorpus:
         return hash_of_files(self.files, "")
 
     def documents(self, vocab_size: int) -> Iterator[NDArray]:
-        """Yield the tokens of each document that has any; where its sequences follow each other, as a memory map.
+        """Yield the tokens of each document that has any, as a memory map: its sequences follow each other.
 
         Raises:
             ConfigError: a token is not one of the tokenizer's, or there are no tokens.
