@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
@@ -14,7 +13,7 @@ from click.shell_completion import CompletionItem
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import Config, ConfigError, all_keys
 from shardwise.launch.environment import RankEnv, detect, lone_rank
-from shardwise.report.console import Terminal, progress
+from shardwise.report.console import Terminal, progress, write_line
 
 FILE: Final = click.Path(path_type=Path)
 COUNT: Final = click.IntRange(1)
@@ -105,6 +104,6 @@ def be_rank(work: Callable[[RankEnv], None]) -> NoReturn:
     try:
         work(detect(os.environ) or lone_rank())
     except (ConfigError, LaunchError, CommError) as error:
-        print(with_code(error), file=sys.stderr)
+        write_line(with_code(error), to_stderr=True)
         leave(2 if isinstance(error, ConfigError) else 1)
     leave(0)

@@ -11,6 +11,8 @@ import click
 
 from shardwise.cli.command import COUNT, FILE, OUTPUT, write_file
 from shardwise.config.resolve import Config
+from shardwise.config.untrusted_files import printable_lines
+from shardwise.report.console import write_line
 
 _SCHEDULES: Final = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
 
@@ -24,12 +26,12 @@ def convert(file: Path, out: Path | None, world_size: int | None) -> int:
 
     What has no effect, is unknown or is refused stands in it as comments.
     """
-    text = _as_toml(file, world_size)
+    text = printable_lines(_as_toml(file, world_size))  # comments quote the file
     if out is None:
         print(text, end="")
         return 0
     write_file(out, text)
-    print(f"wrote {out}")
+    write_line(f"wrote {out}")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from shardwise.cli.command import COUNT, FILE, be_rank, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks
-from shardwise.report.console import Terminal, progress
+from shardwise.report.console import Terminal, progress, write_line
 
 
 @click.command(epilog="exit code: 0, or 1 where a finding is an error")
@@ -79,7 +78,7 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
         disk = disk or Path(config.tiers.nvme_path or ".")
         profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=is_quick)
     if failure is not None and not profile.matmuls:
-        print(f"shardwise: the machine was not measured: {failure}", file=sys.stderr)
+        write_line(f"shardwise: the machine was not measured: {failure}", to_stderr=True)
         return 1
     path = write_profile(profile, cache)
     if as_json:

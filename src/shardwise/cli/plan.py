@@ -11,7 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shardwise.cli.command import (
@@ -27,7 +27,7 @@ from shardwise.cli.command import (
 )
 from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
-from shardwise.report.console import Terminal, progress
+from shardwise.report.console import Terminal, progress, write_line
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
@@ -321,7 +321,7 @@ def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pri
     always = ALWAYS_WRITTEN if config.model.path is None else ALWAYS_WRITTEN - {"model.preset"}
     write_file(arguments.write, f"{head}\n{to_toml(config, always)}")
     line = f"wrote {arguments.write}; {start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"
-    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+    write_line(line, to_stderr=True)
 
 
 def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:

@@ -15,7 +15,7 @@ from shardwise.cli.command import FILE, OUTPUT, as_written
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.report import page
-from shardwise.report.console import progress
+from shardwise.report.console import progress, write_line
 from shardwise.report.planned import PlanNote, plan_source
 from shardwise.report.run_folder import is_run, run_source
 
@@ -50,7 +50,7 @@ def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: P
     sources = [_source(path, page.share_of(len(paths)), cluster) for path in paths]
     out = out or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
     page.write(out, sources)
-    print(f"wrote {out}")
+    write_line(f"wrote {out}")
     return 0
 
 

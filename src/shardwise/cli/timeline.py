@@ -18,7 +18,7 @@ from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.report import page, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.planned import PlanNote, planned
 from shardwise.schedule import ScheduleError, TimedAction
@@ -69,7 +69,7 @@ def timeline(settings: Sequence[str], recorded: Path | None, text: bool, **given
     wanted = [(each, make) for each, make in files if each is not None]
     for each, make in wanted:
         write_file(each, make())
-        print(f"wrote {each}")
+        write_line(f"wrote {each}")
     if text or not wanted:
         console = Terminal(highlight=False)
         drawing = timeline_text.draw(panels, console.width)

@@ -27,6 +27,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import printable_lines
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
 from shardwise.launch.host import num_cores
@@ -352,7 +353,7 @@ def _restore_terminal() -> None:
 def _say(message: str) -> None:
     # After SIGHUP the terminal may be gone; the ranks must still be stopped.
     with contextlib.suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+        print(printable_lines(message), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

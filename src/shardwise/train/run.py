@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -35,6 +34,7 @@ from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
 from shardwise.layout.stage_partition import find_partition
+from shardwise.report.console import Escaped, LogFormatter, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes, format_count
@@ -199,7 +199,7 @@ def run_rank(
             outcome = replace(
                 outcome, stopped_by=stopped_by, host=trainer.host, prediction=prediction, measured=measured
             )
-            console.print(render_outcome(recorder.outcome(outcome)), crop=False)
+            console.print(Escaped(render_outcome(recorder.outcome(outcome))), crop=False)
         if outcome.failure is not None:
             raise outcome.failure
     except KeyboardInterrupt:
@@ -404,7 +404,7 @@ def _log_to(folder: Path, env: RankEnv) -> None:
     """Log to `rank-N.log`: the local launcher has made it this rank's stderr; other launchers have not."""
     path = folder / f"rank-{env.rank}.log"
     handler = logging.StreamHandler() if env.launcher == "local" else logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     log.setLevel(logging.INFO)
 
@@ -420,7 +420,7 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
         log.error("rank %d failed", env.rank, exc_info=error)
         message = f"rank {env.rank} failed: {type(error).__name__}: {error}; the traceback is in rank-{env.rank}.log"
     # The local launcher quotes the last line of the log, and says who speaks.
-    print(message if env.launcher == "local" else f"shardwise: {message}", file=sys.stderr, flush=True)
+    write_line(message if env.launcher == "local" else f"shardwise: {message}", to_stderr=True)
     return 2 if isinstance(error, ConfigError) else 1
 
 
