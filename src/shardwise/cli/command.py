@@ -51,14 +51,6 @@ def as_written(text: str) -> str:
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.strip("\n").split("\n\n"))
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a text file; an error of the disk names the file."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
 def _complete(context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     keys = [CompletionItem(f"{key}=") for key in all_keys() if key.startswith(incomplete)]
     return [*keys, CompletionItem(incomplete, type="file")]

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import click
 
-from shardwise.cli.command import COUNT, FILE, OUTPUT, write_file
+from shardwise.cli.command import COUNT, FILE, OUTPUT
 from shardwise.config.resolve import Config
 from shardwise.config.untrusted_files import printable_lines
+from shardwise.config.written_files import write_asked
 from shardwise.report.console import write_line
 
 _SCHEDULES: Final = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
@@ -30,7 +31,7 @@ def convert(file: Path, out: Path | None, world_size: int | None) -> int:
     if out is None:
         print(text, end="")
         return 0
-    write_file(out, text)
+    write_asked(out, text)
     write_line(f"wrote {out}")
     return 0
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, as_written, write_file
+from shardwise.cli.command import FILE, OUTPUT, as_written
 from shardwise.config.resolve import ConfigError
+from shardwise.config.written_files import write_asked
 from shardwise.launch.hosts import EXPORTED, read_hostfile, run_by_ssh
 from shardwise.launch.local import default_num_ranks
 from shardwise.launch.targets import PORT, TARGETS, LaunchJob, lines_of_hosts, text_for
@@ -52,7 +53,7 @@ def launch(**given: Any) -> int:
     target = arguments.on or ("ssh" if job.hosts else "local")
     text = text_for(target, job)
     if arguments.output is not None:
-        write_file(arguments.output, text)
+        write_asked(arguments.output, text)
     elif not arguments.submit:
         print(text, end="")
     return _submit(target, job, text) if arguments.submit else 0

@@ -23,9 +23,9 @@ from shardwise.cli.command import (
     settings,
     show_dry_run,
     split,
-    write_file,
 )
 from shardwise.config.resolve import Config, ConfigError, is_config
+from shardwise.config.written_files import write_asked
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
 from shardwise.report.console import Terminal, progress, write_line
 
@@ -319,7 +319,7 @@ def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pri
         f"# {layout_words(strategy)}; {format_s(price.time.step_s)} a step\n{note.line}\n"
     )
     always = ALWAYS_WRITTEN if config.model.path is None else ALWAYS_WRITTEN - {"model.preset"}
-    write_file(arguments.write, f"{head}\n{to_toml(config, always)}")
+    write_asked(arguments.write, f"{head}\n{to_toml(config, always)}")
     line = f"wrote {arguments.write}; {start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"
     write_line(line, to_stderr=True)
 
@@ -387,7 +387,7 @@ def _give(arguments: SimpleNamespace, view: RenderableType, values: Mapping[str,
             Terminal().print(view)
     finally:
         if path is not None and str(path) != "-":
-            write_file(path, text)
+            write_asked(path, text)
         if arguments.html is not None:
             _write_page(arguments.html, values)
 
@@ -398,7 +398,7 @@ def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
     from shardwise.report.planned import plan_source
 
     if answer.get("best", [answer]):
-        page.write(path, [plan_source(path.stem, answer, None, page.share_of(1))])
+        write_asked(path, page.draw([plan_source(path.stem, answer, None, page.share_of(1))]))
 
 
 def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ import click
 from shardwise.cli.command import FILE, OUTPUT, as_written
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
+from shardwise.config.written_files import write_asked
 from shardwise.report import page
 from shardwise.report.console import progress, write_line
 from shardwise.report.planned import PlanNote, plan_source
@@ -48,8 +49,11 @@ def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: P
     """
     paths = [source, *compare, *others]
     sources = [_source(path, page.share_of(len(paths)), cluster) for path in paths]
-    out = out or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
-    page.write(out, sources)
+    if out is None:
+        out = source / "report.html" if source.is_dir() else source.with_suffix(".html")
+        page.write(out, sources)
+    else:
+        write_asked(out, page.draw(sources))
     write_line(f"wrote {out}")
     return 0
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, as_written, settings, split, write_file
+from shardwise.cli.command import FILE, OUTPUT, as_written, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.config.written_files import write_asked
 from shardwise.report import page, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
 from shardwise.report.console import Terminal, write_line
@@ -68,7 +69,7 @@ def timeline(settings: Sequence[str], recorded: Path | None, text: bool, **given
     ]
     wanted = [(each, make) for each, make in files if each is not None]
     for each, make in wanted:
-        write_file(each, make())
+        write_asked(each, make())
         write_line(f"wrote {each}")
     if text or not wanted:
         console = Terminal(highlight=False)

@@ -36,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import open_regular, read_json
+from shardwise.config.written_files import create, write_whole
 from shardwise.train.block_hashes import check_blocks, hash_blocks
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.corpus import (
@@ -317,7 +318,7 @@ def _build(path: Path, encoded: Iterable[_Encoded], label: str, tokenizer: Token
     folder.mkdir(parents=True)
     try:
         facts = _write_tokens(folder, encoded, val_fraction, tokenizer.vocab_size)
-        (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
+        write_whole(folder / TOKENIZER_NAME, tokenizer.to_json())
         ids = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
         seal(folder, key=path.name, source=label, **ids, **facts)
         _publish(folder, path)
@@ -331,7 +332,7 @@ def seal(folder: Path, **facts: Any) -> None:
         tokens_hash, block_hashes = hash_blocks(tokens)
     index = ShardIndex(**{"key": folder.name, "tokens_hash": tokens_hash, "block_hashes": block_hashes, **facts})
     fields = index.model_dump() | {_CHECKSUM: _checksum(folder, index)}
-    (folder / INDEX_NAME).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    write_whole(folder / INDEX_NAME, json.dumps(fields, indent=2))
 
 
 def _encode(
@@ -386,7 +387,7 @@ def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float
     held_out, at_start = 0, True
     has_chats: bool | None = None
     dtype: type[np.unsignedinteger] = np.uint32
-    with (folder / TOKENS_NAME).open("wb") as kept, tempfile.TemporaryFile(dir=folder) as later:
+    with create(folder / TOKENS_NAME) as kept, tempfile.TemporaryFile(dir=folder) as later:
         for ids, is_chat, ends_document in encoded:
             if has_chats not in (None, is_chat):
                 raise ConfigError(

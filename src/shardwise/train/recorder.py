@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 
 from shardwise.config.resolve import ConfigError, batch_equation
+from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.report.console import Escaped, Terminal
-from shardwise.report.page import write_whole
 from shardwise.report.run_folder import WIRE_NAME, write_run_page
 from shardwise.runtime.format import format_count
 from shardwise.train.loop import StepMeter, mfu_of
@@ -249,7 +249,7 @@ def progress(
 def _own_run(recorder: RunRecorder, engine: Engine, folder: Path | None, console: Console) -> Iterator[RunRecorder]:
     if engine.comm.rank == 0 and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_NAME).write_text(engine.config.to_json() + "\n", encoding="utf-8")
+        write_whole(folder / CONFIG_NAME, engine.config.to_json() + "\n")
     with recorder:
         recorder.begin()
         yield recorder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import json
 import logging
 import signal
@@ -29,6 +30,7 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
+from shardwise.config.written_files import open_end
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
@@ -403,7 +405,8 @@ def _agree_on_place(
 def _log_to(folder: Path, env: RankEnv) -> None:
     """Log to `rank-N.log`: the local launcher has made it this rank's stderr; other launchers have not."""
     path = folder / f"rank-{env.rank}.log"
-    handler = logging.StreamHandler() if env.launcher == "local" else logging.FileHandler(path, encoding="utf-8")
+    own = None if env.launcher == "local" else io.TextIOWrapper(open_end(path), encoding="utf-8")
+    handler = logging.StreamHandler(own)
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     log.setLevel(logging.INFO)

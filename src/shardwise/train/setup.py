@@ -27,6 +27,7 @@ import torch
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
+from shardwise.config.written_files import write_whole
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.launch.host import usable_bytes
@@ -311,7 +312,7 @@ def create_folder(config: Config, now: datetime) -> Path:
                 folder = candidate
             except FileExistsError:
                 start = f"{datetime.strptime(start, _TIME) + timedelta(seconds=1):{_TIME}}"
-        (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
+        write_whole(folder / CONFIG_NAME, config.to_json() + "\n")
     except OSError as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
