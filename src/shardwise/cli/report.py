@@ -49,6 +49,9 @@ def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: P
     """
     paths = [source, *compare, *others]
     sources = [_source(path, page.share_of(len(paths)), cluster) for path in paths]
+    for path, found in zip(paths, sources, strict=True):
+        if path.is_dir() and found["what"] != "run":
+            write_line(f"{path}: {found['what']}", to_stderr=True)
     if out is None:
         out = source / "report.html" if source.is_dir() else source.with_suffix(".html")
         page.write(out, sources)
@@ -61,7 +64,7 @@ def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: P
 def _source(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
     if path.is_dir():
         if not is_run(path):
-            missing = "it has neither metrics.jsonl nor config.json"
+            missing = "it has neither a run's config.json nor steps in metrics.jsonl"
             raise ConfigError("not-a-run", f"{path} is no run's folder: {missing}; give the folder of a run")
         return run_source(path, max_bytes)
     if path.suffix == ".json":
