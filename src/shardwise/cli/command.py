@@ -16,8 +16,32 @@ from shardwise.launch.environment import RankEnv, detect, lone_rank
 from shardwise.report.console import Terminal, progress, write_line
 
 FILE: Final = click.Path(path_type=Path)
-COUNT: Final = click.IntRange(1)
-AMOUNT: Final = click.FloatRange(0.0, min_open=True)
+_MAX_COUNT: Final = 2**40
+_MAX_AMOUNT: Final = 1e18
+
+
+class _Count(click.IntRange):
+    """Read a count that a calculation can take."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number > _MAX_COUNT:
+            self.fail(f"{str(value)[:40]} is more than {_MAX_COUNT:,}.", param, ctx)
+        return number
+
+
+class Amount(click.FloatRange):
+    """Read a finite number: nan is within all bounds of click's, and 1e999 is infinite."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not number <= _MAX_AMOUNT:
+            self.fail(f"{str(value)[:40]} is no number up to {_MAX_AMOUNT:g}.", param, ctx)
+        return number
+
+
+COUNT: Final = _Count(1)
+AMOUNT: Final = Amount(0.0, min_open=True)
 
 
 class _OutputFile(click.ParamType):

@@ -68,6 +68,7 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
     with progress("starting torch") as announce:
         from shardwise.doctor.calibrate import LIMIT_S, calibrate
         from shardwise.doctor.show import render_profile
+        from shardwise.doctor.system_info import read_disk
         from shardwise.planner.profile import write_profile
         from shardwise.train.setup import device_kind, job_config
 
@@ -76,6 +77,7 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
         limit_words = "about a minute" if is_quick else f"at most {LIMIT_S / 60:.0f} minutes"
         announce(f"measuring {num_ranks} ranks at work at once, {limit_words}")
         disk = disk or Path(config.tiers.nvme_path or ".")
+        read_disk(disk)  # refuses what is no folder before minutes of measuring
         profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=is_quick)
     if failure is not None and not profile.matmuls:
         write_line(f"shardwise: the machine was not measured: {failure}", to_stderr=True)

@@ -37,7 +37,7 @@ _MAX_JSON_BYTES: Final = 2**26
 _MAX_LINE_BYTES: Final = 2**20
 _MAX_BRACKETS: Final = 1_000
 # Of longer metrics every so many pieces are read, so that a page takes seconds.
-_MAX_METRICS_BYTES: Final = 2**28
+_MAX_METRICS_BYTES: Final = 2**27
 _PIECE_BYTES: Final = 2**20
 _MAX_STEP: Final = 2**53
 _MAX_NUMBER: Final = 3.4e38
