@@ -21,15 +21,8 @@ from shardwise.doctor.system_info import read_disk
 from shardwise.report import page, run_folder
 from shardwise.report.run_folder import is_run, run_source
 
-NAMES = (
-    "metrics.jsonl",
-    "config.json",
-    "memory.json",
-    "prediction.json",
-    "environment.json",
-    "wire.json",
-    "timeline.json",
-)
+OTHERS = ("memory.json", "prediction.json", "environment.json", "wire.json", "timeline.json")
+NAMES = ("metrics.jsonl", "config.json", *OTHERS)
 DEEP = "[" * 100_000 + "]" * 100_000
 LONG = "9" * 400
 
