@@ -127,7 +127,7 @@ def _read(path: Path, unread: list[str]) -> dict[str, Any]:
     if not os.path.lexists(path):
         return {}
     try:
-        value = read_json(path, "", max_bytes=_MAX_JSON_BYTES)
+        value = read_json(path, "", max_bytes=_MAX_JSON_BYTES, folder=path.parent)
     except UntrustedFileError as error:
         unread.append(str(error).replace(str(path), path.name).rstrip("; "))
         return {}
@@ -141,7 +141,7 @@ def _read_steps(path: Path, unread: list[str]) -> _Steps:
     if not os.path.lexists(path):
         return steps
     try:
-        file = open(open_regular(path), "rb")  # noqa: SIM115 (an error of reading is another one)
+        file = open(open_regular(path, path.parent), "rb")  # noqa: SIM115 (an error of reading is another one)
     except OSError as error:
         unread.append(f"{path.name}: {error.strerror}")
         return steps

@@ -36,7 +36,8 @@ _MAX_THREADS: Final = 16
 def hash_blocks(file: BinaryIO) -> tuple[str, str]:
     """Return the hash of a whole file, and the hashes of its blocks, one after the other, in hexadecimal digits."""
     whole, blocks = hashlib.blake2b(digest_size=_HASH_BYTES), list[str]()
-    while block := file.read(_BLOCK_BYTES):
+    num_bytes = os.fstat(file.fileno()).st_size
+    while block := file.read(min(_BLOCK_BYTES, num_bytes + 1)):  # of a short file less memory
         whole.update(block)
         blocks.append(_hash(block))
     return whole.hexdigest(), "".join(blocks)
@@ -67,7 +68,7 @@ def check_blocks(
             raise ValueError(f"{path.name} has {num_bytes:,} bytes, and hashes of another number of blocks")
 
         def check(start: int) -> int:
-            block = os.pread(descriptor, _BLOCK_BYTES, start)
+            block = os.pread(descriptor, min(_BLOCK_BYTES, num_bytes - start), start)
             at = start // _BLOCK_BYTES * _DIGITS
             place = f"its bytes {start:,} to {start + len(block):,}"
             if _hash(block) != blocks[at : at + _DIGITS]:

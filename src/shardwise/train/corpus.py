@@ -468,4 +468,6 @@ def _read_index(label: str, tokens: TextFile, indices: TextFile) -> MegatronCorp
         raise ValueError(f"its sequences end beyond the {tokens.num_bytes:,} bytes of {tokens.name}")
     if num_sequences and (pointers[0] != 0 or (pointers[1:] != pointers[:-1] + sizes[:-1]).any()):
         raise ValueError(f"its sequences do not follow each other in {tokens.name}")
+    if sizes.sum() != tokens.num_bytes:
+        raise ValueError(f"its sequences have {sizes.sum():,} of the {tokens.num_bytes:,} bytes of {tokens.name}")
     return corpus

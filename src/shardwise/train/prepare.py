@@ -31,11 +31,11 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.config.untrusted_files import open_regular, read_json
+from shardwise.config.untrusted_files import mismatch, open_regular, read_json
 from shardwise.config.written_files import create, write_whole
 from shardwise.train.block_hashes import check_blocks, hash_blocks
 from shardwise.train.chat import ChatEncoder
@@ -229,7 +229,7 @@ def read_index(path: Path) -> ShardIndex:
         ConfigError: the shard is missing, not whole or damaged, or its folder has the name of another one.
     """
     with _named_damage(path):
-        fields = read_json(path / INDEX_NAME, "build it again", max_bytes=_MAX_INDEX_BYTES, folder=path)
+        fields = read_json(path / INDEX_NAME, "it must be whole", max_bytes=_MAX_INDEX_BYTES, folder=path)
         checksum = fields.pop(_CHECKSUM, None) if isinstance(fields, dict) else None
         index = ShardIndex.model_validate(fields)
         if _checksum(path, index) != checksum:
@@ -272,7 +272,9 @@ def _named_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, ValidationError):
+            reason = f"{INDEX_NAME}: {mismatch(error)}"
         fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
         raise ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}") from None
 
