@@ -283,6 +283,13 @@ def check_run(whole: Path, place: Path, draw: random.Random) -> None:
     assert not page.exists() or page.stat().st_size < MAX_BYTES
 
 
+def harm_named(path: Path, draw: random.Random) -> None:
+    """Harm a file that a user names: where it is a link, what that leads to is meant."""
+    draw.choice([mutate_text, replace_file])(path, draw)
+    if path.is_symlink():
+        path.unlink()
+
+
 def check_megatron(whole: Path, place: Path, draw: random.Random) -> None:
     """Where documents end is what the index says; that every token is there once, it cannot say otherwise."""
     folder = fresh(whole, place / "megatron")
@@ -294,7 +301,7 @@ def check_megatron(whole: Path, place: Path, draw: random.Random) -> None:
         data[at : at + 8] = struct.pack("<q", value)
         path.write_bytes(data)
     else:
-        draw.choice([mutate_text, replace_file])(path if draw.random() < 0.8 else folder / "corpus.bin", draw)
+        harm_named(path if draw.random() < 0.8 else folder / "corpus.bin", draw)
     values = {"path": str(folder / "corpus"), "tokenizer": "bytes", "seq_len": 16, "cache_dir": str(place / "none")}
     written = np.fromfile(whole / "corpus.bin", np.uint16)
     is_index = path.is_file() and (folder / "corpus.bin").is_file()
@@ -319,7 +326,7 @@ def check_chats(whole: Path, place: Path, draw: random.Random) -> None:
         lines[number] = json.dumps(mutated(json.loads(lines[number]), draw))
         path.write_text("\n".join(lines))
     else:
-        draw.choice([mutate_text, replace_file])(path, draw)
+        harm_named(path, draw)
     chats = ChatEncoder(make_tokenizer(TEMPLATE), draw.choice(["completions", "all"]), "it")
 
     def read() -> None:
