@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import random
+import shutil
+import struct
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from harness import mutations
 from harness.checkpoints import save, values_of
+from harness.hf_folders import TEMPLATE, make_tokenizer
 from harness.mutations import (
     forge,
     fresh,
@@ -30,6 +35,7 @@ from harness.mutations import (
     spared,
     tensors_of,
 )
+from harness.run_folders import write_run
 from harness.states import engine_of, take_steps
 from shardwise import CheckpointError
 from shardwise.checkpoint.commit import read_manifest
@@ -39,15 +45,19 @@ from shardwise.checkpoint.manifest import MANIFEST_NAME
 from shardwise.checkpoint.offline import Damage, verify
 from shardwise.checkpoint.show import MAX_SHOWN, render_checkpoint, render_tensors, render_verification
 from shardwise.cli.checkpoint import _print
+from shardwise.cli.main import main
 from shardwise.cli.timeline import _read_recorded
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError, DataConfig
 from shardwise.config.untrusted_files import OneLineError
 from shardwise.planner.request import read_model
 from shardwise.report import timeline_text
 from shardwise.report.chrome_trace import chrome_trace
+from shardwise.report.page import MAX_BYTES
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import Action, ScheduleError, TimedAction
 from shardwise.schedule.simulate import mean_times
+from shardwise.train.chat import ChatEncoder
+from shardwise.train.corpus import CorpusCounts, open_corpus, read_pieces
 from shardwise.train.imported_plan import read_deepspeed
 from shardwise.train.prepare import open_data, prepare_data
 from shardwise.train.tokenizer import END_OF_TEXT, NUM_BYTE_TOKENS
@@ -100,6 +110,10 @@ def make(root: Path) -> Path:
         save_file({name: each for name, each in tensors.items() if weight_map[name] == file}, hub / file)
     (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (hub / "config.json").write_text(json.dumps(LLAMA))
+    write_run(root / "run", 60)
+    write_tokens(root / "megatron")
+    (root / "chats").mkdir()
+    (root / "chats" / "chats.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in CHATS))
     (root / "text.txt").write_text(TEXT)
     prepare_data(data_config(root), root / "cache")
     plan = root / "plan"
@@ -114,12 +128,37 @@ def make(root: Path) -> Path:
     return root
 
 
+def write_tokens(folder: Path) -> None:
+    """Data of Megatron-LM's: documents of one to three sequences of two-byte tokens."""
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 40, 60).astype(np.int32)
+    bounds = np.concatenate([[0], np.sort(draw.choice(np.arange(1, 60), 29, replace=False)), [60]]).astype(np.int64)
+    pointers = np.cumsum(np.concatenate([[0], 2 * lengths[:-1]])).astype(np.int64)
+    draw.integers(0, 257, int(lengths.sum())).astype(np.uint16).tofile(folder / "corpus.bin")
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(bounds))
+    (folder / "corpus.idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + bounds.tobytes())
+
+
 def read_trace(path: Path) -> None:
     actions = _read_recorded(path)
     panel = TerminalPanel("recorded", actions)
     mean_times(actions)
     timeline_text.draw([panel], 80)
 
+
+PART = {"type": "text", "text": "ho"}
+CHATS = (
+    {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [{"type": "text", "text": "ho"}]},
+        ]
+    },
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    {"prompt": "hi", "completion": "ho"},
+    {"text": "no chat"},
+)
 
 READERS: dict[str, Callable[[Path], object]] = {
     "ds.json": read_deepspeed,
@@ -206,13 +245,96 @@ def check_cache(whole: Path, place: Path, draw: random.Random) -> None:
     def read() -> None:
         data = prepare_data(config, cache) if is_launcher else open_data(folder, config)
         tokens = np.concatenate([each.tokens for each in (data.train, data.val)])
-        if path.name != "tokens.bin":  # of which the size alone is checked
-            assert data.tokenizer.decode(tokens.tolist()) == TEXT + END_OF_TEXT
+        assert data.tokenizer.decode(tokens.tolist()) == TEXT + END_OF_TEXT
         assert (data.index.vocab_size, data.tokenizer.eot_id, data.index.num_tokens) == (
             NUM_BYTE_TOKENS,
             256,
             len(TEXT) + 1,
         )
+
+    spared(place, read, ERRORS)
+
+
+def check_run(whole: Path, place: Path, draw: random.Random) -> None:
+    """A page of what is there is written, in which what was changed is a gap, or is named; or it is no run's folder."""
+    folder = fresh(whole, place / "run")
+    path = draw.choice(sorted(folder.iterdir()))
+    if draw.random() < 0.7:
+        lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        number = draw.randrange(len(lines))
+        lines[number] = json.dumps(mutated(json.loads(lines[number]), draw))
+        path.write_text("\n".join(lines) + "\n")
+    else:
+        draw.choice([mutate_text, replace_file])(path, draw)
+    trace = folder / "timeline.json"  # a file that is named itself is meant, be it a link
+    commands = [["report", str(folder)], *([] if trace.is_symlink() else [["timeline", "--recorded", str(trace)]])]
+    for words in commands:
+        shown = io.StringIO()
+
+        def run_command(words: list[str] = words, shown: io.StringIO = shown) -> None:
+            with redirect_stdout(shown), redirect_stderr(shown):
+                code = main(words)
+            assert code in (0, 2)
+            assert code == 0 or "[" in shown.getvalue()
+
+        spared(place, run_command, ())
+        assert all(line.isprintable() for line in shown.getvalue().split("\n"))
+    page = folder / "report.html"
+    assert not page.exists() or page.stat().st_size < MAX_BYTES
+
+
+def harm_named(path: Path, draw: random.Random) -> None:
+    """Harm a file that a user names: where it is a link, what that leads to is meant."""
+    draw.choice([mutate_text, replace_file])(path, draw)
+    if path.is_symlink():
+        path.unlink()
+
+
+def check_megatron(whole: Path, place: Path, draw: random.Random) -> None:
+    """Where documents end is what the index says; that every token is there once, it cannot say otherwise."""
+    folder = fresh(whole, place / "megatron")
+    path = folder / "corpus.idx"
+    if draw.random() < 0.6:
+        data = bytearray(path.read_bytes())
+        at = draw.choice([9, 17, 18, 26, *range(34, len(data) - 8, 4)])
+        value = draw.choice([0, 1, -1, 7, 2**31 - 1, -(2**31), 2**62, 2**63 - 1, -(2**63), draw.randrange(2**40)])
+        data[at : at + 8] = struct.pack("<q", value)
+        path.write_bytes(data)
+    else:
+        harm_named(path if draw.random() < 0.8 else folder / "corpus.bin", draw)
+    values = {"path": str(folder / "corpus"), "tokenizer": "bytes", "seq_len": 16, "cache_dir": str(place / "none")}
+    written = np.fromfile(whole / "corpus.bin", np.uint16)
+    is_index = path.is_file() and (folder / "corpus.bin").is_file()
+    is_index = is_index and (folder / "corpus.bin").read_bytes() == written.tobytes()
+
+    def read() -> None:
+        data = prepare_data(Config.from_dict({"data": values}), place / "none")
+        tokens = np.concatenate([each.tokens for each in (data.train, data.val)])
+        assert not is_index or sorted(tokens.tolist()) == sorted(written.tolist())
+
+    spared(place, read, ERRORS)
+    shutil.rmtree(place / "none")
+    (place / "none").mkdir()
+
+
+def check_chats(whole: Path, place: Path, draw: random.Random) -> None:
+    folder = fresh(whole, place / "chats")
+    path = folder / "chats.jsonl"
+    if draw.random() < 0.7:
+        lines = path.read_text().splitlines()
+        number = draw.randrange(len(lines))
+        lines[number] = json.dumps(mutated(json.loads(lines[number]), draw))
+        path.write_text("\n".join(lines))
+    else:
+        harm_named(path, draw)
+    chats = ChatEncoder(make_tokenizer(TEMPLATE), draw.choice(["completions", "all"]), "it")
+
+    def read() -> None:
+        corpus = open_corpus(DataConfig(path=str(path)), takes_chats=True)
+        for piece in read_pieces(corpus, CorpusCounts()):
+            if piece.chat is not None:
+                ids, counts = chats.encode(piece.chat, piece.where)
+                assert len(ids) == len(counts)
 
     spared(place, read, ERRORS)
 
@@ -227,7 +349,7 @@ def check_plan(whole: Path, place: Path, draw: random.Random) -> None:
     spared(place, lambda: READERS[path.name](path), ERRORS)
 
 
-def run(tmp_path: Path, seed: int, number: int) -> None:
+def run(tmp_path: Path, seed: int, number: int, kind_only: str = "") -> None:
     whole, place = make(tmp_path / "whole"), tmp_path / "place"
     (place / "none").mkdir(parents=True)
     kinds = [
@@ -235,7 +357,12 @@ def run(tmp_path: Path, seed: int, number: int) -> None:
         (check_hub, whole / "hub"),
         (check_cache, whole / "cache"),
         (check_plan, whole / "plan"),
+        (check_run, whole / "run"),
+        (check_megatron, whole / "megatron"),
+        (check_chats, whole / "chats"),
     ]
+    if kind_only:
+        kinds = [each for each in kinds if each[0].__name__ == kind_only]
     for index in range(number):
         draw = random.Random(f"{seed} {index}")
         kind, source = draw.choice(kinds)
@@ -253,6 +380,12 @@ def test_some_mutations_are_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_500_mutations_are_read_or_refused(tmp_path: Path, seed: int) -> None:
     run(tmp_path, seed, 500)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["check_cache", "check_run", "check_megatron", "check_chats"])
+def test_2000_mutations_of_data_and_runs_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+    run(tmp_path, 3, 500, kind)
 
 
 def test_the_watch_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ the codes of diff(1). Only what reads tensors imports torch.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from shardwise.cli.command import FILE, as_written
 from shardwise.config.resolve import Dtype
-from shardwise.config.untrusted_files import printable
-from shardwise.report.console import Terminal, refuse
+from shardwise.report.console import Terminal, refuse, write_line
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.hf.packer import Weights
@@ -56,7 +54,7 @@ class _Guarded(click.Group):
 
 
 def _say(message: object, exit_code: int) -> int:
-    print(f"shardwise: {printable(str(message))}", file=sys.stderr)
+    write_line(f"shardwise: {message}", to_stderr=True)
     return exit_code
 
 
@@ -286,7 +284,7 @@ def _newest_whole(path: Path, step: int | None) -> Path:
 
     source, _ = newest_whole(path, step)
     if (newest := find(path, step)[0]) != source:
-        print(f"shardwise: {newest.name} is damaged (see checkpoint verify); taking {source.name}", file=sys.stderr)
+        write_line(f"shardwise: {newest.name} is damaged (see checkpoint verify); taking {source.name}", to_stderr=True)
     return source
 
 
@@ -302,8 +300,8 @@ def _print(*blocks: RenderableType) -> None:
 @contextmanager
 def _bar(what: str) -> Iterator[Report]:
     """Show a bar with bytes and rate on stderr, if that is a terminal; remove it when the command ends."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Terminal(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(what, total=None)
         yield lambda num_done_bytes, num_bytes: bars.update(task, completed=num_done_bytes, total=num_bytes)

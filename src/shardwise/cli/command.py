@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
@@ -14,11 +13,35 @@ from click.shell_completion import CompletionItem
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import Config, ConfigError, all_keys
 from shardwise.launch.environment import RankEnv, detect, lone_rank
-from shardwise.report.console import Terminal, progress
+from shardwise.report.console import Terminal, progress, write_line
 
 FILE: Final = click.Path(path_type=Path)
-COUNT: Final = click.IntRange(1)
-AMOUNT: Final = click.FloatRange(0.0, min_open=True)
+_MAX_COUNT: Final = 2**40
+_MAX_AMOUNT: Final = 1e18
+
+
+class _Count(click.IntRange):
+    """Read a count that a calculation can take."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number > _MAX_COUNT:
+            self.fail(f"{str(value)[:40]} is more than {_MAX_COUNT:,}.", param, ctx)
+        return number
+
+
+class Amount(click.FloatRange):
+    """Read a finite number: nan is within all bounds of click's, and 1e999 is infinite."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not number <= _MAX_AMOUNT:
+            self.fail(f"{str(value)[:40]} is no number up to {_MAX_AMOUNT:g}.", param, ctx)
+        return number
+
+
+COUNT: Final = _Count(1)
+AMOUNT: Final = Amount(0.0, min_open=True)
 
 
 class _OutputFile(click.ParamType):
@@ -50,14 +73,6 @@ def as_written(text: str) -> str:
     '\x08\na\n\n\x08\nb'
     """
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.strip("\n").split("\n\n"))
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a text file; an error of the disk names the file."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _complete(context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -105,6 +120,6 @@ def be_rank(work: Callable[[RankEnv], None]) -> NoReturn:
     try:
         work(detect(os.environ) or lone_rank())
     except (ConfigError, LaunchError, CommError) as error:
-        print(with_code(error), file=sys.stderr)
+        write_line(with_code(error), to_stderr=True)
         leave(2 if isinstance(error, ConfigError) else 1)
     leave(0)

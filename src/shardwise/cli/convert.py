@@ -9,8 +9,11 @@ from typing import Any, Final
 
 import click
 
-from shardwise.cli.command import COUNT, FILE, OUTPUT, write_file
+from shardwise.cli.command import COUNT, FILE, OUTPUT
 from shardwise.config.resolve import Config
+from shardwise.config.untrusted_files import printable_lines
+from shardwise.config.written_files import write_asked
+from shardwise.report.console import write_line
 
 _SCHEDULES: Final = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
 
@@ -24,12 +27,12 @@ def convert(file: Path, out: Path | None, world_size: int | None) -> int:
 
     What has no effect, is unknown or is refused stands in it as comments.
     """
-    text = _as_toml(file, world_size)
+    text = printable_lines(_as_toml(file, world_size))  # comments quote the file
     if out is None:
         print(text, end="")
         return 0
-    write_file(out, text)
-    print(f"wrote {out}")
+    write_asked(out, text)
+    write_line(f"wrote {out}")
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from shardwise.cli.command import COUNT, FILE, be_rank, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks
-from shardwise.report.console import Terminal, progress
+from shardwise.report.console import Terminal, progress, write_line
 
 
 @click.command(epilog="exit code: 0, or 1 where a finding is an error")
@@ -69,6 +68,7 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
     with progress("starting torch") as announce:
         from shardwise.doctor.calibrate import LIMIT_S, calibrate
         from shardwise.doctor.show import render_profile
+        from shardwise.doctor.system_info import read_disk
         from shardwise.planner.profile import write_profile
         from shardwise.train.setup import device_kind, job_config
 
@@ -77,9 +77,10 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
         limit_words = "about a minute" if is_quick else f"at most {LIMIT_S / 60:.0f} minutes"
         announce(f"measuring {num_ranks} ranks at work at once, {limit_words}")
         disk = disk or Path(config.tiers.nvme_path or ".")
+        read_disk(disk)  # refuses what is no folder before minutes of measuring
         profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=is_quick)
     if failure is not None and not profile.matmuls:
-        print(f"shardwise: the machine was not measured: {failure}", file=sys.stderr)
+        write_line(f"shardwise: the machine was not measured: {failure}", to_stderr=True)
         return 1
     path = write_profile(profile, cache)
     if as_json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import subprocess
 import sys
 import tempfile
@@ -15,9 +14,10 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, as_written, write_file
+from shardwise.cli.command import FILE, OUTPUT, as_written
 from shardwise.config.resolve import ConfigError, shown_value
 from shardwise.config.untrusted_files import printable, read_text
+from shardwise.config.written_files import write_asked
 from shardwise.launch.checks import folder_here, host, python_file
 from shardwise.launch.hosts import exported, read_hostfile, run_by_ssh, secrets
 from shardwise.launch.local import default_num_ranks
@@ -57,7 +57,8 @@ def launch(**given: Any) -> int:
     for flag in left_out(target, job):
         _note(f"--on {target} has no use for {flag}")
     if arguments.output is not None:
-        _write(arguments.output, text, holds_environment=target == "ssh")
+        # Only its owner may read what holds values of the environment.
+        write_asked(arguments.output, text, 0o700 if target == "ssh" else 0o666)
     elif not arguments.submit:
         print(text, end="")
     if target == "ssh" and (arguments.output is not None or not arguments.submit):
@@ -76,20 +77,6 @@ def _tell_secrets(names: Sequence[str]) -> None:
             f"the text does not have the values of {listed}, which look like secrets; ssh sends them where a host's "
             f"sshd has AcceptEnv {listed}, else set them on the hosts, or start with --submit"
         )
-
-
-def _write(path: Path, text: str, *, holds_environment: bool) -> None:
-    """Write the text; only its owner may read one that holds values of the environment."""
-    if not holds_environment:
-        write_file(path, text)
-        return
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700), "w", encoding="utf-8") as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                os.fchmod(file.fileno(), 0o700)
-            file.write(text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _job(arguments: SimpleNamespace) -> LaunchJob:

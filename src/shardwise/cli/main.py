@@ -39,7 +39,7 @@ from shardwise.config.resolve import ConfigError, all_keys
 from shardwise.config.untrusted_files import OneLineError
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.signals import exit_with_parent
-from shardwise.report.console import refuse
+from shardwise.report.console import refuse, write_line
 from shardwise.schedule import ScheduleError
 
 _BYTES_AT_REST: Final = 2 + 4 + 12
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if error.filename is None:
             _silence(sys.stdout)
-        print(f"shardwise: {error.filename or 'the answer'}: {error.strerror}", file=sys.stderr)
+        write_line(f"shardwise: {error.filename or 'the answer'}: {error.strerror}", to_stderr=True)
         return 1
 
 
@@ -93,7 +93,7 @@ def _refuse_usage(error: click.UsageError) -> int:
         keys = [f"{key}=..." for key in all_keys() if takes_keys and leaf in (key, key.rpartition(".")[2])]
         words = f"{error.message} Did you mean {' or '.join(keys)}?" if keys else words
     stop = "" if words.endswith((".", "?")) else "."
-    print(f"shardwise: {' '.join(words.split())}{stop} See {path} --help", file=sys.stderr)
+    write_line(f"shardwise: {' '.join(words.split())}{stop} See {path} --help", to_stderr=True)
     return 2
 
 

@@ -11,7 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shardwise.cli.command import (
@@ -19,15 +19,16 @@ from shardwise.cli.command import (
     COUNT,
     OUTPUT,
     OUTPUT_OR_DASH,
+    Amount,
     as_written,
     settings,
     show_dry_run,
     split,
-    write_file,
 )
 from shardwise.config.resolve import Config, ConfigError, is_config
+from shardwise.config.written_files import write_asked
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
-from shardwise.report.console import Terminal, progress
+from shardwise.report.console import Terminal, progress, write_line
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
@@ -106,11 +107,11 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--budget", type=AMOUNT, metavar="USD", help="of the run: how many tokens it buys")
 @click.option("--best", type=click.Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
-    "--simulate", type=float, default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
+    "--simulate", type=Amount(0.0), default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
 )
 @click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
 @click.option("--top", type=COUNT, help="layouts to show (default: 3, with --more 5)")
-@click.option("--margin", type=click.FloatRange(0, 0.9), help="share of memory kept free (default: 0.06)")
+@click.option("--margin", type=Amount(0, 0.9), help="share of memory kept free (default: 0.06)")
 @click.option("--json", type=OUTPUT_OR_DASH, help="write all of it as JSON; - for the terminal")
 @click.option("--html", type=OUTPUT, help="write it as a page, as shardwise report does")
 @click.option("--write", type=OUTPUT, help="write the best as a config for shardwise train")
@@ -319,9 +320,9 @@ def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pri
         f"# {layout_words(strategy)}; {format_s(price.time.step_s)} a step\n{note.line}\n"
     )
     always = ALWAYS_WRITTEN if config.model.path is None else ALWAYS_WRITTEN - {"model.preset"}
-    write_file(arguments.write, f"{head}\n{to_toml(config, always)}")
+    write_asked(arguments.write, f"{head}\n{to_toml(config, always)}")
     line = f"wrote {arguments.write}; {start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"
-    Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
+    write_line(line, to_stderr=True)
 
 
 def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
@@ -387,7 +388,7 @@ def _give(arguments: SimpleNamespace, view: RenderableType, values: Mapping[str,
             Terminal().print(view)
     finally:
         if path is not None and str(path) != "-":
-            write_file(path, text)
+            write_asked(path, text)
         if arguments.html is not None:
             _write_page(arguments.html, values)
 
@@ -398,7 +399,7 @@ def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
     from shardwise.report.planned import plan_source
 
     if answer.get("best", [answer]):
-        page.write(path, [plan_source(path.stem, answer, None, page.share_of(1))])
+        write_asked(path, page.draw([plan_source(path.stem, answer, None, page.share_of(1))]))
 
 
 def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence[str]) -> int:

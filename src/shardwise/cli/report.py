@@ -14,8 +14,9 @@ import click
 from shardwise.cli.command import FILE, OUTPUT, as_written
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
+from shardwise.config.written_files import write_asked
 from shardwise.report import page
-from shardwise.report.console import progress
+from shardwise.report.console import progress, write_line
 from shardwise.report.planned import PlanNote, plan_source
 from shardwise.report.run_folder import is_run, run_source
 
@@ -48,16 +49,22 @@ def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: P
     """
     paths = [source, *compare, *others]
     sources = [_source(path, page.share_of(len(paths)), cluster) for path in paths]
-    out = out or (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
-    page.write(out, sources)
-    print(f"wrote {out}")
+    for path, found in zip(paths, sources, strict=True):
+        if path.is_dir() and found["what"] != "run":
+            write_line(f"{path}: {found['what']}", to_stderr=True)
+    if out is None:
+        out = source / "report.html" if source.is_dir() else source.with_suffix(".html")
+        page.write(out, sources)
+    else:
+        write_asked(out, page.draw(sources))
+    write_line(f"wrote {out}")
     return 0
 
 
 def _source(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
     if path.is_dir():
         if not is_run(path):
-            missing = "it has neither metrics.jsonl nor config.json"
+            missing = "it has neither a run's config.json nor steps in metrics.jsonl"
             raise ConfigError("not-a-run", f"{path} is no run's folder: {missing}; give the folder of a run")
         return run_source(path, max_bytes)
     if path.suffix == ".json":

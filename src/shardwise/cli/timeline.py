@@ -13,20 +13,20 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, as_written, settings, split, write_file
+from shardwise.cli.command import FILE, OUTPUT, as_written, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.config.written_files import write_asked
 from shardwise.report import page, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, write_line
 from shardwise.report.panel import TerminalPanel
-from shardwise.report.planned import PlanNote, planned
+from shardwise.report.planned import MAX_S, PlanNote, planned
 from shardwise.schedule import ScheduleError, TimedAction
 from shardwise.schedule.simulate import OpTimes, mean_times
 
 # A trace of this size has about a quarter of a million actions.
 _MAX_TRACE_BYTES = 64 * 2**20
-_MAX_S = 1e6
 
 
 @click.command(
@@ -68,8 +68,8 @@ def timeline(settings: Sequence[str], recorded: Path | None, text: bool, **given
     ]
     wanted = [(each, make) for each, make in files if each is not None]
     for each, make in wanted:
-        write_file(each, make())
-        print(f"wrote {each}")
+        write_asked(each, make())
+        write_line(f"wrote {each}")
     if text or not wanted:
         console = Terminal(highlight=False)
         drawing = timeline_text.draw(panels, console.width)
@@ -88,9 +88,9 @@ def _op_times(arguments: Mapping[str, Any], recorded: Sequence[TimedAction] | No
     names = [each.name for each in fields(OpTimes)]
     given = {name: arguments[name] for name in names if arguments[name] is not None}
     for name, value in given.items():
-        if not 0 <= value <= _MAX_S:
+        if not 0 <= value <= MAX_S:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError("op-time-range", f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}")
+            raise ConfigError("op-time-range", f"{option} {value:g} is no duration; give seconds, from 0 to {MAX_S:g}")
     return replace(default, **given)
 
 

@@ -16,7 +16,7 @@ from shardwise.cli.command import COUNT, as_written, settings, show_dry_run, spl
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
-from shardwise.report.console import refuse
+from shardwise.report.console import Terminal, refuse
 
 
 @click.command(
@@ -91,7 +91,7 @@ def _job(
     config, source = resumed_job(path, assignments, resume)
     if source is None and console is not None:
         line = f"no checkpoint in {auto_place(config)} yet; the run starts afresh"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     return config, source
 
 
@@ -100,7 +100,7 @@ def _start(path: str | None, assignments: Sequence[str], resume: str | None) -> 
     from shardwise.train.checkpoints import keep_global_batch
     from shardwise.train.run import start
 
-    console = Console()
+    console = Terminal()
     config, source = _job(path, assignments, resume, console)
     if source is not None:
         config = keep_global_batch(config, config.run.num_procs or default_num_ranks(config.run.device))
@@ -127,7 +127,7 @@ def _be_rank(
     from shardwise.train.run import config_of, join
     from shardwise.train.setup import resolve_job
 
-    console = Console()
+    console = Terminal()
     try:
         if prepared is not None:
             resume = None if asked[2] is None else Path(asked[2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from shardwise.cli.command import COUNT, FILE, as_written, be_rank, settings, sp
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
-from shardwise.report.console import Terminal, progress
+from shardwise.report.console import Terminal, progress, write_line
 
 if TYPE_CHECKING:
     from shardwise.verify.compare import TrainingDifference
@@ -98,7 +97,7 @@ def _quality(settings: Sequence[str], num_seeds: int, num_steps: int) -> int:
         try:
             found = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say, environ)
         except LaunchError as error:
-            print(with_code(error), file=sys.stderr)
+            write_line(with_code(error), to_stderr=True)
             return 1
     Terminal(highlight=False).print(render(found))
     return 0

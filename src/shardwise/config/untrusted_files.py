@@ -48,8 +48,14 @@ _BYTES_A_LIST: Final = 12
 _MANY_LISTS: Final = 100_000
 _KINDS: Final = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 _NO_BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+\\?"?|[^][{}"]++', re.DOTALL)
-# Control characters, and those that reorder, hide or cannot be written; not joiners, which some scripts need.
-_STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+# Control characters, and those that reorder, hide, are invisible or cannot be written.
+_NEVER: Final = (
+    "[\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
+# Some scripts, and pictures of several parts, need joiners, between characters that are not ASCII.
+_JOINER, _JOINED = "[\u200c\u200d]", "[^\x00-\x7f\u200c\u200d]"
+_STEERING: Final = re.compile(f"{_NEVER}|(?<!{_JOINED}){_JOINER}|{_JOINER}(?!{_JOINED})")
 # A dotted key nests without brackets, and Python takes n cubed steps for n parts.
 _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 
@@ -75,7 +81,12 @@ def steering(text: str) -> str:
 
 def printable(text: str) -> str:
     """Return the text with characters that no terminal should get written as Python writes them."""
-    return _STEERING.sub(lambda found: repr(found[0])[1:-1], text)
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_lines(text: str) -> str:
+    """Return what `printable` does, with the ends of lines as they are."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def open_regular(path: str | Path, folder: str | Path | None = None) -> int:

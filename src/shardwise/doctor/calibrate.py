@@ -15,7 +15,6 @@ import json
 import math
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +41,7 @@ from shardwise.models.decoder_attention import attend_densely
 from shardwise.offload.disk_bench import SwapSpeed, measure_swap
 from shardwise.planner.hardware import CPU
 from shardwise.planner.profile import TABLES, Profile
+from shardwise.report.console import write_line
 from shardwise.runtime.memory_tracker import first_line
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -352,7 +352,7 @@ def _disk_speeds(rank: int, disk: Path) -> Iterator[tuple[str, float]]:
     try:
         speed = measure_swap(disk, rank)
     except (OSError, RuntimeError) as error:
-        print(f"the disk of {disk} was not measured: {first_line(error)}", file=sys.stderr)
+        write_line(f"the disk of {disk} was not measured: {first_line(error)}", to_stderr=True)
         return
     yield "disk_read_bytes_per_s", speed.read_bytes_per_s
     yield "disk_write_bytes_per_s", speed.write_bytes_per_s

@@ -24,6 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from shardwise.config.resolve import ConfigError
 from shardwise.launch.host import cgroup_limit_bytes, quota_cores, usable_cores
 from shardwise.launch.local import ALLOC_CONF_NAMES
 from shardwise.runtime.memory_tracker import first_line
@@ -285,9 +286,15 @@ def read_network() -> NetworkInfo:
 
 
 def read_disk(folder: Path) -> DiskInfo:
-    """Read the disk that holds `folder`, or would hold it."""
+    """Read the disk that holds `folder`, or would hold it.
+
+    Raises:
+        ConfigError: there is something else than a folder.
+    """
     path = folder.expanduser().absolute()
     while not path.is_dir() and path != path.parent:
+        if os.path.lexists(path):
+            raise ConfigError("not-a-folder", f"{path} is no folder; give one on the disk that is meant")
         path = path.parent
     # The longest mount point above the folder is its own.
     mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]

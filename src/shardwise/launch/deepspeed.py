@@ -13,7 +13,7 @@ from typing import Final
 
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError, shown_value
-from shardwise.config.untrusted_files import OneLineError, read_text
+from shardwise.config.untrusted_files import OneLineError, printable_lines, read_text
 from shardwise.launch import checks, hosts
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.local import default_num_ranks
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.no_ssh and not (0 <= options.node_rank < len(slots) and options.master_addr):
             raise ConfigError("no-ssh-needs-rank", "--no_ssh needs --master_addr and --node_rank of 0 to nodes - 1")
     except OneLineError as error:
-        print(f"deepspeed: {with_code(error)}", file=sys.stderr)
+        print(printable_lines(f"deepspeed: {with_code(error)}"), file=sys.stderr)
         return 2
     node_rank = options.node_rank if options.no_ssh else 0
     environ = {**os.environ, **deepspeed_environment(os.environ)}

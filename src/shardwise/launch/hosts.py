@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.untrusted_files import printable
 from shardwise.launch import checks
 
 EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
@@ -132,7 +133,7 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
         failed = {host: code for host, code in codes.items() if code}
         for host, code in failed.items():
             lost = "; it cannot be reached, or was cut off" if code == 255 else ""
-            print(f"shardwise: host {host} ended with exit code {code}{lost}", file=sys.stderr)
+            print(printable(f"shardwise: host {host} ended with exit code {code}{lost}"), file=sys.stderr)
         return next((abs(code) for code in failed.values()), 0)
     finally:
         for each in running.values():

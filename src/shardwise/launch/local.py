@@ -27,6 +27,8 @@ from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import printable_lines
+from shardwise.config.written_files import open_end, write_whole
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
 from shardwise.launch.host import num_cores
@@ -189,7 +191,8 @@ class _Ranks:
                 )
 
     def _start_rank(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        with self.log_path(rank).open("wb") as log:
+        write_whole(self.log_path(rank), b"")
+        with open_end(self.log_path(rank)) as log:
             process = subprocess.Popen(
                 command,
                 env=environ,
@@ -352,7 +355,7 @@ def _restore_terminal() -> None:
 def _say(message: str) -> None:
     # After SIGHUP the terminal may be gone; the ranks must still be stopped.
     with contextlib.suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
+        print(printable_lines(message), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def takes_direct_io(folder: Path) -> bool:
     """
     path = folder / "probe"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _O_DIRECT, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _O_DIRECT, 0o600)
         try:
             with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
                 return bool(_O_DIRECT) and os.pwrite(descriptor, page, 0) == os.preadv(descriptor, [page], 0)

@@ -15,6 +15,7 @@ from typing import Final
 from rich.console import Console
 
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import printable_lines
 from shardwise.planner.configs import config_of
 from shardwise.planner.explain import Reasons, expert_notes, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
@@ -82,11 +83,11 @@ class Plan:
         return self.choices[0]
 
     def __repr__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, markup=False, emoji=False)
         with console.capture() as captured:
             notes = self.asked.notes
             console.print(plan_view(self.result, self.reasons, notes=notes))
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        return "\n".join(line.rstrip() for line in printable_lines(captured.get().rstrip("\n")).split("\n"))
 
 
 def plan(

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any, Final
 
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
+from shardwise.config.written_files import write_whole
 
 SCHEMA: Final = 1
 """The version of the file's format; it changes when a key goes or changes its meaning."""
@@ -190,15 +189,7 @@ def write_profile(profile: Profile, folder: Path) -> Path:
     """
     path = profile_path(folder, profile.device, profile.num_ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(profile.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, profile.to_json(), is_synced=True)
     return path
 
 

@@ -13,14 +13,17 @@ True
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from shardwise.report.panel import TerminalPanel, describe
 from shardwise.schedule import Action, ScheduleError, TimedAction
 
-_US_PER_S = 1e6
+_US_PER_S: Final = 1e6
+# Of a trace that a run recorded; drawings take time and memory by these.
+_MAX_RANKS: Final = 2**20
+_MAX_STREAMS: Final = 64
+_MAX_S: Final = 1e12
 
 
 def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> dict[str, Any]:
@@ -56,7 +59,12 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> tuple[TimedAction, ...]:
             "trace-without-actions",
             f"none of the {len(events)} events of the trace is a timed action; give a file that a run recorded",
         )
-    return tuple(map(_timed, ours))
+    timed = tuple(map(_timed, ours))
+    if len({each.stream for each in timed}) > _MAX_STREAMS:
+        raise ScheduleError(
+            "trace-streams", f"the trace has more than {_MAX_STREAMS} streams; give a file that a run recorded"
+        )
+    return timed
 
 
 def _event(timed: TimedAction, streams: Sequence[str]) -> dict[str, Any]:
@@ -83,9 +91,12 @@ def _timed(arguments: Mapping[str, Any]) -> TimedAction:
     try:
         action, rank, stream = Action.parse(str(arguments["action"])), int(arguments["rank"]), str(arguments["lane"])
         start_s, end_s = float(arguments["start_s"]), float(arguments["end_s"])
-        if not -math.inf < start_s <= end_s < math.inf:
-            raise ValueError(f"it lasts from {start_s} s to {end_s} s")
-    except (KeyError, TypeError, ValueError) as error:
+        if not -_MAX_S <= start_s <= end_s <= _MAX_S:
+            raise ValueError(f"it lasts from {start_s:g} s to {end_s:g} s")
+        counts = (rank, action.stage, action.micro_batch or 0)
+        if not all(0 <= each < _MAX_RANKS for each in counts):
+            raise ValueError("its rank, stage or micro-batch is none")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ScheduleError(
             "trace-event-damaged", f"damaged event of the action {arguments['action']!r}: {error}; record the run again"
         ) from None

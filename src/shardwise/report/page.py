@@ -7,7 +7,6 @@ has nothing to show says why.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.config.resolve import Config
+from shardwise.config.written_files import write_whole
 from shardwise.report.packing import packed_timeline
 from shardwise.report.panel import TerminalPanel
 
@@ -51,22 +51,8 @@ def draw(sources: Sequence[Source]) -> str:
 
 
 def write(path: Path, sources: Sequence[Source]) -> None:
-    """Write the page, as `write_whole` does."""
+    """Write the page into a run's folder, as `write_whole` does."""
     write_whole(path, draw(sources))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file; who reads it meanwhile sees the old or the new one, whole.
-
-    Raises:
-        OSError: the disk is full, or the path is no file.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def installed(package: str) -> str | None:

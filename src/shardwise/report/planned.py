@@ -27,6 +27,8 @@ from shardwise.schedule.simulate import OpTimes
 _GIB = 2**30
 MAX_CELLS: Final = 70_000
 """The most forwards of a schedule that is drawn: a larger one takes minutes to simulate."""
+MAX_S: Final = 1e6
+"""The longest time of a micro-batch."""
 HERE: Final = "here"
 """The cluster of a plan for the machine on which it was made."""
 _NOTE: Final = re.compile(r"^# planned for (\S+): (.+)$", re.MULTILINE)
@@ -62,7 +64,7 @@ class PlanNote:
         try:
             numbers = dict(each.split("=") for each in found[2].split()) if found else {}
             num_ranks, num_micro_batches = int(numbers.pop("pp")), int(numbers.pop("num_micro_batches"))
-            times = OpTimes(**{name: float(seconds) for name, seconds in numbers.items()})
+            times = _op_times(numbers)
         except (KeyError, TypeError, ValueError):
             return None
         return None if found is None else cls(found[1], num_ranks, num_micro_batches, times)
@@ -74,6 +76,14 @@ class PlanNote:
         except ConfigError:
             return None
         return self.times if is_same else None
+
+
+def _op_times(values: Mapping[str, Any]) -> OpTimes:
+    """Return times that a file gives; raise ValueError, TypeError or OverflowError where they are none."""
+    seconds = {name: float(each) for name, each in values.items()}
+    if not all(0 <= each <= MAX_S for each in seconds.values()):
+        raise ValueError("a time is no duration")
+    return OpTimes(**seconds)
 
 
 def planned(config: Config, op_times: OpTimes, max_cells: int = MAX_CELLS) -> TerminalPanel:
@@ -149,11 +159,11 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
         parts = _known(price["parts_s"])
         layout = str(price["layout"])
         values = price.get("micro_batch_s")
-        times = None if values is None else OpTimes(**{name: float(seconds) for name, seconds in values.items()})
+        times = None if values is None else _op_times(values)
         wire = [["data", str(op), size] for op, size in _known(price.get("sent_bytes") or {}).items()]
         if not math.isfinite(limit):
             raise ValueError("the device's memory")
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(
             "no-plan-answer", f"{name} holds no layout; give what shardwise plan --json or --write wrote"
         ) from None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.config.untrusted_files import UntrustedFileError, open_regular, read_json
 from shardwise.report import page
 from shardwise.report.chrome_trace import read_chrome_trace
 from shardwise.report.packing import buckets, packed
@@ -24,6 +24,7 @@ from shardwise.schedule import ScheduleError
 from shardwise.schedule.simulate import OpTimes, mean_times
 
 METRICS_NAME: Final = "metrics.jsonl"
+CONFIG_NAME: Final = "config.json"
 WIRE_NAME: Final = "wire.json"
 PAGE_NAME: Final = "report.html"
 TIMELINE_NAME: Final = "timeline.json"
@@ -31,7 +32,15 @@ PREDICTION_NAME: Final = "prediction.json"
 _QUICK_CELLS: Final = 5_000
 _METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
 _CHARS_A_VALUE: Final = 5.0
-_MAX_JSON_BYTES: Final = 2**29
+_MAX_JSON_BYTES: Final = 2**26
+# A line has some 600 bytes, and a dozen brackets; a larger one is none that a run wrote.
+_MAX_LINE_BYTES: Final = 2**20
+_MAX_BRACKETS: Final = 1_000
+# Of longer metrics every so many pieces are read, so that a page takes seconds.
+_MAX_METRICS_BYTES: Final = 2**27
+_PIECE_BYTES: Final = 2**20
+_MAX_STEP: Final = 2**53
+_MAX_NUMBER: Final = 3.4e38
 _SHARE_OF_CURVES: Final = 0.4
 _MACHINE: Final = ("versions", "device", "world_size")
 
@@ -45,8 +54,13 @@ class _Steps:
     held_out: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     memory: dict[str, float] = field(default_factory=dict)
     num_damaged: int = 0
+    every: int = 1
 
     def add(self, line: Mapping[str, Any]) -> None:
+        """Take a line; raise ValueError where it is that of no step."""
+        step = _number(line.get("step"))
+        if not (0 <= step <= _MAX_STEP and step == round(step)):
+            raise ValueError("the step is none")
         for name, column in self.columns.items():
             column.append(_number(line.get(name)))
         self.step_s.append(_number(line.get("step_s")))
@@ -68,8 +82,10 @@ def write_run_page(folder: Path) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Say whether a folder is that of a run."""
-    return (folder / METRICS_NAME).exists() or (folder / "config.json").exists()
+    """Say whether a folder is that of a run: it has the config of one, which other folders have too, or its steps."""
+    values = _read(folder / CONFIG_NAME, [])
+    is_ours = all(isinstance(values.get(section), Mapping) for section in ("run", "model", "data"))
+    return is_ours or _read_steps(folder / METRICS_NAME, []).num > 0
 
 
 def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page.Source:
@@ -80,56 +96,85 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
         max_bytes: the size of what is returned; longer curves and timelines are aggregated.
         max_cells: the most forwards of a planned schedule, which takes time to simulate.
     """
-    steps = _read_steps(folder / METRICS_NAME)
-    values, prediction = _read(folder / "config.json"), _read(folder / PREDICTION_NAME)
-    memory, environment = _read(folder / "memory.json"), _read(folder / "environment.json")
+    unread: list[str] = []
+    steps = _read_steps(folder / METRICS_NAME, unread)
+    values, prediction = _read(folder / CONFIG_NAME, unread), _read(folder / PREDICTION_NAME, unread)
+    memory, environment = _read(folder / "memory.json", unread), _read(folder / "environment.json", unread)
+    wire, recorded = _read(folder / WIRE_NAME, unread), _read(folder / TIMELINE_NAME, unread)
     config = None
-    with suppress(ConfigError):
+    try:
         config = Config.from_dict(values) if values else None
-    found = page.source(folder.resolve().name, "run", "")
+    except ConfigError as error:
+        unread.append(f"{CONFIG_NAME}: {error}")
+    found = page.source(folder.resolve().name, "; ".join(["run", *(f"not read: {each}" for each in unread)]), "")
     found["facts"] = list(_facts(steps, config, memory, prediction))
     found["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)
     found["memory"] = _memory(steps, memory, prediction)
     found["parts"] = _parts(prediction)
-    found["wire"] = _wire(_read(folder / WIRE_NAME))
+    found["wire"] = _wire(wire)
     left = max_bytes - len(json.dumps(found))
-    found["timelines"] = _timelines(folder, config, left - left // 8, max_cells)
-    found["config"] = page.config_section(values) if values else absent("the folder has no config.json")
+    found["timelines"] = _timelines(recorded, config, left - left // 8, max_cells)
+    lacking = absent(f"the folder has no {CONFIG_NAME} that can be read")
+    found["config"] = page.config_section(values) if values else lacking
     shown = environment or {key: prediction[key] for key in _MACHINE if key in prediction}
     lacking = absent("the folder has neither environment.json nor prediction.json")
     found["environment"] = {"keys": page.flat(shown)} if shown else lacking
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty where there is none, or it is half written."""
-    try:
-        value = read_json(path, "", max_bytes=_MAX_JSON_BYTES)
-    except UntrustedFileError:
+def _read(path: Path, unread: list[str]) -> dict[str, Any]:
+    """Return the object in a JSON file; empty where there is none, and `unread` says why where there is something."""
+    if not os.path.lexists(path):
         return {}
+    try:
+        value = read_json(path, "", max_bytes=_MAX_JSON_BYTES, folder=path.parent)
+    except UntrustedFileError as error:
+        unread.append(str(error).replace(str(path), path.name).rstrip("; "))
+        return {}
+    if not isinstance(value, dict):
+        unread.append(f"{path.name} is no JSON object")
     return value if isinstance(value, dict) else {}
 
 
-def _read_steps(path: Path) -> _Steps:
+def _read_steps(path: Path, unread: list[str]) -> _Steps:
     steps = _Steps()
+    if not os.path.lexists(path):
+        return steps
     try:
-        file = path.open("rb")
-    except OSError:
+        file = open(open_regular(path, path.parent), "rb")  # noqa: SIM115 (an error of reading is another one)
+    except OSError as error:
+        unread.append(f"{path.name}: {error.strerror}")
         return steps
     with file:
-        for line in file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        steps.every = max(1, -(-num_bytes // _MAX_METRICS_BYTES))
+        if steps.every > 1:
+            unread.append(f"{path.name} beyond every {steps.every}th MiB of its {format_bytes(num_bytes)}")
+        for line in _lines(file, num_bytes, steps.every):
+            is_whole = line.endswith(b"\n")
             try:
-                value = json.loads(line)
-                steps.add(value)
-            except (ValueError, AttributeError):
+                if len(line) == _MAX_LINE_BYTES or line.count(b"[") + line.count(b"{") > _MAX_BRACKETS:
+                    raise ValueError("no run wrote it")
+                steps.add(json.loads(line))
+            except (ValueError, AttributeError, RecursionError):
                 # The last line of a run that goes on may be half written.
-                steps.num_damaged += line.endswith(b"\n")
+                steps.num_damaged += is_whole
     return steps
+
+
+def _lines(file: BinaryIO, num_bytes: int, every: int) -> Iterator[bytes]:
+    """Yield the lines of a file, or of every so many of its pieces."""
+    for start in range(0, max(1, num_bytes), _PIECE_BYTES * every):
+        file.seek(max(0, start - 1))
+        if start:
+            file.readline(_MAX_LINE_BYTES)  # the end of one that began before
+        while file.tell() < start + _PIECE_BYTES and (line := file.readline(_MAX_LINE_BYTES)):
+            yield line
 
 
 def _number(value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else math.nan
+    return float(value) if is_number and abs(value) <= _MAX_NUMBER else math.nan
 
 
 def _sizes(value: Any) -> dict[str, float]:
@@ -233,16 +278,16 @@ def _wire(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rows": rows, "note": "sent by rank 0, a mean over its steps"}
 
 
-def _timelines(folder: Path, config: Config | None, max_bytes: int, max_cells: int) -> dict[str, Any]:
+def _timelines(trace: Mapping[str, Any], config: Config | None, max_bytes: int, max_cells: int) -> dict[str, Any]:
     panels, notes = [], []
     try:
-        recorded = read_chrome_trace(_read(folder / TIMELINE_NAME))
+        recorded = read_chrome_trace(trace)
     except ScheduleError:
         recorded = ()
         notes.append("A run writes its last step's timeline at its end; run.record_timeline=N writes step N's.")
     try:
         if config is None:
-            notes.append("No plan is drawn, since the folder has no config.json.")
+            notes.append("No plan is drawn, since the folder has no config.json that can be read.")
         elif config.mesh.pp == 1:
             notes.append("No plan is drawn, since the run has no pipeline stages (mesh.pp = 1).")
         else:

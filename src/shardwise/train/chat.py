@@ -1,10 +1,10 @@
 """Turns a chat into token ids, and says which of them count in the loss: the assistant's, or all.
 
 A record has `messages` (of `role` and `content`), `conversations` (ShareGPT's, of `from` and `value`), or `prompt` and
-`completion`, each a text or messages. The model's own chat template writes it out. A template that marks the
-assistant's words (`{% generation %}`) says itself which tokens those are. For any other, they follow from what the
-template writes with and without each answer; where it rewrites earlier turns, as Qwen3's does with thoughts, the last
-answer alone counts.
+`completion`, each a text or messages. A content may be a list of parts that are texts. The model's own chat template
+writes it out. A template that marks the assistant's words (`{% generation %}`) says itself which tokens those are. For
+any other, they follow from what the template writes with and without each answer; where it rewrites earlier turns, as
+Qwen3's does with thoughts, the last answer alone counts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError
+from shardwise.train.time_limit import limited
 
 _ROLES: Final[Mapping[str, str]] = MappingProxyType(
     {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 )
 _ASSISTANT: Final = "assistant"
+
+# A chat is written out in about a millisecond.
+_TEMPLATE_S: Final = 5.0
+_TEXT_PARTS: Final = ("text", "input_text", "output_text")
 
 Messages = list[dict[str, Any]]
 
@@ -30,6 +35,15 @@ Messages = list[dict[str, Any]]
 def is_chat(record: Mapping[str, Any]) -> bool:
     """Say whether a record is a chat: it has `messages`, `conversations`, or `prompt` and `completion`."""
     return "messages" in record or "conversations" in record or {"prompt", "completion"} <= record.keys()
+
+
+def whole_text(text: str) -> str:
+    """Return a text that UTF-8 has bytes for: JSON can escape half of a surrogate pair, which it has none for."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,7 @@ class ChatEncoder:
         """
         prompt, completion = record.get("prompt"), record.get("completion")
         if isinstance(prompt, str) and isinstance(completion, str):
-            return self._encode_text(prompt, completion)
+            return self._encode_text(whole_text(prompt), whole_text(completion))
         messages, num_before = _messages_of(record, where)
         if self.tokenizer.chat_template is None:
             raise ConfigError(
@@ -69,10 +83,11 @@ class ChatEncoder:
     def _encode_messages(
         self, messages: Messages, num_before: int, where: str
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
-        if self.train_on == "completions" and "{% generation" in self.tokenizer.chat_template.replace("{%-", "{%"):
-            answer = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+        template = self.tokenizer.chat_template
+        if isinstance(template, Mapping):  # of several by name
+            template = str(template.get("default"))
+        if self.train_on == "completions" and "{% generation" in template.replace("{%-", "{%"):
+            answer = self._apply(messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             return _arrays(answer["input_ids"], answer["assistant_masks"])
         text = self._write(messages, where)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -105,17 +120,19 @@ class ChatEncoder:
         return spans
 
     def _write(self, messages: Messages, where: str, begins_answer: bool = False) -> str:
+        text: str = self._apply(messages, where, tokenize=False, add_generation_prompt=begins_answer)
+        return text
+
+    def _apply(self, messages: Messages, where: str, **options: Any) -> Any:
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=begins_answer
-            )
+            with limited(_TEMPLATE_S):
+                return self.tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # templates raise what they like
-            line = str(error).strip().partition("\n")[0]
+            line = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ConfigError(
                 "chat-template-refuses",
-                f"{where}: the chat template of {self.name} refuses it: {line}; mend the record",
+                f"{where}: the chat template of {self.name} refuses it: {line}; mend the record or the template",
             ) from None
-        return text
 
 
 def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
@@ -127,7 +144,7 @@ def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
     both: list[Messages] = []
     for part in parts:
         is_good = isinstance(part, list) and all(isinstance(each, Mapping) for each in part) and part
-        messages = [_message(each) for each in part] if is_good else []
+        messages = [_message(each, where) for each in part] if is_good else []
         if not is_good or not all(messages):
             raise ConfigError(
                 "chat-messages",
@@ -138,12 +155,34 @@ def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
     return [each for part in both for each in part], len(both[0]) if len(both) == 2 else 0
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a message in the words of chat templates; an empty one where it is none."""
     if "role" in message:
-        return {**message}
+        # The content of a call of tools may be missing.
+        content = message.get("content")
+        is_good = isinstance(message["role"], str) and (content is None or isinstance(content, str | list))
+        return {**message, "content": _text_of(content, where)} if is_good else {}
     role = _ROLES.get(str(message.get("from")))
-    return {"role": role, "content": message["value"]} if role is not None and "value" in message else {}
+    is_good = role is not None and isinstance(message.get("value"), str | list)
+    return {"role": role, "content": _text_of(message["value"], where)} if is_good else {}
+
+
+def _text_of(content: str | list[Any] | None, where: str) -> str | None:
+    """Return a content as text; parts of text, as OpenAI writes them, follow each other as they stand."""
+    if not isinstance(content, list):
+        return None if content is None else whole_text(content)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ConfigError(
+                "chat-part-not-text",
+                f"{where} has a message with a part that is no text ({str(kind)[:80]!r}); leave out images and other "
+                'parts, and write texts as {"type": "text", "text": "..."}',
+            )
+        texts.append(whole_text(text))
+    return "".join(texts)
 
 
 def _arrays(ids: Sequence[int], counts: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:

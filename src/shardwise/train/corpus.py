@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError, DataConfig
-from shardwise.train.chat import is_chat
+from shardwise.train.chat import is_chat, whole_text
 
 PIECE_CHARS = 1 << 18
 STDLIB_BYTES = 12_000_000
@@ -41,6 +41,8 @@ _STDLIB_EXCLUDED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
 _ROWS_AT_ONCE = 1000
+# A record is parsed at once, into several times its bytes.
+_MAX_LINE_BYTES: Final = 1 << 26
 
 
 _MAGIC: Final = b"MMIDIDX\x00\x00"
@@ -290,10 +292,15 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 
 def _jsonl_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapping[str, Any], str]]:
     with file.path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE_BYTES), b""), start=1):
             tally.num_read_bytes += len(line)
             if line.strip():
                 where = f"{file.name} line {number}"
+                if len(line) == _MAX_LINE_BYTES:
+                    raise ConfigError(
+                        "jsonl-line-long",
+                        f"{where} has {_MAX_LINE_BYTES:,} bytes or more; write one JSON object of less on each line",
+                    )
                 yield _parse_line(line, where), where
 
 
@@ -345,12 +352,7 @@ def _text_of(record: Mapping[str, Any], where: str, text_key: str) -> str:
             "jsonl-text-type",
             f"{where}: {text_key} is {type(text).__name__}, not text; set data.text_key to one that is text",
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # JSON can escape half of a surrogate pair, which UTF-8 has no bytes for.
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return whole_text(text)
 
 
 def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
@@ -387,25 +389,36 @@ class MegatronCorpus:
         return hash_of_files(self.files, "")
 
     def documents(self, vocab_size: int) -> Iterator[NDArray]:
-        """Yield the tokens of each document that has any.
+        """Yield the tokens of each document that has any, as a memory map: its sequences follow each other.
 
         Raises:
-            ConfigError: a token is not one of the tokenizer's.
+            ConfigError: a token is not one of the tokenizer's, or there are no tokens.
         """
+        if not self.lengths.any():
+            raise ConfigError(
+                "no-text", f"data.path={self.label} holds no tokens in its {len(self.lengths):,} sequences; give text"
+            )
         tokens = np.memmap(self.files[0].path, dtype=np.uint8, mode="r")
         itemsize = np.dtype(self.dtype).itemsize
-        for first, last in pairwise(self.bounds):
-            spans = zip(self.pointers[first:last].tolist(), self.lengths[first:last].tolist(), strict=True)
-            parts = [tokens[start : start + length * itemsize].view(self.dtype) for start, length in spans if length]
-            if not parts:
+        for first, last in pairwise(self.bounds.tolist()):
+            starts, sizes = (
+                self.pointers[first:last].tolist(),
+                (self.lengths[first:last].astype(np.int64) * itemsize).tolist(),
+            )
+            spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True) if size]
+            if not spans:
                 continue
-            document = np.concatenate(parts)
-            if document.min() < 0 or document.max() >= vocab_size:
-                raise ConfigError(
-                    "megatron-token-range",
-                    f"{self.label} has token {document.max()}, and data.tokenizer has {vocab_size}; give the tokenizer "
-                    "that the data were written with",
-                )
+            if all(stop == start for (_, stop), (start, _) in pairwise(spans)):
+                spans = [(spans[0][0], spans[-1][1])]
+            parts = [tokens[start:stop].view(self.dtype) for start, stop in spans]
+            document = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for wrong in (document.min(), document.max()):
+                if not 0 <= wrong < vocab_size:
+                    raise ConfigError(
+                        "megatron-token-range",
+                        f"{self.label} has token {wrong}, and data.tokenizer has {vocab_size}; give the tokenizer "
+                        "that the data were written with",
+                    )
             yield document
 
 
@@ -445,9 +458,16 @@ def _read_index(label: str, tokens: TextFile, indices: TextFile) -> MegatronCorp
         index[ends[part] : ends[part + 1]].view(dtype) for part, dtype in enumerate(("<i4", "<i8", "<i8"))
     )
     corpus = MegatronCorpus(label, (tokens, indices), _DTYPES[code], lengths, pointers, bounds)
-    stops = pointers + lengths.astype(np.int64) * np.dtype(corpus.dtype).itemsize
-    if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+    # No sum or difference of two values of the file is taken before both are in range: it might wrap.
+    if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (bounds[1:] < bounds[:-1]).any():
         raise ValueError(f"its documents do not take up its {num_sequences:,} sequences")
-    if num_sequences and (min(lengths.min(), pointers.min()) < 0 or stops.max() > tokens.num_bytes):
-        raise ValueError(f"its sequences end at byte {stops.max():,} of {tokens.num_bytes:,}")
+    if num_sequences and min(lengths.min(), pointers.min()) < 0:
+        raise ValueError(f"a sequence has {lengths.min():,} tokens or begins at byte {pointers.min():,}")
+    sizes = lengths.astype(np.int64) * np.dtype(corpus.dtype).itemsize
+    if num_sequences and (pointers > tokens.num_bytes - sizes).any():
+        raise ValueError(f"its sequences end beyond the {tokens.num_bytes:,} bytes of {tokens.name}")
+    if num_sequences and (pointers[0] != 0 or (pointers[1:] != pointers[:-1] + sizes[:-1]).any()):
+        raise ValueError(f"its sequences do not follow each other in {tokens.name}")
+    if sizes.sum() != tokens.num_bytes:
+        raise ValueError(f"its sequences have {sizes.sum():,} of the {tokens.num_bytes:,} bytes of {tokens.name}")
     return corpus

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+from shardwise.config.written_files import open_end
 from shardwise.report.page import flat
 
 METRICS_NAME: Final = "metrics.jsonl"
@@ -128,10 +129,10 @@ Sink: TypeAlias = Callable[[Mapping[str, Any], RunInfo], AbstractContextManager[
 def jsonl(config: Mapping[str, Any], run: RunInfo) -> Iterator[Write]:
     """Write a line of JSON a step to `metrics.jsonl`; a run that is killed keeps every step that it took."""
     folder = run.folder or Path()
-    with (folder / METRICS_NAME).open("a" if run.first_step else "x", encoding="utf-8") as lines:  # a new run's is new
+    with open_end(folder / METRICS_NAME, is_new=not run.first_step) as lines:  # a new run's is new
 
         def write(record: StepRecord) -> None:
-            lines.write(to_json_line(record) + "\n")
+            lines.write(f"{to_json_line(record)}\n".encode())
             lines.flush()
 
         yield write

@@ -15,13 +15,14 @@ from typing import Any, Final
 
 import torch
 
+from shardwise.config.written_files import write_whole
 from shardwise.launch.host import usable_bytes
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec, cluster_of, known_gpu
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
 from shardwise.planner.results import TIMELINE_PARTS, by_timeline_part
-from shardwise.report.page import installed, write_whole
+from shardwise.report.page import installed
 from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction

@@ -5,8 +5,9 @@ returns. A shard is built in a folder of its own and renamed into place, so a re
 two builders one wins.
 
 It has `tokens.bin` (all tokens of all documents, uint16 or uint32, those to hold out last), `tokenizer.json`, and
-`index.json` (`ShardIndex`) with a checksum of itself and of all the others but the tokens. Tokens of chats are uint32,
-with the highest bit set where one counts in the loss, and `chats.bin` has where each chat starts.
+`index.json` (`ShardIndex`) with hashes of the blocks of the tokens, and a checksum of itself and of all the others.
+Tokens of chats are uint32, with the highest bit set where one counts in the loss, and `chats.bin` has where each chat
+starts. Whoever prepares the data compares all of it with its hashes, and builds again what is damaged.
 
     data = prepare_data(config, cache_dir=Path("cache"))
     batches_for_step(data.train, first, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
@@ -16,23 +17,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.config.untrusted_files import open_regular, read_json
+from shardwise.config.untrusted_files import mismatch, open_regular, read_json
+from shardwise.config.written_files import create, write_whole
+from shardwise.train.block_hashes import check_blocks, hash_blocks
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.corpus import (
     Corpus,
@@ -48,13 +53,17 @@ from shardwise.train.dataset import COUNTS_BIT, PackedDataset, TokenDataset, spl
 from shardwise.train.job_model import JobModel, job_model, model_folder, open_tokenizer
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
-SHARD_FORMAT: Final = 5
+SHARD_FORMAT: Final = 6
 INDEX_NAME, TOKENS_NAME, CHATS_NAME, TOKENIZER_NAME = "index.json", "tokens.bin", "chats.bin", "tokenizer.json"
 BATCH_CHARS = 1 << 20
 # A guess, by which progress is shown as often for chats as for text.
 _CHAT_CHARS = 1000
 _KEY_BYTES = 12
 _CHECKSUM = "checksum"
+# With the hashes of 8 TB of tokens.
+_MAX_INDEX_BYTES: Final = 1 << 26
+
+log = logging.getLogger("shardwise")
 
 Progress = Callable[[int, int], None]
 NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
@@ -66,6 +75,8 @@ class ShardIndex(BaseModel):
     Attributes:
         num_kept: tokens before those of the documents to hold out.
         tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
+        block_hashes: of `tokens.bin`, as `hash_blocks` returns them.
+        key: the name of the folder, a hash of what decides the tokens.
         has_chats: whether the documents are chats, and there is a `chats.bin`.
     """
 
@@ -79,8 +90,10 @@ class ShardIndex(BaseModel):
     num_kept: NotNegative
     num_documents: NotNegative
     tokens_hash: str
+    block_hashes: str = Field(repr=False)
+    key: str
     has_chats: bool = False
-    format: Literal[5] = SHARD_FORMAT
+    format: Literal[6] = SHARD_FORMAT
 
 
 @dataclass(frozen=True)
@@ -104,13 +117,22 @@ class PreparedData:
         return f"{index.source}: {sizes}{cut}"
 
 
-def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | None = None) -> PreparedData:
-    """Tokenize the data unless the cache has it, and open it.
+def prepare_data(
+    config: Config,
+    cache_dir: str | Path,
+    progress: Progress | None = None,
+    *,
+    checking: Progress | None = None,
+    say: Callable[[str], None] = log.warning,
+) -> PreparedData:
+    """Tokenize the data unless the cache has it whole, and open it.
 
     Args:
         config: `data` says what to read; the model's vocabulary is the size of a trained tokenizer.
         cache_dir: folder of the cache; `data.cache_dir` takes precedence.
         progress: called now and then with bytes read and bytes in all.
+        checking: the same while the cache is compared with its hashes.
+        say: called with a line where the cache is damaged and is built again.
 
     Raises:
         ConfigError: the data cannot be read or is too short, the tokenizer does not fit, or the cache cannot
@@ -132,7 +154,10 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
     tokens_by = _tokenizer_fingerprint(config, model, chats, theirs)
     decided_by = [SHARD_FORMAT, corpus.fingerprint(), tokens_by, data.val_fraction]
     path = cache / hashlib.blake2b(repr(decided_by).encode(), digest_size=_KEY_BYTES).hexdigest()
-    if not _is_whole(path):
+    damage = _damage(path, checking)
+    if damage is not None:
+        if damage:
+            say(f"{damage}; it is built again")
         tokenizer = theirs
         if tokenizer is None:
             texts = () if isinstance(corpus, MegatronCorpus) else sample_texts(corpus, SAMPLE_BYTES)
@@ -147,11 +172,16 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
                 f"cannot write the token cache {path}: {error.strerror}; "
                 "set data.cache_dir to a folder with free space that you may write to",
             ) from None
-    return open_data(path, config)
+    return open_data(path, config, is_checked=True)
 
 
-def open_data(path: str | Path, config: Config) -> PreparedData:
+def open_data(path: str | Path, config: Config, *, is_checked: bool = False) -> PreparedData:
     """Open the shard that `prepare_data` wrote to `path`; the tokens are read when they are needed.
+
+    Args:
+        path: of the shard's folder.
+        config: as for `prepare_data`.
+        is_checked: whether this start of the run has compared the tokens with their hashes already.
 
     Raises:
         ConfigError: the shard is missing or not whole, too short for `data.seq_len`, or its tokenizer has more tokens
@@ -159,7 +189,11 @@ def open_data(path: str | Path, config: Config) -> PreparedData:
     """
     path, seq_len, val_fraction = Path(path), config.data.seq_len, config.data.val_fraction
     index = read_index(path)
+    if not is_checked:
+        check_tokens(path, index)
     job_model(config).for_tokens(index.vocab_size)  # refuses a model too small for the tokens
+    if not index.num_tokens:
+        raise ConfigError("data-too-short", f"data.path={config.data.path} holds no tokens at all; give more data")
     tokens = np.memmap(path / TOKENS_NAME, dtype=index.dtype, mode="r")
     train: TokenDataset | PackedDataset
     val: TokenDataset | PackedDataset
@@ -192,23 +226,57 @@ def read_index(path: Path) -> ShardIndex:
     """Read the index of the shard in folder `path`, and check every file of it; of the tokens, how many there are.
 
     Raises:
-        ConfigError: the shard is missing, not whole or damaged.
+        ConfigError: the shard is missing, not whole or damaged, or its folder has the name of another one.
     """
-    try:
-        fields = read_json(path / INDEX_NAME, "build it again", folder=path)
+    with _named_damage(path):
+        fields = read_json(path / INDEX_NAME, "it must be whole", max_bytes=_MAX_INDEX_BYTES, folder=path)
         checksum = fields.pop(_CHECKSUM, None) if isinstance(fields, dict) else None
         index = ShardIndex.model_validate(fields)
         if _checksum(path, index) != checksum:
             raise ValueError("its files are not those that were written")
+        if index.key != path.name:
+            raise ValueError(f"it is that of other data or another tokenizer, which belongs in a folder {index.key}")
         with open(open_regular(path / TOKENS_NAME, path), "rb") as file:
             found, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
         if found != wanted:
             raise ValueError(f"{TOKENS_NAME} has {found:,} bytes where {wanted:,} belong")
+        if index.num_kept > index.num_tokens or index.eot_id >= index.vocab_size:
+            raise ValueError("its numbers contradict each other")
+        if index.has_chats:
+            starts = np.fromfile(path / CHATS_NAME, dtype=np.uint64)
+            is_rising = len(starts) == 0 or (starts[0] == 0 and bool((starts[:-1] <= starts[1:]).all()))
+            if len(starts) != index.num_documents or not is_rising or (starts > index.num_tokens).any():
+                raise ValueError(f"{CHATS_NAME} does not say where {index.num_documents:,} chats start")
+    return index
+
+
+def check_tokens(path: Path, index: ShardIndex, progress: Progress | None = None) -> None:
+    """Compare the tokens of the shard in folder `path` with their hashes and the vocabulary.
+
+    Raises:
+        ConfigError: they are not those that were written, or one is not in the vocabulary.
+    """
+
+    def fault_of(block: bytes) -> str:
+        tokens = np.frombuffer(block, dtype=index.dtype)
+        most = int((tokens & ~COUNTS_BIT if index.has_chats else tokens).max())
+        return "" if most < index.vocab_size else f"token {most}, of a vocabulary of {index.vocab_size}"
+
+    with _named_damage(path):
+        check_blocks(path / TOKENS_NAME, index.block_hashes, fault_of, progress)
+
+
+@contextmanager
+def _named_damage(path: Path) -> Iterator[None]:
+    """Turn what reading a shard raises into the error that names it."""
+    try:
+        yield
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, ValidationError):
+            reason = f"{INDEX_NAME}: {mismatch(error)}"
         fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
         raise ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}") from None
-    return index
 
 
 def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:
@@ -227,12 +295,15 @@ def _tokenizer_fingerprint(config: Config, model: JobModel, chats: ChatEncoder |
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _is_whole(path: Path) -> bool:
+def _damage(path: Path, progress: Progress | None = None) -> str | None:
+    """Say why a shard must be built: None where it is whole, "" where there is none."""
+    if not os.path.lexists(path):
+        return ""
     try:
-        read_index(path)
-    except ConfigError:
-        return False
-    return True
+        check_tokens(path, read_index(path), progress)
+    except ConfigError as error:
+        return str(error).rpartition("; ")[0]
+    return None
 
 
 class _Encoded(NamedTuple):
@@ -249,20 +320,21 @@ def _build(path: Path, encoded: Iterable[_Encoded], label: str, tokenizer: Token
     folder.mkdir(parents=True)
     try:
         facts = _write_tokens(folder, encoded, val_fraction, tokenizer.vocab_size)
-        (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
-        seal(folder, source=label, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id, **facts)
+        write_whole(folder / TOKENIZER_NAME, tokenizer.to_json())
+        ids = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
+        seal(folder, key=path.name, source=label, **ids, **facts)
         _publish(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def seal(folder: Path, **facts: Any) -> None:
-    """Write `index.json` into a folder that has the other files; `facts` are its fields."""
+    """Write `index.json` into a folder that has the other files; `facts` are fields of the index."""
     with (folder / TOKENS_NAME).open("rb") as tokens:
-        tokens_hash = hashlib.file_digest(tokens, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    index = ShardIndex(tokens_hash=tokens_hash, **facts)
+        tokens_hash, block_hashes = hash_blocks(tokens)
+    index = ShardIndex(**{"key": folder.name, "tokens_hash": tokens_hash, "block_hashes": block_hashes, **facts})
     fields = index.model_dump() | {_CHECKSUM: _checksum(folder, index)}
-    (folder / INDEX_NAME).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    write_whole(folder / INDEX_NAME, json.dumps(fields, indent=2))
 
 
 def _encode(
@@ -270,7 +342,9 @@ def _encode(
 ) -> Iterator[_Encoded]:
     """Yield the tokens of every piece; a document's last one gets the end of text, and its first what begins one."""
     if isinstance(corpus, MegatronCorpus):
-        yield from map(_Encoded, corpus.documents(tokenizer.vocab_size))
+        for ids in corpus.documents(tokenizer.vocab_size):
+            for start in range(0, len(ids), BATCH_CHARS):
+                yield _Encoded(ids[start : start + BATCH_CHARS], ends_document=start + BATCH_CHARS >= len(ids))
         return
     tally, at_start = CorpusCounts(), True
     for pieces in _in_batches(read_pieces(corpus, tally)):
@@ -315,7 +389,7 @@ def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float
     held_out, at_start = 0, True
     has_chats: bool | None = None
     dtype: type[np.unsignedinteger] = np.uint32
-    with (folder / TOKENS_NAME).open("wb") as kept, tempfile.TemporaryFile(dir=folder) as later:
+    with create(folder / TOKENS_NAME) as kept, tempfile.TemporaryFile(dir=folder) as later:
         for ids, is_chat, ends_document in encoded:
             if has_chats not in (None, is_chat):
                 raise ConfigError(
@@ -346,10 +420,13 @@ def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float
 
 def _publish(folder: Path, path: Path) -> None:
     """Rename `folder` to `path`; keep a whole shard that another process put there, and delete a broken one."""
-    if path.exists() and not _is_whole(path):
-        shutil.rmtree(path, ignore_errors=True)
+    if _damage(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     try:
         folder.rename(path)
     except OSError:
-        if not _is_whole(path):
+        if _damage(path) is not None:
             raise

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.planner.render import bar_of
+from shardwise.report.console import Escaped
 from shardwise.runtime.format import format_bytes, format_clock
 from shardwise.runtime.memory_tracker import Category
 from shardwise.train.metrics import WORDS, StepRecord
@@ -365,7 +366,7 @@ class Display:
         size = (self._console.width, self._console.height)
         with self._console.capture() as capture:
             is_coloured = self._console.color_system is not None
-            self._console.print(render(self._state, *size, is_coloured=is_coloured))
+            self._console.print(Escaped(render(self._state, *size, is_coloured=is_coloured)))
         # Lines that scrolled out at the top cannot be drawn again.
         lines = capture.get().splitlines()[: max(1, self._console.height - 1)]
         # A terminal that was resized has wrapped the old lines differently, so the picture starts again below them.
@@ -377,4 +378,4 @@ class Display:
 
 def say(console: Console, line: str) -> None:
     """Print a line as it is: a path may hold brackets, which rich would take for markup."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(Escaped(Text(line)), highlight=False, soft_wrap=True)

@@ -26,9 +26,10 @@ from typing import Any, Final
 import torch
 
 from shardwise.comm.merged import exchange_texts
+from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.launch.host import machine_name, usable_bytes
-from shardwise.report.page import installed, write_whole
+from shardwise.report.page import installed
 from shardwise.runtime.format import format_s
 from shardwise.runtime.timeline import WAIT
 
@@ -233,4 +234,4 @@ def note_command(folder: Path) -> None:
     Raises:
         OSError: the disk is full.
     """
-    (folder / ENVIRONMENT_NAME).write_text(json.dumps({"command": sys.argv}) + "\n", encoding="utf-8")
+    write_whole(folder / ENVIRONMENT_NAME, json.dumps({"command": sys.argv}) + "\n")

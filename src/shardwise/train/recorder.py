@@ -21,9 +21,10 @@ import torch
 from rich.console import Console
 
 from shardwise.config.resolve import ConfigError, batch_equation
+from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
-from shardwise.report.page import write_whole
+from shardwise.report.console import Escaped, Terminal
 from shardwise.report.run_folder import WIRE_NAME, write_run_page
 from shardwise.runtime.format import format_count
 from shardwise.train.loop import StepMeter, mfu_of
@@ -240,7 +241,7 @@ def progress(
     header = header_of(engine, f"{type(engine.model).__name__}, {format_count(num_params)} parameters")
     first_step = engine.num_steps
     state = Progress(header, steps or engine.config.run.steps, step=first_step, first_step=first_step)
-    console = console or Console()
+    console = console or Terminal()
     return _own_run(RunRecorder(engine, state, place, console, mfu), engine, place, console)
 
 
@@ -248,10 +249,10 @@ def progress(
 def _own_run(recorder: RunRecorder, engine: Engine, folder: Path | None, console: Console) -> Iterator[RunRecorder]:
     if engine.comm.rank == 0 and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_NAME).write_text(engine.config.to_json() + "\n", encoding="utf-8")
+        write_whole(folder / CONFIG_NAME, engine.config.to_json() + "\n")
     with recorder:
         recorder.begin()
         yield recorder
     if engine.comm.rank == 0:
         outcome = recorder.outcome(RunOutcome(recorder.state, folder, loss_unit=""))
-        console.print(render_outcome(outcome), crop=False)
+        console.print(Escaped(render_outcome(outcome)), crop=False)

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.comm.merged import exchange_texts
+from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.schedule import Action, TimedAction
@@ -74,7 +75,7 @@ def save_timeline(engine: Engine, path: str | Path) -> None:
 def write_timeline(engine: Engine, path: str | Path, actions: Sequence[TimedAction]) -> None:
     """Write `actions` to `path` as a Chrome trace, on rank 0 of the `engine` alone."""
     if engine.comm.comm_log.rank == 0:
-        Path(path).write_text(json.dumps(chrome_trace(actions)), encoding="utf-8")
+        write_whole(path, json.dumps(chrome_trace(actions)))
 
 
 class ProfileWindow:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import json
 import logging
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -29,11 +30,13 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
+from shardwise.config.written_files import open_end
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
 from shardwise.layout.stage_partition import find_partition
+from shardwise.report.console import Escaped, LogFormatter, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes, format_count
@@ -60,6 +63,8 @@ from shardwise.train.summary import RunOutcome, render_outcome
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
 _POLL_S: Final = 0.1
+# A wait that is longer than this says what it does.
+_LONG_S: Final = 2.0
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
@@ -173,7 +178,7 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        trainer = build_trainer(config, open_data(shard_path, config))
+        trainer = build_trainer(config, open_data(shard_path, config, is_checked=True))
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
@@ -196,7 +201,7 @@ def run_rank(
             outcome = replace(
                 outcome, stopped_by=stopped_by, host=trainer.host, prediction=prediction, measured=measured
             )
-            console.print(render_outcome(recorder.outcome(outcome)), crop=False)
+            console.print(Escaped(render_outcome(recorder.outcome(outcome))), crop=False)
         if outcome.failure is not None:
             raise outcome.failure
     except KeyboardInterrupt:
@@ -344,7 +349,7 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
 def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Config, Path, Path]:
     """Tokenize the data and make the run's folder; return the config with its steps, the folder and the token shard."""
     make_root(config, resume)
-    start_s = time.monotonic()
+    start_s, is_told = time.monotonic(), False
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("learning the tokenizer", total=None)
@@ -352,7 +357,14 @@ def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Con
         def show(num_done_bytes: int, num_bytes: int) -> None:
             bars.update(task, description="tokenizing", completed=num_done_bytes, total=num_bytes)
 
-        data = prepare_job_data(config, show)
+        def check(num_done_bytes: int, num_bytes: int) -> None:
+            nonlocal is_told
+            bars.update(task, description="checking the prepared data", completed=num_done_bytes, total=num_bytes)
+            if not (is_told or console.is_terminal) and time.monotonic() - start_s > _LONG_S:
+                is_told = True
+                say(console, f"checking the prepared data, {format_bytes(num_bytes)}")
+
+        data = prepare_job_data(config, show, checking=check, say=partial(say, bars.console))
     say(console, f"{data.words}, {time.monotonic() - start_s:.1f} s")
     config = with_steps(config, data)
     return config, create_folder(config, datetime.now()), data.path
@@ -393,8 +405,9 @@ def _agree_on_place(
 def _log_to(folder: Path, env: RankEnv) -> None:
     """Log to `rank-N.log`: the local launcher has made it this rank's stderr; other launchers have not."""
     path = folder / f"rank-{env.rank}.log"
-    handler = logging.StreamHandler() if env.launcher == "local" else logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    own = None if env.launcher == "local" else io.TextIOWrapper(open_end(path), encoding="utf-8")
+    handler = logging.StreamHandler(own)
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     log.setLevel(logging.INFO)
 
@@ -410,7 +423,7 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
         log.error("rank %d failed", env.rank, exc_info=error)
         message = f"rank {env.rank} failed: {type(error).__name__}: {error}; the traceback is in rank-{env.rank}.log"
     # The local launcher quotes the last line of the log, and says who speaks.
-    print(message if env.launcher == "local" else f"shardwise: {message}", file=sys.stderr, flush=True)
+    write_line(message if env.launcher == "local" else f"shardwise: {message}", to_stderr=True)
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -27,6 +27,7 @@ import torch
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
+from shardwise.config.written_files import write_whole
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.launch.host import usable_bytes
@@ -264,9 +265,12 @@ def wanted_device(config: Config) -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def prepare_job_data(config: Config, progress: Progress | None = None) -> PreparedData:
-    """Tokenize the data into the cache beside the runs' folders, unless the cache has it, and open it."""
-    data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress)
+def prepare_job_data(config: Config, progress: Progress | None = None, **told: Any) -> PreparedData:
+    """Tokenize the data into the cache beside the runs' folders, unless the cache has it, and open it.
+
+    `told` is what else `prepare_data` tells of its progress.
+    """
+    data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress, **told)
     num_sequences, global_size = data.train.num_sequences(config.data.seq_len), config.batch.global_size or 1
     if global_size > _MAX_PASSES_A_STEP * num_sequences:
         raise ConfigError(
@@ -308,7 +312,7 @@ def create_folder(config: Config, now: datetime) -> Path:
                 folder = candidate
             except FileExistsError:
                 start = f"{datetime.strptime(start, _TIME) + timedelta(seconds=1):{_TIME}}"
-        (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
+        write_whole(folder / CONFIG_NAME, config.to_json() + "\n")
     except OSError as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

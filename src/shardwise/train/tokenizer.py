@@ -27,6 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, read_bytes
+from shardwise.config.written_files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 257
@@ -101,9 +102,9 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write a folder that `AutoTokenizer` loads."""
         folder.mkdir(exist_ok=True)
-        (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
+        write_whole(folder / "tokenizer.json", self.to_json())
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.backend.id_to_token(self.eot_id)}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:

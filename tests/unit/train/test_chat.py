@@ -72,6 +72,60 @@ def test_all_tokens_count_where_the_config_says_so() -> None:
     )
 
 
+PARTS = [{"type": "text", "text": "h"}, {"type": "output_text", "text": "o"}, "!"]
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{{ a }}{% endfor %}" + (
+    "{% endfor %}{% endfor %}"
+)
+GROWING = "{% set a = namespace(b='x' * 1000) %}{% for c in range(99) %}{% set a.b = a.b ~ a.b %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_parts_of_text_are_the_text_that_they_make(template: str) -> None:
+    whole = [ROUNDS[0], {"role": "assistant", "content": "ho!"}]
+    parts = [ROUNDS[0], {"role": "assistant", "content": PARTS}]
+    theirs = [{"from": "human", "value": [{"type": "text", "text": "hi"}]}, {"from": "gpt", "value": PARTS}]
+    expected = counted({"messages": whole}, template)
+    for record in ({"messages": parts}, {"conversations": theirs}, {"prompt": parts[:1], "completion": parts[1:]}):
+        assert counted(record, template) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "chat-part-not-text"),
+        ([{"type": "text", "text": 5}], "chat-part-not-text"),
+        ([{"text": "no type"}], "chat-part-not-text"),
+        ([["hi"]], "chat-part-not-text"),
+        ([None], "chat-part-not-text"),
+        (5, "chat-messages"),
+        ({"type": "text", "text": "hi"}, "chat-messages"),
+    ],
+)
+def test_contents_that_are_no_text_are_refused(content: object, code: str) -> None:
+    for record in (
+        {"messages": [{"role": "user", "content": content}, ROUNDS[1]]},
+        {"conversations": [{"from": "human", "value": content}, {"from": "gpt", "value": "ho"}]},
+    ):
+        with refused(code, "line 1"):
+            counted(record)
+
+
+def test_half_a_surrogate_pair_is_replaced() -> None:
+    text = counted({"messages": [ROUNDS[0], {"role": "assistant", "content": "a\ud800"}]})
+    assert text == counted({"messages": [ROUNDS[0], {"role": "assistant", "content": "a\ufffd"}]})
+    assert counted({"prompt": "a\ud800", "completion": "b"}) == "b<|im_end|>"
+
+
+@pytest.mark.parametrize("mark", ["", "{% generation %}{% endgeneration %}"])
+@pytest.mark.parametrize(("template", "why"), [(ENDLESS, "not done after"), (GROWING, "memory")])
+def test_a_template_without_an_end_is_ended(
+    template: str, why: str, mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.train.chat._TEMPLATE_S", 0.3 if why.startswith("not") else 5.0)
+    with refused("chat-template-refuses", "line 1", why):
+        counted({"messages": ROUNDS}, mark + template)
+
+
 def test_records_that_are_no_chats_are_refused_by_their_place() -> None:
     for code, record, template in (
         ("no-chat-template", {"messages": ROUNDS}, None),

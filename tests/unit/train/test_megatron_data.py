@@ -101,9 +101,61 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "corpus.bin").write_bytes((tmp_path / "corpus.bin").read_bytes()[:-2])
     with refused("megatron-index", "corpus.idx"):
         prepare_data(config(tmp_path, path), tmp_path)
+    write(tmp_path / "corpus", [[[], []], [[]]])
+    with refused("no-text", path):
+        prepare_data(config(tmp_path, path), tmp_path)
     write(tmp_path / "corpus", [*documents(40), [[300, 1]]])
     with refused("megatron-token-range", "300", "257"):
         prepare_data(config(tmp_path, path), tmp_path)
     index.unlink()
     with refused("data-missing", "corpus"):
         prepare_data(config(tmp_path, path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("array", "place", "value"),
+    [
+        ("pointer", 0, 2**63 - 8),  # which wraps when the sequence's bytes are added
+        ("pointer", 3, 2**63 + 7),
+        ("pointer", 3, -1),
+        ("pointer", 5, 0),
+        ("length", 2, -5),
+        ("length", 2, 2),
+        ("length", 2, 2**31 - 1),
+        ("bound", 4, 2**62),
+        ("bound", 4, -(2**63)),
+        ("bound", 1, 2**63 - 1),
+    ],
+)
+def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, array: str, place: int, value: int) -> None:
+    written = [[[1, 2, 3]]] * 20
+    write(tmp_path / "corpus", written)
+    index = tmp_path / "corpus.idx"
+    data, size = bytearray(index.read_bytes()), 4 if array == "length" else 8
+    at = {"length": 34, "pointer": 34 + 4 * 20, "bound": 34 + 12 * 20}[array] + size * place
+    data[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+    index.write_bytes(data)
+    with refused("megatron-index", "corpus.idx"):
+        prepare_data(config(tmp_path, f"{tmp_path}/corpus"), tmp_path)
+
+
+def test_bounds_that_wrap_around_are_refused(tmp_path: Path) -> None:
+    """Each is larger than the one before by 64-bit differences."""
+    write(tmp_path / "corpus", [[[1]]] * 6)
+    index = tmp_path / "corpus.idx"
+    bounds = np.array([0, 2**62, 2**63 - 1, -(2**63), -(2**62), -1, 6], np.int64)
+    index.write_bytes(index.read_bytes()[: -bounds.nbytes] + bounds.tobytes())
+    with refused("megatron-index", "corpus.idx"):
+        prepare_data(config(tmp_path, f"{tmp_path}/corpus"), tmp_path)
+
+
+def test_sequences_that_multiply_a_file_are_refused(tmp_path: Path) -> None:
+    """A thousand sequences of all of the file would make a cache of a thousand times its size."""
+    write(tmp_path / "corpus", [[[1] * 100]] + [[[]]] * 999)
+    index = tmp_path / "corpus.idx"
+    data = bytearray(index.read_bytes())
+    data[34 : 34 + 4000] = np.full(1000, 100, np.int32).tobytes()
+    data[34 + 4000 : 34 + 12000] = bytes(8000)
+    index.write_bytes(data)
+    with refused("megatron-index", "follow each other"):
+        prepare_data(config(tmp_path, f"{tmp_path}/corpus"), tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.train import corpus, prepare
 from shardwise.train.dataset import TokenDataset
-from shardwise.train.prepare import open_data, prepare_data
+from shardwise.train.prepare import open_data, prepare_data, read_index, seal
 from shardwise.train.tokenizer import byte_tokenizer
 
 TEXT = "".join(f"line {number} of the text, größer als 世界\n" for number in range(200))
@@ -170,15 +171,43 @@ def harm(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["flipped bit", "FIFO", "folder", "empty"])
 @pytest.mark.parametrize("name", ["index.json", "tokenizer.json", "tokens.bin"])
-def test_damaged_shard_is_built_again(config, tmp_path, name, how):
-    """Of the tokens themselves, which may be many, the number alone is checked."""
-    if (name, how) == ("tokens.bin", "flipped bit"):
-        how = "empty"
-    before = prepare_data(config, tmp_path / "cache")
+def test_damaged_shard_is_named_and_built_again(config, tmp_path, name, how):
+    before, said = prepare_data(config, tmp_path / "cache"), []
     harm(before.path / name, how)
-    after = prepare_data(config, tmp_path / "cache")
+    with refused("token-shard-damaged", str(before.path)):
+        open_data(before.path, config)
+    after = prepare_data(config, tmp_path / "cache", say=said.append)
+    assert len(said) == 1
+    assert str(before.path) in said[0]
+    assert said[0].endswith("built again")
     assert after.index.tokens_hash == before.index.tokens_hash
     assert tokens_of(after.train).tolist() == tokens_of(before.train).tolist()
+
+
+def test_a_shard_of_other_data_is_not_taken(config, tmp_path):
+    """As where a person has copied folders of a cache over each other."""
+    first = prepare_data(config, tmp_path / "cache").path
+    other = config.override(["data.tokenizer=bytes"])
+    second = prepare_data(other, tmp_path / "cache").path
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    with refused("token-shard-damaged", str(second), "another tokenizer"):
+        open_data(second, other)
+    assert prepare_data(other, tmp_path / "cache").index.vocab_size == 257
+
+
+@pytest.mark.parametrize("facts", [{"vocab_size": 100}, {"num_kept": 2**40}, {"eot_id": 257}, {"num_documents": 3}])
+def test_facts_that_contradict_the_tokens_are_refused(config, tmp_path, facts):
+    """Whoever wrote the index gave it the right hashes; `num_documents` counts chats, which there are none of."""
+    path = prepare_data(config.override(["data.tokenizer=bytes"]), tmp_path / "cache").path
+    fields = read_index(path).model_dump(exclude={"tokens_hash", "block_hashes"})
+    if "num_documents" in facts:
+        facts = {**facts, "has_chats": True, "dtype": "uint32", "num_tokens": fields["num_tokens"] // 2}
+        np.array([0, 7, 5], np.uint64).tofile(path / "chats.bin")
+        os.truncate(path / "tokens.bin", 4 * facts["num_tokens"])
+    seal(path, **{**fields, **facts})
+    with refused("token-shard-damaged", str(path)):
+        open_data(path, config)
 
 
 def test_index_with_other_facts_is_refused(config, tmp_path):

@@ -27,6 +27,7 @@ from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.config.resolve import ConfigError
+from shardwise.config.written_files import write_whole
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM
 
@@ -51,7 +52,7 @@ _UNITS: Final = MappingProxyType(
 def write_zero_to_fp32(folder: str | Path) -> None:
     """Write the script into a folder of checkpoints, as DeepSpeed's `save_checkpoint` does."""
     path = Path(folder, SCRIPT_NAME)
-    path.write_text(_SCRIPT)
+    write_whole(path, _SCRIPT)
     path.chmod(0o755)
 
 
@@ -105,7 +106,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if plan.index:
         index = {"metadata": {"total_size": plan.num_tensor_bytes}, "weight_map": weight_map}
         name = "model.safetensors.index.json" if safe_serialization else "pytorch_model.bin.index.json"
-        (target / name).write_text(json.dumps(index, indent=2, sort_keys=True))
+        write_whole(target / name, json.dumps(index, indent=2, sort_keys=True))
 
 
 def main(arguments: list[str] | None = None) -> None:
