@@ -25,6 +25,7 @@ from typing import Any, Final, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from shardwise.config.arguments import checked
 from shardwise.config.sections import (
     MAX_MICRO_BATCHES,
     MAX_RANKS,
@@ -171,11 +172,13 @@ class Config(Section):
             raise ConfigError(code, _explain(section, leaf, values[section][leaf])) from None
 
     @classmethod
+    @checked
     def from_toml(cls, path: str | Path) -> Self:
         """Read a TOML file, or the config.json that a run has left."""
         return cls.from_dict(read_toml(path))
 
     @classmethod
+    @checked
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote."""
         try:
@@ -187,6 +190,7 @@ class Config(Section):
         """Write every field, defaults included, as indented JSON."""
         return self.model_dump_json(indent=2)
 
+    @checked
     def override(self, assignments: Sequence[str]) -> Self:
         """Apply `section.key=value` assignments; values are read as TOML, and as plain strings where that fails or a
         string is asked for.
@@ -204,6 +208,7 @@ class Config(Section):
             set_key(values, key.strip(), _parse_value(key.strip(), text.strip()))
         return self.from_dict(values)
 
+    @checked
     def resolve(self, world_size: int) -> Self:
         """Fill in what follows from the world size: the mesh, then the batch; refuse what cannot be."""
         if world_size < 1:

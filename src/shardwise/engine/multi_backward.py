@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.loss import LossSum
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_context import backpropagate
 
 
+@checked
 def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> None:
     """Add the gradients of one loss, computed from the models of several engines, to what each has accumulated.
 

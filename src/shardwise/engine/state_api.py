@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.records import CommError
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
@@ -35,6 +36,7 @@ def note_engine(context: StepContext) -> Callable[[], None]:
     return forget
 
 
+@checked
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
     """Make parameters whole inside the context: slices of `shardwise.init()`, and those that an engine shards.

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 
 
@@ -41,6 +42,7 @@ class LayerSpec:
         kwargs: of the factory.
     """
 
+    @checked
     def __init__(
         self,
         factory: Callable[..., nn.Module],
@@ -90,6 +92,7 @@ class LayerList(nn.Sequential):
             common or one in two shapes.
     """
 
+    @checked
     def __init__(self, specs: Iterable[LayerSpec | nn.Module | Callable[..., Any]]) -> None:
         super().__init__()
         owners: dict[str, nn.Module] = {}

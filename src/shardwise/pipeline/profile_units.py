@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.stage_units import find_stage_units
 from shardwise.runtime.module_hooks import watch_calls
@@ -27,6 +28,7 @@ from shardwise.runtime.torch_private import pytree
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@checked
 def measure_units(
     model: nn.Module,
     batch: Any,

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.param_groups import ROOT
@@ -69,6 +70,7 @@ class ModelStates:
         return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *words])
 
 
+@checked
 def estimate_model_states(
     model: nn.Module | int,
     *,

@@ -14,6 +14,7 @@ from typing import Final
 
 from rich.console import Console
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import config_of
 from shardwise.planner.explain import Reasons, expert_notes, reasons_of
@@ -89,6 +90,7 @@ class Plan:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
+@checked
 def plan(
     model: object,
     cluster: str | Cluster,

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import check_context
 from shardwise.dropout import ShardRegion, may_drop_by_function
@@ -34,6 +35,7 @@ from shardwise.tensor.hf_plans import find_plan
 _LOG: Final = logging.getLogger("shardwise")
 
 
+@checked
 def plan_layout(
     model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None, *, rank: int = 0
 ) -> Layout:

@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
@@ -37,6 +38,7 @@ _VOCAB_SIZE: Final = 512  # more than twice the hidden sizes, as those of the mo
 _LOG: Final = logging.getLogger("shardwise")
 
 
+@checked
 def prove_plan(
     model: nn.Module,
     batch: Any,

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
 from shardwise.train.dataset import sample_order, sample_positions
@@ -90,6 +91,7 @@ class EngineDataLoader:
         """Return the position as JSON, in rows of all ranks: it means the same on any number of them."""
         return {"num_samples": self.num_samples, "num_rows": len(self._dataset), "seed": self._seed}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` returned.
 
@@ -158,6 +160,7 @@ class StreamLoader:
         """Return the position as JSON, in samples of all ranks: it means the same on any number of them."""
         return {"num_samples": self.num_samples, "epoch": self.epoch}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` returned, in the next iteration."""
         self.num_samples, self.epoch = int(state["num_samples"]), int(state["epoch"])
@@ -169,6 +172,7 @@ def _shares_of(engine: Engine) -> tuple[list[range], int]:
     return sample_positions(batch, mesh.data_index(engine.comm.rank), mesh.num_data_ranks), batch.global_size or 1
 
 
+@checked
 def data_loader(
     engine: Engine,
     dataset: MapDataset,
@@ -206,6 +210,7 @@ def data_loader(
     return EngineDataLoader(engine, dataset, number if shuffle else None, {"collate_fn": collate_fn, **options})
 
 
+@checked
 def stream_loader(
     engine: Engine, stream: Iterable[Any], *, collate_fn: Callable[[list[Any]], Any] = default_collate
 ) -> StreamLoader:

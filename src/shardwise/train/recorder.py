@@ -20,6 +20,7 @@ from typing import Self, TypeVar
 import torch
 from rich.console import Console
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError, batch_equation
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
@@ -204,6 +205,7 @@ def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resu
     )
 
 
+@checked
 def progress(
     engine: Engine,
     steps: int | None = None,

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.loss import LossFn
 from shardwise.comm.records import Collective
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import (
     BatchConfig,
     Config,
@@ -110,6 +111,7 @@ class Simulation:
         return totals
 
 
+@checked
 def simulate(
     model: nn.Module | Callable[[], nn.Module],
     config: Config | Mapping[str, Any] | None,

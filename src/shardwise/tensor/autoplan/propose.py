@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.tensor_plan import (
     LayerSplit,
@@ -47,6 +48,7 @@ Attributes = tuple[tuple[str, str, int], ...]
 MAX_FAILED_OPS: Final = 10_000
 
 
+@checked
 def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, Any] | None = None) -> TensorPlan:
     """Find out how a model can be split over `tp` ranks, by running its forward once on tensors without memory.
 
