@@ -135,8 +135,6 @@ class _Interception(TorchFunctionMode):
 
     def __init__(self, structure: BlockLayout | LayoutSource, otherwise: Otherwise) -> None:
         super().__init__()
-        if otherwise not in ("raise", "dense"):
-            raise ConfigError("otherwise-choice", f'otherwise={otherwise!r} is not known; legal: "raise", "dense"')
         require_structure(structure)
         self._structure, self._otherwise = structure, otherwise
         self._layouts: dict[tuple[int, bool], BlockLayout] = {}

@@ -1,4 +1,4 @@
-"""The border for wrong calls: what a public function is given is checked by the annotations that it has.
+"""This module is the border for wrong calls: it checks what public functions are given by their annotations.
 
 A public function costs one line, `@checked`. Each argument that is given is compared with its annotation: classes,
 unions, choices (`Literal`), ranges (`Annotated[int, Field(ge=1)]`), elements of lists and tables, protocols by the
@@ -43,6 +43,12 @@ R = TypeVar("R")
 NO_CLASS: Final = "no class"
 """Marks, in `Annotated`, a function that cannot be a class: calling that would only make an object."""
 
+FOLDER_NAME: Final = "folder name"
+"""Marks, in `Annotated`, a text that names one folder: a path would lead out of the folder that has it."""
+
+OWN_RULE: Final = "own rule"
+"""Marks, in `Annotated`, an argument that its function refuses itself, with a code of its own."""
+
 _TYPE, _RANGE, _CHOICE = "wrong-argument", "argument-range", "argument-choice"
 _MAX_SHOWN: Final = 60
 _PLAIN: Final = (str, bytes, bool, int, float, type(None))
@@ -52,7 +58,28 @@ _LIMITS: Final[Mapping[str, str]] = types.MappingProxyType(
 
 
 class _RefusedError(Exception):
-    """A value is not what a rule takes; the code says which kind of rule that is."""
+    """A value is not what a rule takes.
+
+    Args:
+        code: says which kind of rule that is.
+        place: of the value inside the argument, such as "[2]"; empty for the argument itself.
+        value: what is there, where there is a place.
+        words: what may be there.
+    """
+
+    def __init__(self, code: str, place: str = "", value: Any = None, words: str = "") -> None:
+        super().__init__(code, place, value, words)
+        self.code, self.place, self.value, self.words = code, place, value, words
+
+
+def _take_inside(rule: Rule | None, place: str, value: Any) -> None:
+    """Check a value inside an argument, and let the error say where it is."""
+    if rule is not None:
+        try:
+            rule.take(value)
+        except _RefusedError as refused:
+            inner = (refused.value, refused.words) if refused.place else (value, rule.words)
+            raise _RefusedError(refused.code, place + refused.place, *inner) from None
 
 
 class Rule(Protocol):
@@ -115,7 +142,7 @@ class _Choice:
 
 
 class _PathName:
-    words = "a path, as a str or a Path"
+    words = "a path (a str or a Path)"
 
     def take(self, value: Any) -> Any:
         try:
@@ -129,20 +156,33 @@ class _PathName:
         return value if isinstance(value, str | Path) else Path(text)
 
 
+class _FolderName:
+    words = "the name of a folder, as a str without / and .."
+
+    def take(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            raise _RefusedError(_TYPE)
+        if "\0" in value or value == ".." or Path(value).name != value:
+            raise _RefusedError(_CHOICE)
+        return value
+
+
 class _AnyOf:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = rules
-        *others, last = [each.words for each in sorted(rules, key=lambda each: each.words == "None")]
-        self.words = f"{', '.join(others)}{',' if last == 'None' else ''} or {last}"
+        words = dict.fromkeys(each.words for each in sorted(rules, key=lambda each: each.words == "None"))
+        *others, last = words
+        self.words = f"{', '.join(others)}{',' if last == 'None' else ''} or {last}" if others else last
 
     def take(self, value: Any) -> Any:
-        code = _TYPE
+        nearest = _RefusedError(_TYPE)
         for rule in self.rules:
             try:
                 return rule.take(value)
             except _RefusedError as refused:
-                code = code if refused.args[0] == _TYPE else refused.args[0]
-        raise _RefusedError(code)
+                if refused.place or (refused.code != _TYPE and not nearest.place):
+                    nearest = refused
+        raise nearest
 
 
 class _Elements:
@@ -150,9 +190,8 @@ class _Elements:
 
     def __init__(self, kind: type, element: Rule | None) -> None:
         self.kind, self.element = kind, element
-        self.words = "a list" if kind is not collections.abc.Iterable else "a list, or what gives its elements,"
-        self.words += "" if element is None else f" of which each is {element.words}"
-        self.words = self.words.removesuffix(",")
+        self.words = "a list" if kind is not collections.abc.Iterable else "an iterable"
+        self.words += "" if element is None else f" of elements that are each {element.words}"
 
     def take(self, value: Any) -> Any:
         if type(value) in (list, tuple) and self.element is None:
@@ -168,8 +207,8 @@ class _Elements:
         if not fits:
             raise _RefusedError(_TYPE)
         if self.element is not None and isinstance(value, list | tuple | set | frozenset):
-            for each in value:
-                self.element.take(each)
+            for index, each in enumerate(value):
+                _take_inside(self.element, f"[{index}]", each)
         return value
 
 
@@ -182,25 +221,22 @@ class _Fixed:
     def take(self, value: Any) -> Any:
         if not isinstance(value, tuple | list) or len(value) != len(self.elements):
             raise _RefusedError(_TYPE)
-        for rule, each in zip(self.elements, value, strict=True):
-            if rule is not None:
-                rule.take(each)
+        for index, (rule, each) in enumerate(zip(self.elements, value, strict=True)):
+            _take_inside(rule, f"[{index}]", each)
         return value
 
 
 class _Table:
     def __init__(self, key: Rule | None, value: Rule | None) -> None:
         self.key, self.value = key, value
-        self.words = "a dict" if value is None else f"a dict whose values are each {value.words}"
+        self.words = "a dict" if value is None else f"a dict with values that are each {value.words}"
 
     def take(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _RefusedError(_TYPE)
         for key, each in value.items() if self.key is not None or self.value is not None else ():
-            if self.key is not None:
-                self.key.take(key)
-            if self.value is not None:
-                self.value.take(each)
+            _take_inside(self.key, f", the key {_short(key)}", key)
+            _take_inside(self.value, f"[{_short(key)}]", each)
         return value
 
 
@@ -228,12 +264,13 @@ class _Function:
 
 class _Trait:
     def __init__(self, protocol: Any) -> None:
-        names = {name for base in protocol.__mro__ if getattr(base, "_is_protocol", False) for name in vars(base)}
-        self.names = sorted(name for name in names - set(vars(_Trivial)) - set(dir(object)))
-        self.words = f"an object with {', '.join(self.names)}"
+        bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not Protocol]
+        named = {name for base in bases for name in vars(base) if inspect.isfunction(vars(base)[name])}
+        self.names = sorted(name for name in named if not hasattr(_Trivial, name))
+        self.words = f"an object with {' and '.join(self.names)}"
 
     def take(self, value: Any) -> Any:
-        if isinstance(value, type) or not all(hasattr(value, name) for name in self.names):
+        if isinstance(value, type | str | bytes) or not all(hasattr(value, name) for name in self.names):
             raise _RefusedError(_TYPE)
         return value
 
@@ -250,6 +287,8 @@ def rule_of(annotation: Any, marks: Sequence[Any] = ()) -> Rule | None:
         marks: what an `Annotated` around it has.
     """
     origin, parts = get_origin(annotation), get_args(annotation)
+    if OWN_RULE in marks:
+        return None
     if origin is Annotated:
         return rule_of(parts[0], (*marks, *parts[1:]))
     if origin in (typing.Union, types.UnionType):
@@ -258,6 +297,8 @@ def rule_of(annotation: Any, marks: Sequence[Any] = ()) -> Rule | None:
         return _Choice(parts)
     if annotation is None:
         return _OfClass(type(None))
+    if FOLDER_NAME in marks:
+        return _FolderName()
     if annotation is bool:
         return _Flag()
     if annotation in (int, float):
@@ -308,7 +349,7 @@ def check(function: str, name: str, value: Any, annotation: Any) -> None:
         try:
             rule.take(value)
         except _RefusedError as refused:
-            _refuse_value(function, name, value, rule.words, refused.args[0])
+            raise _refusal(function, name, value, rule, refused) from None
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -413,9 +454,8 @@ class _Border:
         try:
             return rule.take(value)
         except _RefusedError as refused:
-            code = refused.args[0]
-        name = place if isinstance(place, str) else self._positions[place]
-        return _refuse_value(self._name, name, value, rule.words, code)
+            name = place if isinstance(place, str) else self._positions[place]
+            raise _refusal(self._name, name, value, rule, refused) from None
 
     @property
     def _name(self) -> str:
@@ -439,25 +479,34 @@ class _Border:
         number = len(args) - (len(self._positions) - num_places)
         fix = "give the others by name" if len(names) > num_places else takes
         raise _error(
-            "unknown-argument", f"{self._name}: {number} arguments by position, and it has {num_places}; {fix}"
+            "unknown-argument", f"{self._name}: it takes {num_places} by position, and was given {number}; {fix}"
         )
 
 
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _refuse_value(function: str, name: str, value: Any, words: str, code: str) -> NoReturn:
-    if code == _TYPE:
-        shown = described(name, value)
-        fix = f"give {words}"
-        if isinstance(value, type):
-            fix += f"; {value.__name__}(...) makes one" if _is_named(value, words) else ""
-    else:
-        shown = f"{name}={_short(value)} is {'out of range' if code == _RANGE else 'not known'}"
-        fix = f"give {words}"
-        if isinstance(value, str) and "\0" in value:
-            shown = f"{name}={_short(value)} has a NUL character"
-    raise _error(code, f"{function}: {shown}; {fix}")
+def _refusal(function: str, name: str, value: Any, rule: Rule, refused: _RefusedError) -> Exception:
+    """Return the error for a value that a rule has refused: function, argument, value, what may be given."""
+    words = refused.words if refused.place else rule.words
+    name, value = name + refused.place, refused.value if refused.place else value
+    said, fix = described(name, value), f"give {words}"
+    if isinstance(value, str) and "\0" in value:
+        said = f"{name}={_short(value)} has a NUL character"
+    elif refused.code != _TYPE:
+        said = f"{name}={_short(value)} is {'out of range' if refused.code == _RANGE else 'not known'}"
+    elif inspect.isroutine(value) and "function" in words:
+        said = f"{name} is the function {getattr(value, '__name__', '')}{_arguments_of(value)}"
+    elif isinstance(value, type) and _is_named(value, words):
+        fix += f"; {value.__name__}(...) makes one"
+    return _error(refused.code, f"{function}: {said}; {fix}")
+
+
+def _arguments_of(function: Any) -> str:
+    try:
+        return f"({', '.join(inspect.signature(function).parameters)})"
+    except (TypeError, ValueError):  # of a function in C
+        return ""
 
 
 def _is_named(kind: type, words: str) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from torch import Tensor, nn
 
 from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
-from shardwise.config.arguments import checked
+from shardwise.config.arguments import FOLDER_NAME, checked
 from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
-from shardwise.engine.hf_api import Names, export_weights, import_weights
+from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights
 from shardwise.engine.other_names import attribute_of
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.steps import evaluate, forward_plain
@@ -222,15 +222,13 @@ class Engine:
         return access.read_state(self.step_context.usable_states(), name, state, to_rank)
 
     @checked
-    def write(
-        self, name: str, value: Tensor | float | None, state: str = "param", *, from_rank: int | None = None
-    ) -> None:
+    def write(self, name: str, value: Any, state: str = "param", *, from_rank: int | None = None) -> None:
         """Replace one state of a parameter by every, or one, rank's value; see `zero.state_access.write_state`. All
         ranks call it.
 
         Args:
             name: of the parameter.
-            value: the whole state; None on ranks that give none.
+            value: the whole state, as a tensor, array or number; None on ranks that give none.
             state: `param`, or one that `states_of` lists.
             from_rank: the only rank whose value counts; None where every rank gives it.
         """
@@ -344,7 +342,7 @@ class Engine:
         *,
         strict: bool = True,
         weights_only: bool = False,
-        tag: str = "",
+        tag: Annotated[str, FOLDER_NAME] = "",
         data: DataLoaderState | None = None,
     ) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
@@ -393,7 +391,7 @@ class Engine:
         dtype: Dtype | None = None,
         names: Names | None = None,
         files: Iterable[str | Path] = (),
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ) -> Path:
         """Write the weights as a Hugging Face folder, which `from_pretrained` loads; every rank writes its own slices.
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.sections import Positive
 from shardwise.planner.configs import config_of
 from shardwise.planner.explain import Reasons, expert_notes, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
@@ -95,8 +96,8 @@ def plan(
     model: object,
     cluster: str | Cluster,
     *,
-    global_batch: int | None = None,
-    seq_len: int | None = None,
+    global_batch: Positive | None = None,
+    seq_len: Positive | None = None,
     settings: Sequence[str] = (),
     limits: Limits | None = None,
 ) -> Plan:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError, batch_equation
+from shardwise.config.sections import Positive, PositiveFloat
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.report.page import write_whole
@@ -208,10 +209,10 @@ def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resu
 @checked
 def progress(
     engine: Engine,
-    steps: int | None = None,
+    steps: Positive | None = None,
     folder: str | Path | None = None,
     *,
-    flops_per_token: float | None = None,
+    flops_per_token: PositiveFloat | None = None,
     console: Console | None = None,
 ) -> AbstractContextManager[RunRecorder]:
     """Show and record a loop of your own; use it as a context manager on every rank.
