@@ -478,7 +478,7 @@ def test_choices_are_checked_before_anything_is_written(tmp_path: Path, number: 
         for name in ("keep_last", "keep_every"):
             with refused("keep-positive", f"{name}={number}"):
                 engine.save(tmp_path / "root", **{name: number})
-        with refused("checkpoint-contents", "contents='weight'", "all, trainable, weights"):
+        with refused("argument-choice", "contents='weight'", "'trainable'"):
             engine.save(tmp_path / "root", contents="weight")
     assert not (tmp_path / "root").exists()
 

@@ -14,6 +14,7 @@ True
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ from torch import Tensor
 from shardwise.attention.backends import Draw, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.custom_op import BACKENDS, attend
+from shardwise.config.arguments import described
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout import probability_hashes
 from shardwise.runtime.torch_private import constant_in_graphs, is_transformed
@@ -109,6 +111,7 @@ def block_sparse_attention_with_lse(
     Returns:
         [B, H, Nq, D]; and [B, H, Nq], in fp32 (fp64 for fp64), -inf where a query sees no key.
     """
+    _check_kinds(layout, dropout, scale, q=q, k=k, v=v, key_padding=key_padding, bias=bias)
     q, k, v = (autocast(each) for each in (q, k, v))
     _check_tensors(q, k, v)
     _check_untransformed(q, k, v, bias)
@@ -144,6 +147,17 @@ def autocast(tensor: Tensor) -> Tensor:
 def backend_for(device_type: str, preferred: str | None = None) -> str:
     """Return the back end of a device: the forced one, else the preferred one, else the one measured as faster."""
     return _forced.get() or preferred or ("cpu" if device_type in ("cpu", "meta") else _DEFAULT_ON_DEVICES)
+
+
+def _check_kinds(layout: object, dropout: object, scale: object, **tensors: object) -> None:
+    """Refuse arguments of other classes; plain tests, as compiled code passes here."""
+    for name, each in tensors.items():
+        if not isinstance(each, Tensor) and not (each is None and name in ("key_padding", "bias")):
+            raise ConfigError("attention-tensor", f"{described(name, each)}; give a tensor")
+    if not isinstance(dropout, int | float | Draw):
+        raise ConfigError("dropout-rate", f"{described('dropout', dropout)}; give a rate from 0 to below 1")
+    if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
+        raise ConfigError("attention-scale", f"{described('scale', scale)}; give a finite number, or None")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.token_ranges import Runs, count_tokens, intersect, shift
 from shardwise.runtime.torch_private import constant_in_graphs, unseen_by_op_modes
@@ -97,6 +98,7 @@ class BlockLayout:
         return BlockLayout, (self.patterns,)
 
     @staticmethod
+    @checked
     def from_blocks(blocks: Tensor, block: int, *, causal: bool = False, num_tokens: int | None = None) -> BlockLayout:
         """Make a layout of the user's own blocks.
 

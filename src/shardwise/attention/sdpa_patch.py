@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.apply import DropoutSite, KeyedFunctions, keyed_attention
 from shardwise.runtime.class_swap import set_attribute, subclass_module
@@ -56,6 +57,7 @@ class LayoutSource(Protocol):
         """Return the layout of a sequence of this many tokens."""
 
 
+@checked
 @contextmanager
 def sparse_sdpa(structure: BlockLayout | LayoutSource, *, otherwise: Otherwise = "raise") -> Iterator[None]:
     """Make torch's attention block-sparse inside the context, for the calls that allow it.
@@ -74,6 +76,7 @@ def sparse_sdpa(structure: BlockLayout | LayoutSource, *, otherwise: Otherwise =
         yield
 
 
+@checked
 def sparse_sdpa_module(
     module: nn.Module, structure: BlockLayout | LayoutSource, *, otherwise: Otherwise = "raise"
 ) -> Callable[[], None]:
@@ -132,8 +135,6 @@ class _Interception(TorchFunctionMode):
 
     def __init__(self, structure: BlockLayout | LayoutSource, otherwise: Otherwise) -> None:
         super().__init__()
-        if otherwise not in ("raise", "dense"):
-            raise ConfigError("otherwise-choice", f'otherwise={otherwise!r} is not known; legal: "raise", "dense"')
         require_structure(structure)
         self._structure, self._otherwise = structure, otherwise
         self._layouts: dict[tuple[int, bool], BlockLayout] = {}

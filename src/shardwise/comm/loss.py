@@ -12,18 +12,19 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.mesh import CommGroups
+from shardwise.config.arguments import NO_CLASS
 from shardwise.config.errors import CodedError, EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.module_hooks import watch_outputs
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Annotated[Callable[[Any, Any], Any], NO_CLASS]
 
 _LOG: Final = logging.getLogger("shardwise")
 
@@ -82,9 +83,13 @@ def read_loss(
     else:
         is_outputs = loss_fn is None and isinstance(loss, tuple) and len(loss) > 0
         total, count = loss[0] if is_outputs else loss, 1 if num_parts == 1 else 1 / num_parts
-    if not isinstance(total, Tensor) or total.numel() != 1:
+    if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex():
         source = "the model's output" if loss_fn is None else "what loss_fn returned"
-        found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
+        found = (
+            f"a tensor of shape {tuple(total.shape)} in {total.dtype}"
+            if isinstance(total, Tensor)
+            else f"a {type(loss).__name__}"
+        )
         raise ConfigError(
             "no-scalar-loss", f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)"
         )

@@ -21,10 +21,11 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self, get_args
+from typing import Annotated, Any, Final, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from shardwise.config.arguments import OWN_RULE, checked
 from shardwise.config.sections import (
     MAX_MICRO_BATCHES,
     MAX_RANKS,
@@ -153,8 +154,20 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
 
+    @checked
+    def __init__(self, **sections: Any) -> None:
+        _refuse_unknown_keys(type(self), sections, prefix="")
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            section, leaf = map(str, error.errors()[0]["loc"][:2])
+            kinds = {each["type"] for each in error.errors() if each["loc"][:2] == (section, leaf)}
+            code = next((code for code, its in _KINDS.items() if not kinds.isdisjoint(its)), "wrong-type")
+            raise ConfigError(code, _explain(section, leaf, sections[section][leaf])) from None
+
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    @checked
+    def from_dict(cls, values: Annotated[Mapping[str, Any], OWN_RULE]) -> Self:
         """Build a config from nested mappings, as parsed from TOML or JSON."""
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -162,20 +175,16 @@ class Config(Section):
             )
         _refuse_unknown_keys(cls, values, prefix="")
         written = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
-        try:
-            return cls.model_validate(written)
-        except ValidationError as error:
-            section, leaf = map(str, error.errors()[0]["loc"][:2])
-            kinds = {each["type"] for each in error.errors() if each["loc"][:2] == (section, leaf)}
-            code = next((code for code, its in _KINDS.items() if not kinds.isdisjoint(its)), "wrong-type")
-            raise ConfigError(code, _explain(section, leaf, values[section][leaf])) from None
+        return cls(**written)
 
     @classmethod
+    @checked
     def from_toml(cls, path: str | Path) -> Self:
         """Read a TOML file, or the config.json that a run has left."""
         return cls.from_dict(read_toml(path))
 
     @classmethod
+    @checked
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote."""
         try:
@@ -187,6 +196,7 @@ class Config(Section):
         """Write every field, defaults included, as indented JSON."""
         return self.model_dump_json(indent=2)
 
+    @checked
     def override(self, assignments: Sequence[str]) -> Self:
         """Apply `section.key=value` assignments; values are read as TOML, and as plain strings where that fails or a
         string is asked for.
@@ -204,6 +214,7 @@ class Config(Section):
             set_key(values, key.strip(), _parse_value(key.strip(), text.strip()))
         return self.from_dict(values)
 
+    @checked
     def resolve(self, world_size: int) -> Self:
         """Fill in what follows from the world size: the mesh, then the batch; refuse what cannot be."""
         if world_size < 1:

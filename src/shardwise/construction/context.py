@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardwise.comm.backends import world_comm
 from shardwise.comm.collectives import Comm
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import RunConfig
 from shardwise.construction.shards import USE_INSIDE_INIT, KeyedValues, ParamShard, mark, refuse, unshard
 from shardwise.launch.process_group import join_launched
@@ -29,6 +30,7 @@ from shardwise.runtime.module_hooks import watch_registrations
 from shardwise.runtime.torch_private import has_views
 
 
+@checked
 @contextmanager
 def init(seed: int | None = None) -> Iterator[None]:
     """Build models, or load them by `from_pretrained`, without holding them: `initialize` takes them over.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,7 +167,7 @@ class Checkpoints:
 
         def prepare(_: Progress) -> str:
             nonlocal manifest, buffers
-            _check_choices(contents, keep_last, keep_every)
+            steps_to_delete((), keep_last, keep_every)  # it refuses values out of range
             if data is not None and contents == "weights":
                 raise CheckpointError("position-of-weights", "weights alone have no data position; drop data=...")
             check_tag(tag, keep_last is keep_every is None)
@@ -486,14 +486,6 @@ def saves_from_files(layout: Layout) -> bool:
     """Say whether any rank saves from files on NVMe, so that training waits for every save."""
     groups = layout.model_groups
     return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in groups)
-
-
-def _check_choices(contents: str, keep_last: int | None, keep_every: int | None) -> None:
-    if contents not in (known := get_args(Contents)):
-        raise CheckpointError(
-            "checkpoint-contents", f"contents={contents!r} is not known; choose one of {', '.join(known)}"
-        )
-    steps_to_delete((), keep_last, keep_every)  # it refuses values out of range
 
 
 def _checked(extra: Any) -> Any:

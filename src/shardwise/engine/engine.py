@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from torch import Tensor, nn
 
 from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
+from shardwise.config.arguments import FOLDER_NAME, checked
 from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
-from shardwise.engine.hf_api import Names, export_weights, import_weights
+from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights
 from shardwise.engine.other_names import attribute_of
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.steps import evaluate, forward_plain
@@ -67,6 +68,7 @@ class Engine:
         return self.step_context.scheduler
 
     @scheduler.setter
+    @checked
     def scheduler(self, scheduler: Scheduler) -> None:
         check_scheduler(scheduler, self.optimizer)
         self.step_context.scheduler = scheduler
@@ -76,6 +78,7 @@ class Engine:
         """Say whether any rank was asked to stop before the last step or evaluation ended, the same on all ranks."""
         return self.step_context.asking[0] > 0
 
+    @checked
     def watch_preemption(self, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
         """Let signals to this rank make `preempted` true on all ranks; a second one, two seconds on, still interrupts.
 
@@ -114,6 +117,7 @@ class Engine:
         with self.step_context.failures_explained():
             return forward_plain(self.step_context, args, inputs)
 
+    @checked
     def backward(self, loss: Tensor, *, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
         """Add the gradients of what counted in `loss` to the accumulated ones.
 
@@ -130,6 +134,7 @@ class Engine:
         with self.step_context.failures_explained():
             self.step_context.backward(loss, is_boundary, retain_graph)
 
+    @checked
     def step(self, *, partial: bool = False) -> StepResult:
         """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
 
@@ -148,10 +153,12 @@ class Engine:
         with self.step_context.failures_explained():
             return self.step_context.step(self.runner.forward)
 
+    @checked
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, and a backward that an exception ended. All ranks call it."""
         self.step_context.zero_grad()
 
+    @checked
     def train_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> StepResult:
         """Take one optimizer step over this data rank's micro-batches.
 
@@ -167,11 +174,13 @@ class Engine:
         with self.step_context.failures_explained():
             return self.runner.train(self.step_context.micro_batches(batches))
 
+    @checked
     def eval_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> EvalResult:
         """Return the mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
         with self.step_context.failures_explained():
             return evaluate(self.step_context, self.runner, batches)
 
+    @checked
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients on this rank in the backwards inside, in every stage; `step` reduces them."""
@@ -182,6 +191,7 @@ class Engine:
         finally:
             self.step_context.syncs = True
 
+    @checked
     @contextmanager
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
         """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
@@ -199,6 +209,7 @@ class Engine:
         with gathered_groups(self.step_context, write) as model:
             yield model
 
+    @checked
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
         """Return a copy of one state of a parameter, whole, on every rank or on one; see
         `zero.state_access.read_state`. All ranks call it.
@@ -210,15 +221,14 @@ class Engine:
         """
         return access.read_state(self.step_context.usable_states(), name, state, to_rank)
 
-    def write(
-        self, name: str, value: Tensor | float | None, state: str = "param", *, from_rank: int | None = None
-    ) -> None:
+    @checked
+    def write(self, name: str, value: Any, state: str = "param", *, from_rank: int | None = None) -> None:
         """Replace one state of a parameter by every, or one, rank's value; see `zero.state_access.write_state`. All
         ranks call it.
 
         Args:
             name: of the parameter.
-            value: the whole state; None on ranks that give none.
+            value: the whole state, as a tensor, array or number; None on ranks that give none.
             state: `param`, or one that `states_of` lists.
             from_rank: the only rank whose value counts; None where every rank gives it.
         """
@@ -226,10 +236,12 @@ class Engine:
             self.step_context.note_update()
         access.write_state(self.step_context.usable_states(), name, value, state, from_rank)
 
+    @checked
     def states_of(self, name: str) -> tuple[str, ...]:
         """List what `read` and `write` take as `state` of a parameter now. All ranks call it."""
         return access.states_of(self.step_context.usable_states(), name)
 
+    @checked
     def offload(
         self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
     ) -> Mapping[str, int]:
@@ -254,6 +266,7 @@ class Engine:
         target = ReleaseTarget(to, None if path is None else Path(path), pin_memory)
         return offload(self.step_context, include, target)
 
+    @checked
     def reload(self) -> None:
         """Move the states back: they are as they were, bit for bit. Do nothing where none are away.
 
@@ -263,6 +276,7 @@ class Engine:
         """
         self.step_context.status.restore()
 
+    @checked
     @contextmanager
     def offloaded(
         self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
@@ -278,6 +292,7 @@ class Engine:
         finally:
             self.reload()
 
+    @checked
     def save(
         self,
         path: str | Path,
@@ -311,6 +326,7 @@ class Engine:
         """
         self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag, data)
 
+    @checked
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
 
@@ -319,13 +335,14 @@ class Engine:
         """
         return self.checkpoints.saver.wait()
 
+    @checked
     def load(
         self,
         path: str | Path,
         *,
         strict: bool = True,
         weights_only: bool = False,
-        tag: str = "",
+        tag: Annotated[str, FOLDER_NAME] = "",
         data: DataLoaderState | None = None,
     ) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
@@ -347,6 +364,7 @@ class Engine:
         """
         return self.checkpoints.load(Path(path, tag), strict, weights_only, data)
 
+    @checked
     def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
         """Read a Hugging Face folder straight into the shards: only its parameters and persistent buffers.
 
@@ -365,6 +383,7 @@ class Engine:
         """
         return import_weights(self.step_context, self.checkpoints, Path(folder), names, strict)
 
+    @checked
     def export_weights(
         self,
         folder: str | Path,
@@ -372,7 +391,7 @@ class Engine:
         dtype: Dtype | None = None,
         names: Names | None = None,
         files: Iterable[str | Path] = (),
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ) -> Path:
         """Write the weights as a Hugging Face folder, which `from_pretrained` loads; every rank writes its own slices.
 
@@ -395,6 +414,7 @@ class Engine:
         context, ranks = self.step_context, self.checkpoints.ranks
         return export_weights(context, ranks, Path(folder), dtype, names, files, tokenizer)
 
+    @checked
     def close(self, keep_values: bool = True) -> None:
         """Release the model: hooks go, parameters become whole tensors of their own, all other states are dropped.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -28,6 +28,13 @@ from shardwise.zero import checkpoint_state as held
 
 # What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
 Names = NameMap | Mapping[str, Any]
+
+
+class Tokenizer(Protocol):
+    """Is what `AutoTokenizer` of transformers returns, or anything that saves itself like it."""
+
+    def save_pretrained(self, save_directory: str, /) -> Any:
+        """Write its files into a folder."""
 
 
 def import_weights(
@@ -56,7 +63,7 @@ def export_weights(
     dtype: Dtype | None,
     names: Names | None,
     files: Iterable[str | Path],
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
 ) -> Path:
     """Write a folder; the other arguments are those of `Engine.export_weights`.
 
@@ -80,7 +87,7 @@ def export_weights(
             f"export_weights writes floating weights, and parameter {packed} is packed or of integers; in `with "
             "engine.gathered() as model:` call model.save_pretrained(folder) on rank 0",
         )
-    stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or layout.precision.param)])
+    stored_dtype = dtype_name(TORCH_DTYPES[dtype or layout.precision.param])
     kept = {name for name, _ in persistent_buffers(model)} | {*(layout.wide_names if dtype is None else ())}
     others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))
     ties = bool(others)  # a reader of the folder builds a model of transformers, which ties its own
@@ -113,7 +120,7 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
     match(stored, wanted).check(str(folder))
 
 
-def _tokenizer_files(tokenizer: Any) -> dict[str, bytes | Path]:
+def _tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes | Path]:
     """Return the files that `save_pretrained` of a tokenizer writes, by name."""
     if tokenizer is None:
         return {}
@@ -129,9 +136,3 @@ def _rules(model: nn.Module, names: Names | None, weights: Iterable[StateShard |
         for name in (each.name, *each.aliases)
     }
     return NameMap.of(names).then(converted_names(model, shapes)).then(names_of(describe(model)))
-
-
-def _checked(dtype: str) -> str:
-    if dtype not in TORCH_DTYPES:
-        raise CheckpointError("export-dtype", f"dtype={dtype!r} is none of {', '.join(TORCH_DTYPES)}; give one of them")
-    return dtype

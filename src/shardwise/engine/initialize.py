@@ -27,6 +27,7 @@ from shardwise.comm.consistency import RankExchange, RankFacts, agree_on_setup, 
 from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommError, MissingRankError
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
@@ -51,6 +52,7 @@ from shardwise.tensor.prove_plan import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
+@checked
 def initialize(
     model: nn.Module,
     config: Config | Mapping[str, Any] | None = None,

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from shardwise.comm.loss import LossSum
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_context import backpropagate
 
 
-def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> None:
+@checked
+def backward(
+    loss: Tensor, engines: Sequence[Engine], *, count: Annotated[float, Field(gt=0, lt=math.inf)] = 1.0
+) -> None:
     """Add the gradients of one loss, computed from the models of several engines, to what each has accumulated.
 
     Each engine counts it as a loss of mean `loss` over `count`, and each takes its own `step`. The models are called

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.records import CommError
+from shardwise.config.arguments import check, checked
 from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
@@ -35,6 +36,7 @@ def note_engine(context: StepContext) -> Callable[[], None]:
     return forget
 
 
+@checked
 @contextmanager
 def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
     """Make parameters whole inside the context: slices of `shardwise.init()`, and those that an engine shards.
@@ -58,6 +60,7 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     if modifier_rank not in (None, 0):
         raise ConfigError("modifier-rank", f"modifier_rank={modifier_rank} cannot write for all; write on rank 0")
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    check("gathered", "parameters", given, list[nn.Parameter])
     with ExitStack() as stack:
         wanted = {id(each) for each in given}
         noted = dict.fromkeys(_ENGINE_OF.get(id(each)) for each in given)

@@ -587,6 +587,8 @@ def backpropagate(
         is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
         retain_graph: as torch's.
     """
+    if not loss.requires_grad:
+        raise ConfigError("loss-without-graph", "the loss leads to no trained parameter; leave out detach(), no_grad()")
     # In a hook of a backward of these engines, such as one that fills a cache of features, it is a part of that one.
     begun = [context for context in contexts if not context.status.is_in_backward]
     for context in begun:

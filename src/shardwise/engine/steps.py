@@ -21,6 +21,7 @@ from shardwise.context.huggingface import check_num_items, take_num_items
 from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.step_context import StepContext, as_list
 from shardwise.engine.types import EvalResult, StepResult
+from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
 from shardwise.runtime.recompute import call_model
 from shardwise.runtime.torch_private import pytree
@@ -119,6 +120,7 @@ def run_model(context: StepContext, taken: RankBatch, read: Callable[[Any], Resu
     except BaseException as error:
         explain_shapes(error, context.model, context.layout.tensor)
         explain_dtypes(error, context.model, torch_dtype(context.layout.precision.param))
+        refuse_misfit(error, context.model, taken.share.inputs)
         raise
 
 

@@ -31,6 +31,7 @@ from typing import Final, Literal, TypeVar
 
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.codec import SCALE_BYTES, Codec, codec_of, is_encoded
 from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
@@ -433,6 +434,7 @@ class Layout:
         return dict(across)
 
 
+@checked
 def build_layout(
     model: nn.Module,
     config: Config,

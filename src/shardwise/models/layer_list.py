@@ -18,12 +18,14 @@ True
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from shardwise.config.arguments import OWN_RULE, checked
 from shardwise.config.resolve import ConfigError
 
 
@@ -41,6 +43,7 @@ class LayerSpec:
         kwargs: of the factory.
     """
 
+    @checked
     def __init__(
         self,
         factory: Callable[..., nn.Module],
@@ -50,6 +53,11 @@ class LayerSpec:
         forward_fn: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(factory, nn.Module):
+            raise ConfigError(
+                "factory-is-module",
+                f"LayerSpec: factory is a {type(factory).__name__} and made already; put it into the LayerList itself",
+            )
         self.factory = factory
         self.args = args
         self.name = name
@@ -63,6 +71,12 @@ class LayerSpec:
         Raises:
             ConfigError: the factory returns something else.
         """
+        try:
+            inspect.signature(self.factory).bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise ConfigError("factory-arguments", f"{self}: {error}; give what the factory takes") from None
+        except ValueError:  # a function in C has no signature
+            pass
         layer = self.factory(*self.args, **self.kwargs)
         if not isinstance(layer, nn.Module):
             raise ConfigError(
@@ -90,7 +104,8 @@ class LayerList(nn.Sequential):
             common or one in two shapes.
     """
 
-    def __init__(self, specs: Iterable[LayerSpec | nn.Module | Callable[..., Any]]) -> None:
+    @checked
+    def __init__(self, specs: Iterable[Annotated[LayerSpec | nn.Module | Callable[..., Any], OWN_RULE]]) -> None:
         super().__init__()
         owners: dict[str, nn.Module] = {}
         for index, entry in enumerate(specs):
@@ -106,6 +121,10 @@ class LayerList(nn.Sequential):
                 layer = entry
             else:
                 layer = _Function(_checked(entry, index))
+            if "." in name or not name:
+                raise ConfigError(
+                    "layer-name-dotted", f"entry {index} of the LayerList is named {name!r}; give a name without dots"
+                )
             if name in dict(self.named_children()):
                 raise ConfigError(
                     "layer-name-twice",

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.stage_units import find_stage_units
+from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.recompute import call_model
 from shardwise.runtime.torch_private import pytree
@@ -27,6 +29,7 @@ from shardwise.runtime.torch_private import pytree
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@checked
 def measure_units(
     model: nn.Module,
     batch: Any,
@@ -83,7 +86,11 @@ def _record_calls(model: nn.Module, inputs: Any) -> tuple[dict[str, _Call], Any]
         calls.setdefault(name, (args, dict(kwargs)))
 
     with torch.no_grad(), watch_calls(model, note, lambda output: None):
-        output = call_model(model, inputs)
+        try:
+            output = call_model(model, inputs)
+        except Exception as error:
+            refuse_misfit(error, model, inputs)
+            raise
     return calls, output
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, Tier
+from shardwise.config.sections import Positive
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
@@ -69,13 +71,14 @@ class ModelStates:
         return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *words])
 
 
+@checked
 def estimate_model_states(
     model: nn.Module | int,
     *,
     num_gpus: int,
-    gpus_per_node: int = 8,
+    gpus_per_node: Positive = 8,
     stages: Sequence[int] = (0, 1, 2, 3),
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Mapping[str, Any]] | None = None,
     largest_block: int | None = None,
 ) -> tuple[ModelStates, ...]:
     """Estimate what the states of a model need in each ZeRO stage, data-parallel over `num_gpus`.
@@ -94,11 +97,11 @@ def estimate_model_states(
     if num_gpus < 1:
         raise ConfigError("gpu-count-positive", f"num_gpus={num_gpus} is below 1; states are stored on one at least")
     sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
-    given = dict(config or {})
+    given: dict[str, Any] = dict(config or {})
     given["precision"] = {"param": "bf16", **given.get("precision", {})}
     estimates = []
     for stage in stages:
-        zero = {**given.get("zero", {}), "stage": stage}
+        zero = {**given.get("zero", {}), "stage": int(stage)}
         layout = build_layout(sized, Config.from_dict({**given, "zero": zero}).resolve(world_size=num_gpus))
         estimates.append(
             ModelStates(

@@ -14,7 +14,9 @@ from typing import Final
 
 from rich.console import Console
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.sections import Positive
 from shardwise.config.untrusted_files import printable_lines
 from shardwise.planner.configs import config_of
 from shardwise.planner.explain import Reasons, expert_notes, reasons_of
@@ -90,12 +92,13 @@ class Plan:
         return "\n".join(line.rstrip() for line in printable_lines(captured.get().rstrip("\n")).split("\n"))
 
 
+@checked
 def plan(
     model: object,
     cluster: str | Cluster,
     *,
-    global_batch: int | None = None,
-    seq_len: int | None = None,
+    global_batch: Positive | None = None,
+    seq_len: Positive | None = None,
     settings: Sequence[str] = (),
     limits: Limits | None = None,
 ) -> Plan:

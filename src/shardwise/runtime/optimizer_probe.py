@@ -319,6 +319,20 @@ def _first_state(value: Any, param: Tensor, like: nn.Parameter) -> Any:
     return copy.deepcopy(value)
 
 
+def first_states(optimizer: Optimizer) -> frozenset[str]:
+    """Return the names of what an optimizer keeps of a parameter after a step; none where that cannot be tried."""
+    param = nn.Parameter(torch.zeros(2, 2))
+    param.grad = torch.ones_like(param)
+    try:
+        tried = copy.copy(optimizer)
+        tried.state = defaultdict(dict)
+        tried.param_groups = [{**optimizer.param_groups[0], "params": [param]}]
+        tried.step()
+    except Exception:  # of an optimizer of others, which may need more than it was given here
+        return frozenset()
+    return frozenset(tried.state.get(param, {}))
+
+
 def inner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Yield the optimizers that an optimizer wraps, and what they wrap."""
     for each in _inner(optimizer):

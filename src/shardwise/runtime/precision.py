@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import PrecisionConfig
+from shardwise.config.resolve import ConfigError, PrecisionConfig
 from shardwise.layout.precision import TORCH_DTYPES, StoredDtype
 from shardwise.runtime.torch_private import is_fake, pytree
 
@@ -104,6 +104,11 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
             return to_device(dict(leaf), device, dtype)
         if not isinstance(leaf, Tensor):
             return leaf
+        if leaf.is_meta and device.type != "meta":
+            raise ConfigError(
+                "batch-without-values",
+                f"a tensor of the batch, of shape {tuple(leaf.shape)}, is on meta and has no values; make it elsewhere",
+            )
         wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         return leaf.to(device, wanted, non_blocking=True)
 

@@ -18,11 +18,13 @@ from typing import Any, Final
 
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import check_context
 from shardwise.dropout import ShardRegion, may_drop_by_function
 from shardwise.layout.layout import MATRIX_STATES, Layout, build_layout
 from shardwise.layout.matrices import fused_dims
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.opaque import is_opaque
 from shardwise.layout.param_groups import FusedDim, wide_parameters
 from shardwise.layout.precision import TORCH_DTYPES
@@ -30,10 +32,12 @@ from shardwise.layout.stage_partition import partition_model
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.models.apply_attention import check_attention
 from shardwise.tensor.hf_plans import find_plan
+from shardwise.tensor.plan_table import table_plan
 
 _LOG: Final = logging.getLogger("shardwise")
 
 
+@checked
 def plan_layout(
     model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None, *, rank: int = 0
 ) -> Layout:
@@ -51,12 +55,23 @@ def plan_layout(
             the model cannot be cut into the stages, or it cannot have the config's attention, or attention over split
             sequences.
     """
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "wrapped-model", f"the model is wrapped in {type(model).__name__}, which shards nothing; give model.module"
+        )
+    num_ranks = MeshShape.from_config(config.mesh).world_size
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(
+            "rank-out-of-range", f"rank={rank} is not in a world of {num_ranks}; give 0 to {num_ranks - 1}"
+        )
     check_attention(model, config.attention)
     check_context(model, config)
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
     pipeline = partition_model(model, config, rank) if config.mesh.pp > 1 else None
     fused = _fused(model, config, plan)
     if degree == 1:
+        if isinstance(plan, Mapping):
+            table_plan(model, plan, degree)  # it may be wrong, even if it is not used
         return build_layout(model, config, pipeline=pipeline, fused=fused)
     _refuse_opaque(model, degree)
     found = find_plan(model, degree, plan, sequence_parallel)

@@ -19,7 +19,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.arguments import checked
+from shardwise.config.errors import CodedError
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.sections import Ranks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tensor_plan import PROVED, ProvedPlan, TensorPlan, kinds_of
@@ -37,11 +40,12 @@ _VOCAB_SIZE: Final = 512  # more than twice the hidden sizes, as those of the mo
 _LOG: Final = logging.getLogger("shardwise")
 
 
+@checked
 def prove_plan(
     model: nn.Module,
     batch: Any,
     plan: Table | TensorPlan | None,
-    tp: int,
+    tp: Ranks,
     sequence_parallel: bool = False,
     large_plan: Table | TensorPlan | None = None,
 ) -> TensorPlan:
@@ -73,6 +77,10 @@ def prove_plan(
             "tp-plan-unproved",
             f"the plan is not proved: {error}; give a small model with values, and a batch that it takes",
         ) from error
+    except CodedError:
+        raise
+    except Exception as error:  # any error of the model's code with split layers
+        wrong = in_short(error)
     if wrong:
         raise ConfigError("tp-plan-refuted", f"the plan is refuted, in float64 over tp={tp}: {wrong}")
     proved = with_proof(found, tp, sequence_parallel)

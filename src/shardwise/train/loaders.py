@@ -14,14 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import islice
-from typing import Any, Final, Protocol, cast
+from typing import Annotated, Any, Final, Protocol, cast
 
 import torch
+from pydantic import Field
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from shardwise.config.arguments import check, checked
 from shardwise.config.resolve import ConfigError
+from shardwise.config.sections import NotNegative
 from shardwise.engine.engine import Engine
 from shardwise.train.dataset import sample_order, sample_positions
+
+Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
 
 # Of torch's loader, these are given by what the engine knows.
 _OURS: Final = ("batch_size", "batch_sampler", "sampler", "drop_last", "generator")
@@ -90,6 +95,7 @@ class EngineDataLoader:
         """Return the position as JSON, in rows of all ranks: it means the same on any number of them."""
         return {"num_samples": self.num_samples, "num_rows": len(self._dataset), "seed": self._seed}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` returned.
 
@@ -97,6 +103,7 @@ class EngineDataLoader:
             ConfigError: it is a position in other data, or in another order.
         """
         own = self.state_dict()
+        _check_position(state, own)
         for name, fix in (("num_rows", "give the same dataset"), ("seed", "give the same seed and shuffle")):
             if state[name] != own[name]:
                 raise ConfigError(
@@ -158,9 +165,17 @@ class StreamLoader:
         """Return the position as JSON, in samples of all ranks: it means the same on any number of them."""
         return {"num_samples": self.num_samples, "epoch": self.epoch}
 
+    @checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` returned, in the next iteration."""
+        _check_position(state, self.state_dict())
         self.num_samples, self.epoch = int(state["num_samples"]), int(state["epoch"])
+
+
+def _check_position(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse a position that is not such as `own`."""
+    for name in own:
+        check("load_state_dict", name, state.get(name), NotNegative | None if name == "seed" else NotNegative)
 
 
 def _shares_of(engine: Engine) -> tuple[list[range], int]:
@@ -169,13 +184,14 @@ def _shares_of(engine: Engine) -> tuple[list[range], int]:
     return sample_positions(batch, mesh.data_index(engine.comm.rank), mesh.num_data_ranks), batch.global_size or 1
 
 
+@checked
 def data_loader(
     engine: Engine,
     dataset: MapDataset,
     *,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool = True,
-    seed: int | None = None,
+    seed: Seed | None = None,
     **options: Any,
 ) -> EngineDataLoader:
     """Return a loader whose items are this rank's list of micro-batches for one `engine.train_step`.
@@ -202,10 +218,16 @@ def data_loader(
             f"{given[0]}={options[given[0]]!r} of a data loader follows from the engine; set batch.micro_size and "
             "batch.accumulation, or shuffle and seed",
         )
+    options = {"collate_fn": collate_fn, **options}
+    try:
+        DataLoader(cast("Dataset[Any]", dataset), batch_sampler=[], **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("loader-option", f"data_loader: {error}; give options of torch's DataLoader") from None
     number = engine.config.run.seed if seed is None else seed
-    return EngineDataLoader(engine, dataset, number if shuffle else None, {"collate_fn": collate_fn, **options})
+    return EngineDataLoader(engine, dataset, number if shuffle else None, options)
 
 
+@checked
 def stream_loader(
     engine: Engine, stream: Iterable[Any], *, collate_fn: Callable[[list[Any]], Any] = default_collate
 ) -> StreamLoader:

@@ -20,7 +20,9 @@ from typing import Self, TypeVar
 import torch
 from rich.console import Console
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError, batch_equation
+from shardwise.config.sections import Positive, PositiveFloat
 from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
@@ -205,12 +207,13 @@ def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resu
     )
 
 
+@checked
 def progress(
     engine: Engine,
-    steps: int | None = None,
+    steps: Positive | None = None,
     folder: str | Path | None = None,
     *,
-    flops_per_token: float | None = None,
+    flops_per_token: PositiveFloat | None = None,
     console: Console | None = None,
 ) -> AbstractContextManager[RunRecorder]:
     """Show and record a loop of your own; use it as a context manager on every rank.

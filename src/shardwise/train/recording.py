@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.comm.merged import exchange_texts
+from shardwise.config.arguments import checked
 from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.report.chrome_trace import chrome_trace
@@ -59,6 +60,7 @@ def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
     )
 
 
+@checked
 def save_timeline(engine: Engine, path: str | Path) -> None:
     """Write the last step's timeline as a Chrome trace; all ranks call it, and rank 0 writes that of its pipeline.
 

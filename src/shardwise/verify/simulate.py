@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.loss import LossFn
 from shardwise.comm.records import Collective
+from shardwise.config.arguments import check, checked
 from shardwise.config.resolve import (
     BatchConfig,
     Config,
@@ -49,6 +50,7 @@ from shardwise.config.resolve import (
     Tier,
     TiersConfig,
 )
+from shardwise.config.sections import PositiveFloat
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.steps import RankBatch, run_model
@@ -110,6 +112,7 @@ class Simulation:
         return totals
 
 
+@checked
 def simulate(
     model: nn.Module | Callable[[], nn.Module],
     config: Config | Mapping[str, Any] | None,
@@ -119,7 +122,7 @@ def simulate(
     world_size: int,
     loss_fn: LossFn | None = None,
     optimizer: OptimizerFactory | None = None,
-    device_gib: float | None = None,
+    device_gib: PositiveFloat | None = None,
 ) -> Simulation:
     """Take two optimizer steps of one rank of a simulated world, and return what the second one held and sent.
 
@@ -142,6 +145,7 @@ def simulate(
     start_s = time.perf_counter()
     with torch.device("meta"):
         made = model if isinstance(model, nn.Module) else model()
+    check("simulate", "what model() returned", made, nn.Module)
     config = resolved_for(made, config, rank, world_size)
     job = RankJob(made, config, make_batch, rank, loss_fn, optimizer, device_gib)
     with fake_tensors(), values_refused():

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.config.arguments import described
+from shardwise.config.errors import CodedError
 from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import MATRIX_STATES, Layout
 from shardwise.offload.cpu_optimizer import has_rule
@@ -133,8 +135,8 @@ def plan_optimizer(
             return [NamedGroup(tuple(_trainable_names(layout)), {})]
 
         try:
-            small = given(_small_groups(layout, dtype))
-        except Exception as error:
+            small = _made_by(given, _small_groups(layout, dtype))
+        except CodedError as error:
             return OptimizerPlan(in_one, partial(_raise, error), name_of, Optimizer)
         scope = step_scope(small, dtype, device)
         return OptimizerPlan(in_one, given, name_of, type(small), scope)
@@ -156,6 +158,32 @@ def plan_optimizer(
     if config.name == "none":  # nothing is trained: torch's optimizer keeps the groups alone
         return OptimizerPlan(by_decay, lambda groups: torch.optim.SGD(groups, lr=config.lr), name_of, torch.optim.SGD)
     return OptimizerPlan(by_decay, lambda groups: build_optimizer(config, groups), name_of, optimizer_kind(config.name))
+
+
+def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return the optimizer that the user's function makes over parameter groups.
+
+    Raises:
+        ConfigError: it makes none.
+    """
+    try:
+        made: Any = factory(groups)
+    except CodedError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            "no-optimizer-made",
+            f"the function given as optimizer fails on parameter groups ({said}); give one that makes an optimizer "
+            "over them, or set optimizer.name",
+        ) from error
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            "no-optimizer-made",
+            f"{described('what the function given as optimizer returned', made)}; let it return an optimizer over the "
+            "parameter groups that it is given",
+        )
+    return made
 
 
 def _raise(error: Exception, _: Any) -> Optimizer:

@@ -37,8 +37,10 @@ from torch import Tensor
 from shardwise.comm.loss import LossAccumulator
 from shardwise.comm.merged import exchange_texts, merge_parts
 from shardwise.comm.mesh import CommGroups
+from shardwise.config.arguments import described
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
+from shardwise.runtime.optimizer_probe import first_states
 from shardwise.runtime.state_shards import FlatState, is_flat
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
@@ -145,7 +147,7 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
 def _read_of_owner(states: EngineState, whole: WholeStep, place: ParamLocation, state: str) -> Tensor | None:
     """Return a state of a parameter that one rank steps whole."""
     kinds = _kinds(states, place)
-    if not kinds and not difflib.get_close_matches(state, (PARAM, MASTER, GRAD), n=1):
+    if not kinds and _may_come(states, state):
         return None
     kind, name, shape = _pick(kinds, place, state), place.spec.name, place.spec.global_shape
     if kind.value is not None:
@@ -404,12 +406,20 @@ def write_param(place: ParamLocation, flat: Tensor) -> None:
 
 def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
     kinds = _kinds(states, place)
-    if not kinds and not difflib.get_close_matches(state, (PARAM, MASTER, GRAD), n=1):
+    if not kinds and _may_come(states, state):
         return None
     kind = _pick(kinds, place, state)
     if kind.value is not None:
         return torch.tensor(kind.value, dtype=kind.torch_dtype)
     return _own_state(states, place, state, kind)
+
+
+def _may_come(states: EngineState, state: str) -> bool:
+    """Say whether a parameter without states may get one of this name: what the optimizer keeps after a first step."""
+    if difflib.get_close_matches(state, (PARAM, MASTER, GRAD), n=1):
+        return False
+    kept = first_states(states.sharded.optimizer)
+    return not kept or state in kept
 
 
 def _own_state(states: EngineState, place: ParamLocation, state: str, kind: StateKind) -> Tensor:
@@ -488,6 +498,19 @@ def _assemble(
     return merge_parts(shards, own, start, spec.numel, dtype, f"{state} of {spec.name}")
 
 
+def _as_state(value: Any, what: str) -> Tensor | None:
+    """Return what was given to be written as a tensor; arrays and nested lists of numbers are taken too."""
+    try:
+        given = None if value is None else torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        given = torch.empty((), device="meta")
+    if given is not None and (given.is_meta or given.is_complex()):
+        raise ConfigError(
+            "written-value", f"{described('value', value)} and has no real numbers for {what}; give a tensor of them"
+        )
+    return given
+
+
 def _receive(
     states: EngineState,
     value: Tensor | float | None,
@@ -498,7 +521,7 @@ def _receive(
 ) -> Tensor:
     """Return the value that was given on this rank, or on `from_rank`, with its shape checked."""
     ranks = states.comms.all
-    given = None if value is None else torch.as_tensor(value).detach()
+    given = _as_state(value, what)
     is_giver = from_rank in (None, ranks.rank)
     is_wrong = is_giver and (given is None or given.shape != shape)
     found = "nothing" if given is None else str(tuple(given.shape))

@@ -149,9 +149,9 @@ class TestOthers:
             F.scaled_dot_product_attention(*tensors())
 
     def test_arguments_of_its_own(self) -> None:
-        with refused("otherwise-choice", "otherwise='error'"):
+        with refused("argument-choice", "otherwise='error'"):
             sparse_sdpa(LAYOUT, otherwise="error").__enter__()  # type: ignore[arg-type]
-        with refused("structure-type", "int"):
+        with refused("wrong-argument", "structure=3", "int"):
             sparse_sdpa(3).__enter__()  # type: ignore[arg-type]
 
 

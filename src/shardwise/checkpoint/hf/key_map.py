@@ -277,5 +277,11 @@ def _rule(model: str, value: Any) -> Rule:
                 f"name rule {model!r} has an unknown {key}={options[key]!r}; did you mean {close[0]}?",
             )
     stored, shares = options.get("stored", ()), tuple(options.get("shares", ()))
-    stored = (stored,) if isinstance(stored, str) else tuple(stored)
+    stored = (stored,) if isinstance(stored, str) else stored
+    if not isinstance(stored, list | tuple) or not all(isinstance(each, str) for each in (model, *stored)):
+        raise CheckpointError(
+            "rule-of-names",
+            f"name rule {model!r}: {value!r:.120} is no name; give the model's pattern and the folder's",
+        )
+    stored = tuple(stored)
     return Rule(model, stored, options.get("transpose", False), options.get("dim", 0), shares)

@@ -22,7 +22,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
+from shardwise.config.sections import Ranks
 from shardwise.layout.tensor_plan import (
     LayerSplit,
     SharedInput,
@@ -33,6 +35,7 @@ from shardwise.layout.tensor_plan import (
     pattern,
 )
 from shardwise.layout.tp_sharding import FusedPart
+from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.tensor.autoplan.feature_groups import FlowAnalysis, LayerSet
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.autoplan.trace import ModelTrace, ModuleCall, TracedOp, record
@@ -47,7 +50,8 @@ Attributes = tuple[tuple[str, str, int], ...]
 MAX_FAILED_OPS: Final = 10_000
 
 
-def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, Any] | None = None) -> TensorPlan:
+@checked
+def propose_plan(model: nn.Module, batch: Any, tp: Ranks, small: tuple[nn.Module, Any] | None = None) -> TensorPlan:
     """Find out how a model can be split over `tp` ranks, by running its forward once on tensors without memory.
 
     Args:
@@ -62,10 +66,12 @@ def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, 
         ConfigError: the model decides on the values of tensors, or nothing in it can be split; or a small model's
             outputs and gradients, computed in float64 by all ranks of the plan, are not those of the whole.
     """
-    if tp < 1:
-        raise ConfigError("tp-number", f"tp={tp} is no number of ranks; give 1 or more")
     with torch.device("cpu"):  # the caller's default may be another, such as meta
-        plan = _propose(model, batch, tp)
+        try:
+            plan = _propose(model, batch, tp)
+        except Exception as error:
+            refuse_misfit(error, model, batch)
+            raise
         try:
             wrong = _refute(model, plan, batch, tp, small)
         except NotProvedError as error:

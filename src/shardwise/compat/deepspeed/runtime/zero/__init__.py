@@ -81,7 +81,8 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
         yield
         return
     given = [params] if isinstance(params, nn.Parameter) else list(params)
-    with gathered(given, modifier_rank=modifier_rank), shown_as_whole(given):
+    owned = [each for each in given if isinstance(each, nn.Parameter)]  # DeepSpeed passes over the others
+    with gathered(owned, modifier_rank=modifier_rank), shown_as_whole(given):
         yield
 
 

@@ -1,0 +1,74 @@
+"""Says in one line that a model does not take a batch, where its forward fails in an operator far inside.
+
+It is a module of its own, as the engine, the planner of layers and the timing of units all give batches to models.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from shardwise.config.arguments import described
+from shardwise.config.errors import CodedError, EngineError
+
+# What torch's operators say of operands of the wrong size, dtype or class.
+_OF_OPERANDS: Final = re.compile(
+    r"shapes? cannot be multiplied|size mismatch|must match the|same reduction dim|same dtype, but got|at least 1D"
+    r"|[Ee]xpected .*(dim|size|channel|input|type|tensor|shape)|is invalid for input of size|normalized_shape"
+    r"|must be Tensor, not|no data!"
+)
+_MAX_SHOWN: Final = 4
+
+
+def refuse_misfit(error: BaseException, model: nn.Module, inputs: Any) -> None:
+    """Raise an error of one line from what a model's forward has raised, if it is about the batch; else return.
+
+    Args:
+        error: of the forward. One that has a code, or a note that explains it, stays as it is.
+        model: the model.
+        inputs: what it was given: a dict of named arguments, a tuple or list of arguments, or the only one.
+
+    Raises:
+        EngineError: the batch does not fit.
+    """
+    if isinstance(error, CodedError) or getattr(error, "__notes__", None):
+        return
+    is_of_torch = type(error) in (RuntimeError, NotImplementedError, TypeError) and _OF_OPERANDS.search(str(error))
+    if not is_of_torch and not (type(error) is TypeError and not _binds(model, inputs)):
+        return
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    raise EngineError(
+        "batch-misfit",
+        f"{type(model).__name__} fails on a batch of {_shown(inputs)}: {said}; give what its forward takes: "
+        f"{', '.join(inspect.signature(model.forward).parameters)}",
+    ) from error
+
+
+def _binds(model: nn.Module, inputs: Any) -> bool:
+    """Say whether the model's forward takes so many arguments of these names."""
+    args, kwargs = (inputs if isinstance(inputs, list | tuple) else (inputs,)), {}
+    if isinstance(inputs, dict):
+        args, kwargs = (), inputs
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _shown(inputs: Any) -> str:
+    """Return the shape and dtype of each input; what is no tensor is said to be so."""
+    if isinstance(inputs, dict):
+        named = [(str(name)[:40], value) for name, value in inputs.items()]
+    else:
+        named = [("input", value) for value in (inputs if isinstance(inputs, list | tuple) else [inputs])]
+    texts = [
+        f"{name} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        if isinstance(value, Tensor)
+        else described(name, value)
+        for name, value in named[:_MAX_SHOWN]
+    ]
+    return ", ".join([*texts, *(["..."] if len(named) > _MAX_SHOWN else [])]) or "nothing"
