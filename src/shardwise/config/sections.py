@@ -407,6 +407,9 @@ class CheckpointConfig(Section):
     adapter alone."""
     background: bool = True
     """Whether training goes on while files are written; on, since a save then holds it up only for a copy in memory."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What follows a save that fails while the run goes on, as on a full disk: "continue" says so, trains on, and
+    saves at the next step that is due; "stop" ends the run. A run whose last save fails always ends with an error."""
 
 
 class RunConfig(Section):

@@ -6,11 +6,12 @@ as wide as asked \\x1b[31m
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TextIO
 
 from rich.console import Console
 from rich.segment import Segment
@@ -19,6 +20,8 @@ from shardwise.config.errors import with_code
 from shardwise.config.untrusted_files import printable
 
 EVERY_S: Final = 5.0
+
+log = logging.getLogger("shardwise")
 
 
 class Terminal(Console):
@@ -38,6 +41,37 @@ class Terminal(Console):
     def on_broken_pipe(self) -> NoReturn:
         """Raise BrokenPipeError; rich would exit."""
         raise BrokenPipeError
+
+
+class LastingStream:
+    """Passes text on to a stream, and nothing more once that fails: a run is worth more than what is shown of it.
+
+    A full disk that stdout goes to, or a closed pipe, ends no run.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._has_failed = False
+
+    def write(self, text: str) -> int:
+        """Write as the stream does."""
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush as the stream does."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        if not self._has_failed:
+            try:
+                call()
+            except OSError as error:
+                self._has_failed = True
+                log.warning("nothing more is shown on stdout: %s", error.strerror)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager

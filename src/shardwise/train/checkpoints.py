@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from shardwise.checkpoint.commit import rename_later, step_folders, step_of
 from shardwise.checkpoint.find import newest_whole
-from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import LENIENT_FIX
-from shardwise.config.errors import system_code
+from shardwise.config.errors import system_code, with_code
 from shardwise.config.resolve import BatchConfig, Config, ConfigError, TiersConfig, read_toml
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.engine.checkpoint_api import saves_from_files
@@ -70,10 +71,21 @@ class SavedCheckpoint:
 
 
 class RunCheckpoints:
-    """Saves a run's states into one folder, `root`."""
+    """Saves a run's states into one folder, `root`.
 
-    def __init__(self, trainer: Trainer, root: Path) -> None:
+    Args:
+        trainer: of the run.
+        root: the folder.
+        say: told in a line of a save that has failed, after which the run goes on.
+
+    Attributes:
+        failure: why the newest save has failed; None where it has not.
+    """
+
+    def __init__(self, trainer: Trainer, root: Path, say: Callable[[str], None] = log.error) -> None:
         self.root = root
+        self.say = say
+        self.failure: CheckpointError | None = None
         self._trainer = trainer
         self._config = trainer.config.checkpoint
         self._saved_step: int | None = None
@@ -122,10 +134,42 @@ class RunCheckpoints:
         """Save the state after step `step`, the engine's last one.
 
         Raises:
-            CheckpointError: as `Engine.save`.
+            CheckpointError: as `Engine.save`, and `checkpoint.on_failure` is "stop", or a retry would not help.
         """
-        config = self._config
+        with self.survived():  # of the save before, or its error would be raised in place of this save
+            self._trainer.engine.finish_saves()
         self._saved_step = step
+        try:
+            self._save(step)
+            self.failure = None
+        except CheckpointError as error:
+            # After the last step the model is still evaluated, and its loss shown.
+            if isinstance(error, AbsentRankError) or not self.is_last(step):
+                self._survive(error)
+            self.failure = error
+
+    @contextmanager
+    def survived(self) -> Iterator[None]:
+        """Let a save in the background that is found to have failed in here end the run only if it must.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            self._survive(error)
+
+    def _survive(self, error: CheckpointError) -> None:
+        self.failure = error
+        if self._config.on_failure == "stop" or isinstance(error, AbsentRankError):
+            raise error
+        steps, every = self._trainer.config.run.steps, self._config.every or self._trainer.config.run.steps
+        next_step = min(steps, (self._trainer.engine.num_steps // every + 1) * every)
+        self.say(f"not saved: {with_code(error)}; the run goes on, and saves after step {next_step}")
+
+    def _save(self, step: int) -> None:
+        config = self._config
         self._trainer.engine.save(
             self.root,
             contents="trainable" if self._trainer.config.lora.rank else "all",  # model.path has the frozen weights
@@ -138,10 +182,13 @@ class RunCheckpoints:
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the save in progress, and return what this run has saved; None if nothing, and on ranks but 0.
 
-        Raises:
-            CheckpointError: it could not be written.
+        What has failed is `failure` then.
         """
-        newest = self._trainer.engine.finish_saves()
+        try:
+            newest = self._trainer.engine.finish_saves()
+        except CheckpointError as error:
+            self.failure = error
+            newest = self._trainer.engine.finish_saves()  # a failure is raised once
         # The others need not know, and a network file system may show them the folder late.
         if newest is None or self._trainer.engine.comm.rank:
             return None

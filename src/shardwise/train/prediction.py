@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -91,7 +92,8 @@ def predict(trainer: Trainer, folder: Path, cache: Path | None) -> StepFigures |
     try:
         cluster, note = planned_cluster(trainer, cache)
         prediction = _priced(trainer, cluster, note)
-        _write(trainer, folder, prediction, None)
+        with suppress(OSError):  # which is said of other files
+            _write(trainer, folder, prediction, None)
     except Exception as error:  # of whatever kind: a run is worth more than what is said of it
         log.warning("the planner cannot say what this run takes: %s: %s", type(error).__name__, error)
         return None
@@ -113,10 +115,13 @@ def compare(
         return None
     try:
         measured = measured_step(trainer, step_s)
-        _write(trainer, folder, prediction, measured)
     except Exception as error:
-        log.warning("what this run took is not kept: %s: %s", type(error).__name__, error)
+        log.warning("what this run took is not known: %s: %s", type(error).__name__, error)
         return None
+    try:
+        _write(trainer, folder, prediction, measured)
+    except OSError as error:
+        log.warning("what this run took is not kept: %s", error)
     return measured
 
 

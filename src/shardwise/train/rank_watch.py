@@ -228,9 +228,6 @@ def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None
 
 
 def note_command(folder: Path) -> None:
-    """Keep the command of this process for the ranks that it starts, whose own command says little.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    (folder / ENVIRONMENT_NAME).write_text(json.dumps({"command": sys.argv}) + "\n", encoding="utf-8")
+    """Keep the command of this process for the ranks that it starts, whose own command says little."""
+    with suppress(OSError):  # a run does without
+        (folder / ENVIRONMENT_NAME).write_text(json.dumps({"command": sys.argv}) + "\n", encoding="utf-8")

@@ -9,13 +9,13 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TextIO
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from shardwise.layout.stage_partition import find_partition
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes, format_count
+from shardwise.schedule import TimedAction
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import StepRecord
@@ -45,7 +46,7 @@ from shardwise.train.prepare import open_data
 from shardwise.train.progress import Progress, say
 from shardwise.train.rank_watch import note_command
 from shardwise.train.recorder import RunRecorder, header_of
-from shardwise.train.recording import gather_timeline, save_timeline, write_timeline
+from shardwise.train.recording import gather_timeline, write_timeline
 from shardwise.train.setup import (
     CONFIG_NAME,
     create_folder,
@@ -218,47 +219,40 @@ def _train(
     trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, recorder: RunRecorder, stop: StopFlag
 ) -> RunOutcome:
     """Take the steps, save, evaluate and write the sample; every rank calls it."""
-    failure: CheckpointError | None = None
     armed = ExitStack()
+    checkpoints.say = recorder.note
 
     def save(step: int) -> None:
-        nonlocal failure
         if step == trainer.first_step + 1:
             # Until then there is nothing to save, and a first step may take as long as it likes.
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
         if step == trainer.config.run.record_timeline:
-            save_timeline(trainer.engine, folder / TIMELINE_NAME)
+            _keep_timeline(trainer, recorder, folder, gather_timeline(trainer.engine))
         if not checkpoints.is_due(step):
             return
         if trainer.was_stopped:
             recorder.say(f"saving step {step} into {checkpoints.root}")
         elif checkpoints.waits(step):
             recorder.announce(f"saving step {step}")
-        try:
-            with stop.saving():
-                checkpoints.save(step)
-        except CheckpointError as error:
-            if isinstance(error, AbsentRankError) or not checkpoints.is_last(step):
-                raise
-            failure = error  # the model is still evaluated, and its loss shown
+        with stop.saving():
+            checkpoints.save(step)
 
     with armed, recorder:
-        for record in trainer.steps(stop.__bool__, recorder.announce, save):
+        for record in trainer.steps(stop.__bool__, recorder.announce, save, checkpoints.survived):
             recorder.see(record)
             _log_step(record)
         sample = None if trainer.was_stopped else _evaluate_and_sample(trainer, recorder)
-        saved = None
-        try:
-            with stop.saving():
-                saved = checkpoints.finish()
-        except CheckpointError as error:
-            failure = failure or error
+        with stop.saving():
+            saved = checkpoints.finish()
     if trainer.was_stopped:  # the last line of the log, which the local launcher quotes if it stopped no rank itself
         num_asked, rank = trainer.engine.step_context.asking
         who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
         log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
-    exported, failure = (None, failure) if failure else _export(trainer, folder / EXPORT_NAME, stop)
-    pipeline = _keep_last_step(trainer, folder / TIMELINE_NAME)
+    exported, failure = None, checkpoints.failure
+    if not isinstance(failure, AbsentRankError):  # its folder may have space where that of the checkpoints has none
+        exported, not_exported = _export(trainer, folder / EXPORT_NAME, stop)
+        failure = failure or not_exported
+    pipeline = _keep_last_step(trainer, recorder, folder)
     return RunOutcome(
         recorder.state,
         folder,
@@ -283,14 +277,18 @@ def _first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
     return Progress(header, config.run.steps, step=first_step, first_step=first_step)
 
 
-def _keep_last_step(trainer: Trainer, path: Path) -> str:
+def _keep_timeline(trainer: Trainer, recorder: RunRecorder, folder: Path, actions: Sequence[TimedAction]) -> None:
+    recorder.keep(TIMELINE_NAME, lambda: write_timeline(trainer.engine, folder / TIMELINE_NAME, actions))
+
+
+def _keep_last_step(trainer: Trainer, recorder: RunRecorder, folder: Path) -> str:
     """Write the last step's timeline, unless the run has recorded another; return words on a pipeline's bubble."""
     engine, recorded = trainer.engine, trainer.config.run.record_timeline or 0
     if engine.num_steps == trainer.first_step:
         return ""
     actions = gather_timeline(engine)
     if not trainer.first_step < recorded <= engine.num_steps:
-        write_timeline(engine, path, actions)
+        _keep_timeline(trainer, recorder, folder, actions)
     bubble = TerminalPanel("the last step", actions).bubble_line
     return "" if engine.layout.pipeline is None else f"bubble of the last step {bubble}"
 
@@ -390,10 +388,19 @@ def _agree_on_place(
     return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
 
 
+class _LogFile(logging.StreamHandler[TextIO]):
+    """Writes to a rank's log; a full disk is said elsewhere, and not with a traceback for every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 its name in logging
+        """Say nothing of an error of the disk."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def _log_to(folder: Path, env: RankEnv) -> None:
     """Log to `rank-N.log`: the local launcher has made it this rank's stderr; other launchers have not."""
     path = folder / f"rank-{env.rank}.log"
-    handler = logging.StreamHandler() if env.launcher == "local" else logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile() if env.launcher == "local" else _LogFile(path.open("a", encoding="utf-8"))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     log.setLevel(logging.INFO)
@@ -410,7 +417,8 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
         log.error("rank %d failed", env.rank, exc_info=error)
         message = f"rank {env.rank} failed: {type(error).__name__}: {error}; the traceback is in rank-{env.rank}.log"
     # The local launcher quotes the last line of the log, and says who speaks.
-    print(message if env.launcher == "local" else f"shardwise: {message}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the log may be on the disk that is full
+        print(message if env.launcher == "local" else f"shardwise: {message}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, ConfigError) else 1
 
 
