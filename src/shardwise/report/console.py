@@ -44,7 +44,7 @@ class Terminal(Console):
 
 
 class LastingStream:
-    """Passes text on to a stream, and nothing more once that fails: a run is worth more than what is shown of it.
+    """Writes text to a stream, and nothing more once that fails: a run is worth more than what is shown of it.
 
     A full disk that stdout goes to, or a closed pipe, ends no run.
     """

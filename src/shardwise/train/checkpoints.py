@@ -11,9 +11,10 @@ machines (world size, devices, folders) are not taken over. The global batch sta
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,9 +30,12 @@ from shardwise.engine.checkpoint_api import saves_from_files
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import nearest_legal
 from shardwise.models import decoder_config
+from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.train.job_model import model_name
 from shardwise.train.loop import Trainer
-from shardwise.train.setup import CONFIG_NAME, job_config, runs_in
+from shardwise.train.metrics import METRICS_NAME
+from shardwise.train.rank_watch import ENVIRONMENT_NAME
+from shardwise.train.setup import CONFIG_NAME, TOKENIZER_NAME, job_config, runs_in
 
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "checkpoints"
@@ -40,6 +44,9 @@ _NOT_TAKEN_OVER: Final = frozenset(
     {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
      "run.num_procs", "run.num_threads", "tiers.cores"}
 )  # fmt: skip
+
+# What a run's folder has before the first step, beside logs; the metrics are empty then.
+_AT_START: Final = frozenset({CONFIG_NAME, ENVIRONMENT_NAME, METRICS_NAME, PREDICTION_NAME, TOKENIZER_NAME})
 
 log = logging.getLogger("shardwise")
 
@@ -76,7 +83,7 @@ class RunCheckpoints:
     Args:
         trainer: of the run.
         root: the folder.
-        say: told in a line of a save that has failed, after which the run goes on.
+        say: shows a line, about a save that has failed and after which the run goes on.
 
     Attributes:
         failure: why the newest save has failed; None where it has not.
@@ -200,6 +207,41 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
     """Return the folder of the checkpoints of a run in `folder`."""
     path = config.checkpoint.path
     return folder / FOLDER_NAME if path is None else Path(path).expanduser()
+
+
+def go_on_command(root: Path, folder: Path | None) -> str:
+    """Return the command that goes on from the newest checkpoint in `root`, of a run in `folder`.
+
+    >>> go_on_command(Path("runs/my first/checkpoints"), Path("runs/my first"))
+    "shardwise train --resume 'runs/my first'"
+    """
+    # The folder of a run is shorter than that of its checkpoints, and does as well.
+    place = folder if folder is not None and root == folder / FOLDER_NAME else root
+    return f"shardwise train --resume {shlex.quote(str(place))}"
+
+
+def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
+    """Say in a line how to go on after a run that has ended before its last step.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        resume: the checkpoint that the run itself has gone on from, or its folder; None where it began afresh.
+    """
+    for root in (checkpoint_root(config, folder), resume):
+        if root is not None:
+            with suppress(CheckpointError, OSError):
+                newest, _ = newest_whole(root)
+                return f"to go on from {newest.name}: {go_on_command(root, folder)}"
+    every = "" if config.checkpoint.every is not None else "; checkpoint.every=100 saves every 100 steps"
+    return f"nothing was saved by then, so there is nothing to go on from{every}"
+
+
+def is_untouched(folder: Path) -> bool:
+    """Say whether a run's folder has only what is written there before the first step."""
+    return all(each.name in _AT_START or each.name.startswith("rank-") for each in folder.iterdir()) and not any(
+        (folder / METRICS_NAME).read_bytes()[:1] for _ in folder.glob(METRICS_NAME)
+    )
 
 
 def make_root(config: Config, source: Path | None) -> None:

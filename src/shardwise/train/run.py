@@ -6,10 +6,11 @@ import errno
 import gc
 import json
 import logging
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -38,7 +39,14 @@ from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.schedule import TimedAction
-from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
+from shardwise.train.checkpoints import (
+    Resumed,
+    RunCheckpoints,
+    checkpoint_root,
+    how_to_go_on,
+    is_untouched,
+    make_root,
+)
 from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import StepRecord
 from shardwise.train.prediction import compare, predict
@@ -49,6 +57,7 @@ from shardwise.train.recorder import RunRecorder, header_of
 from shardwise.train.recording import gather_timeline, write_timeline
 from shardwise.train.setup import (
     CONFIG_NAME,
+    TOKENIZER_NAME,
     create_folder,
     device_kind,
     prepare_job_data,
@@ -65,6 +74,7 @@ _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
 _FAILED = "failed"
+_REFUSED: Final = 2
 # The Hugging Face folder in a run's folder.
 EXPORT_NAME: Final = "model"
 _PLACE_KEY = "shardwise/place"
@@ -108,6 +118,10 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     )
     if exit_code in _STOPPED_BY:
         say(console, f"stopped by {_STOPPED_BY[exit_code]}; what was done until then is in {folder}")
+    if exit_code == _REFUSED and is_untouched(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    elif exit_code:
+        print(f"shardwise: {how_to_go_on(config, folder, resume)}", file=sys.stderr, flush=True)
     return exit_code
 
 
@@ -186,7 +200,7 @@ def run_rank(
                 say(console, note)
             if config.mesh.pp > 1:
                 say(console, find_partition(trainer.model.skeleton(), config).describe())
-            trainer.model.save_tokenizer(folder / "tokenizer", trainer.data.tokenizer)
+            trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
         recorder = RunRecorder(
             trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
         )
@@ -205,7 +219,7 @@ def run_rank(
     except Exception as error:
         if trainer is not None:
             _finish_save_unless_alone(trainer, error)
-        return _fail(error, folder, env)
+        return _fail(error, folder, env, lambda: how_to_go_on(config, folder, resume))
     finally:  # ranks end without the interpreter's own end, which would remove swap files
         if trainer is not None:
             trainer.engine.tiers.close()
@@ -406,8 +420,11 @@ def _log_to(folder: Path, env: RankEnv) -> None:
     log.setLevel(logging.INFO)
 
 
-def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
-    """Print on stderr why this rank ends, log a traceback if the error was not expected, and return the exit code."""
+def _fail(error: Exception, folder: Path, env: RankEnv, how_to_go_on: Callable[[], str]) -> int:
+    """Print on stderr why this rank ends, log a traceback if the error was not expected, and return the exit code.
+
+    The local launcher quotes the last line of the log, says who speaks, and how to go on.
+    """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
     elif isinstance(error, _EXPECTED) and str(error):
@@ -416,10 +433,16 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
     else:
         log.error("rank %d failed", env.rank, exc_info=error)
         message = f"rank {env.rank} failed: {type(error).__name__}: {error}; the traceback is in rank-{env.rank}.log"
-    # The local launcher quotes the last line of the log, and says who speaks.
+    code = _REFUSED if isinstance(error, ConfigError) else 1
+    if env.launcher != "local":
+        message = f"shardwise: {message}"
+        if code == _REFUSED and is_untouched(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            message += f"\nshardwise: {how_to_go_on()}"
     with suppress(OSError):  # the log may be on the disk that is full
-        print(message if env.launcher == "local" else f"shardwise: {message}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, ConfigError) else 1
+        print(message, file=sys.stderr, flush=True)
+    return code
 
 
 def _stopped_by(stop: StopFlag, env: RankEnv) -> str:

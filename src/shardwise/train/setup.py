@@ -26,7 +26,7 @@ import torch
 
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import system_code
-from shardwise.config.resolve import Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
+from shardwise.config.resolve import CompileConfig, Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.launch.host import usable_bytes
@@ -46,6 +46,7 @@ from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
 CACHE_NAME = "cache"
+TOKENIZER_NAME = "tokenizer"
 # A run's folder: the time at which it was made, and a name.
 _TIME: Final = "%Y%m%d-%H%M%S"
 _RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
@@ -124,7 +125,7 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
     run = config.run.model_copy(update={"device": device_kind(config)})
     _refuse_unknown_homes(config)
     check_tiers(config.tiers)
-    if config.compile.enabled:
+    if config.compile.enabled or config.compile.backend != CompileConfig().backend:  # the compiler takes a second
         check_backend(config.compile)
     check_fp8(config.precision.linears, torch.device(run.device))
     _raise_file_limit()
