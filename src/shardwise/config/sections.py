@@ -447,6 +447,9 @@ class RunConfig(Section):
     """What a step does where its loss or gradients are not finite: "raise" names the module, "skip" leaves parameters
     as they are and goes on, "ignore" takes the step all the same. An overflow that a smaller loss scale can mend is
     always skipped."""
+    on_shortage: Literal["refuse", "warn"] = "refuse"
+    """What follows where a run is predicted to need more than there is: memory, space for its saves, positions of the
+    model. "warn" says so and goes on."""
     check_collectives: bool = False
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None

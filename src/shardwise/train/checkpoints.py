@@ -233,8 +233,8 @@ def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
             with suppress(CheckpointError, OSError):
                 newest, _ = newest_whole(root)
                 return f"to go on from {newest.name}: {go_on_command(root, folder)}"
-    every = "" if config.checkpoint.every is not None else "; checkpoint.every=100 saves every 100 steps"
-    return f"nothing was saved by then, so there is nothing to go on from{every}"
+    fix = f"; checkpoint.every={max(1, config.run.steps // 10)} saves while it trains"
+    return f"nothing was saved by then, so there is nothing to go on from{fix * (config.checkpoint.every is None)}"
 
 
 def is_untouched(folder: Path) -> bool:

@@ -163,7 +163,7 @@ class HuggingFaceModel:
 
     @cached_property
     def words(self) -> str:
-        text = self._text
+        text = self.text_config
         sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}"
         words = f"{self.name} ({type(self._base).__name__}), {format_count(self.num_params)} parameters, {sizes}"
         if not self.config.lora.rank:
@@ -173,7 +173,7 @@ class HuggingFaceModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._text.vocab_size)
+        return int(self.text_config.vocab_size)
 
     @cached_property
     def num_params(self) -> int:
@@ -182,11 +182,11 @@ class HuggingFaceModel:
     @property
     def longest(self) -> int | None:
         """Return the most tokens of a sequence that it is made for; None where it does not say."""
-        return getattr(self._text, "max_position_embeddings", None)
+        return getattr(self.text_config, "max_position_embeddings", None)
 
     @property
     def num_heads(self) -> int:
-        return int(self._text.num_attention_heads)
+        return int(self.text_config.num_attention_heads)
 
     def for_tokens(self, vocab_size: int) -> HuggingFaceModel:
         """Return the model, whose embedding stays as it is; refuse a tokenizer that has more tokens."""
@@ -219,7 +219,7 @@ class HuggingFaceModel:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the model FLOPs of forward and backward for one token, with causal attention."""
-        text = self._text
+        text = self.text_config
         num_looked_up = 0 if getattr(text, "tie_word_embeddings", False) else self.vocab_size * text.hidden_size
         num_params, width = self.num_params - num_looked_up, text.num_hidden_layers * text.hidden_size
         return training_flops_per_token(num_params, width, seq_len / 2, trains=not self.config.lora.rank)
@@ -286,7 +286,8 @@ class HuggingFaceModel:
             return AutoModelForCausalLM.from_config(self.theirs)
 
     @property
-    def _text(self) -> Any:
+    def text_config(self) -> Any:
+        """Return the part of the model's own config that describes its text."""
         return self.theirs.get_text_config()
 
     def _adapted(self, model: nn.Module, **how: Any) -> nn.Module:

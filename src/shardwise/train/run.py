@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -39,6 +39,7 @@ from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.schedule import TimedAction
+from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.checkpoints import (
     Resumed,
     RunCheckpoints,
@@ -47,10 +48,12 @@ from shardwise.train.checkpoints import (
     is_untouched,
     make_root,
 )
+from shardwise.train.job_model import job_model
 from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import StepRecord
+from shardwise.train.needs import shortages
 from shardwise.train.prediction import compare, predict
-from shardwise.train.prepare import open_data
+from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.progress import Progress, say
 from shardwise.train.rank_watch import note_command
 from shardwise.train.recorder import RunRecorder, header_of
@@ -62,6 +65,7 @@ from shardwise.train.setup import (
     device_kind,
     prepare_job_data,
     resolve_job,
+    slow_dtype_line,
     sparse_words,
     with_steps,
 )
@@ -103,7 +107,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
             f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU",
         )
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
-    _, folder, shard_path = _prepare(resolve_job(config, num_ranks, num_local_ranks=num_ranks), console, resume)
+    config, folder, shard_path = _prepare(resolve_job(config, num_ranks, num_ranks), console, resume, num_ranks)
     note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     say(console, f"run folder {folder}, starting {ranks}")
@@ -353,8 +357,10 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
         log.error("%s", failure)
 
 
-def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Config, Path, Path]:
+def _prepare(config: Config, console: Console, resume: Path | None, num_local_ranks: int) -> tuple[Config, Path, Path]:
     """Tokenize the data and make the run's folder; return the config with its steps, the folder and the token shard."""
+    if line := slow_dtype_line(config):
+        say(console, line)
     make_root(config, resume)
     start_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
@@ -367,7 +373,19 @@ def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Con
         data = prepare_job_data(config, show)
     say(console, f"{data.words}, {time.monotonic() - start_s:.1f} s")
     config = with_steps(config, data)
+    for error in _shortages(config, data, num_local_ranks):
+        if config.run.on_shortage == "refuse":
+            raise error
+        say(console, f"warning: {error}")
     return config, create_folder(config, datetime.now()), data.path
+
+
+def _shortages(config: Config, data: PreparedData, num_local_ranks: int) -> Iterator[ConfigError]:
+    """Yield what a run with its data lacks on this machine."""
+    model = job_model(config).for_tokens(data.index.vocab_size)
+    root = checkpoint_root(config, Path(config.run.dir).expanduser() / "new")
+    layout = plan_layout(model.skeleton(), config)
+    return shortages(config, model.vocab_size, model.num_params, layout, root, num_local_ranks)
 
 
 def _agree_on_place(
@@ -382,7 +400,7 @@ def _agree_on_place(
     store = PatientStore(group.get_group_store(), config.run.timeout_s)
     if env.rank == 0:
         try:
-            config, folder, shard_path = _prepare(config, console, resume)
+            config, folder, shard_path = _prepare(config, console, resume, env.local_world_size)
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise

@@ -42,6 +42,7 @@ from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.job_model import HuggingFaceModel, job_model, model_name
+from shardwise.train.needs import check_positions
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
@@ -146,6 +147,8 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
         raise ConfigError("run-name", f"run.name={name} is not the name of a folder; leave out the slashes")
     optimizer_kind(config.optimizer.name)  # says why not; none is built here, which takes a second
     job = job_model(config)
+    if isinstance(job, HuggingFaceModel):
+        check_positions(config, job.name, job.text_config)
     if resolved.tensor.sequence_parallel:
         fix = "or set tensor.sequence_parallel=false"
         check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
@@ -353,7 +356,22 @@ def _tuning_defaults(config: Config) -> dict[str, Any]:
     return defaults | {"data.seq_len": min(longest, _TUNING_SEQ_LEN), "run.epochs": 1.0, "optimizer.weight_decay": 0.0}
 
 
+def slow_dtype_line(config: Config) -> str:
+    """Warn that a run on this CPU computes in a dtype that the CPU lacks; empty where it does not."""
+    dtype = config.precision.param
+    if wanted_device(config) != "cpu" or dtype not in ("bf16", "fp16") or _has_in_hardware(dtype):
+        return ""
+    return (
+        f"warning: precision.param={dtype}, which this CPU computes in software, up to a hundred times more slowly "
+        "than fp32; set precision.param=fp32"
+    )
+
+
 def has_fast_bf16() -> bool:
     """Say whether this CPU multiplies bf16 in hardware, so that it is faster than fp32; False under an older torch."""
+    return _has_in_hardware("bf16")
+
+
+def _has_in_hardware(dtype: str) -> bool:
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return bool(capabilities.get(f"avx512_{dtype}") or capabilities.get(f"amx_{dtype}"))
