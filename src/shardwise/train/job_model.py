@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import near
 from shardwise.construction.context import init
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
@@ -354,9 +355,11 @@ def model_folder(path: str) -> Path:
         except Exception as error:  # of the network, of the Hub, of its cache: each has a class of its own
             line = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                "model-not-on-hub", f"model.path={path} is no folder here, and the Hub does not give it: {line}"
+                "model-not-on-hub",
+                f"model.path={path} is no folder here, and the Hub does not give it: {line}{near(path)}",
             ) from None
-    raise ConfigError("model-missing", f"model.path={path} is no folder here; give the folder that has its config.json")
+    fix = near(path) or "; give the folder that has its config.json"
+    raise ConfigError("model-missing", f"model.path={path} is no folder here{fix}")
 
 
 def open_tokenizer(config: Config, folder: Path) -> Any:

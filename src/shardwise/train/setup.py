@@ -25,6 +25,8 @@ from typing import Any, Final, Literal
 import torch
 
 from shardwise.attention.from_config import structure_of
+from shardwise.checkpoint.commit import candidates
+from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import CompileConfig, Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
 from shardwise.context.apply import check_split
@@ -128,6 +130,7 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
     check_tiers(config.tiers)
     if config.compile.enabled or config.compile.backend != CompileConfig().backend:  # the compiler takes a second
         check_backend(config.compile)
+    _refuse_missing_weights(config.model.weights)
     check_fp8(config.precision.linears, torch.device(run.device))
     _raise_file_limit()
     resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
@@ -164,6 +167,15 @@ def _refuse_unknown_homes(config: Config) -> None:
         if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             user = value.split("/")[0]
             raise ConfigError("home-unknown", f"{key}={value}: {user} is no user's folder here; write the path out")
+
+
+def _refuse_missing_weights(path: str | None) -> None:
+    """Refuse a path of `model.weights` at which there is nothing, before ranks are started to read it."""
+    try:
+        if path is not None:
+            candidates(Path(path).expanduser())
+    except CheckpointError as error:
+        raise ConfigError(error.code, f"model.weights={path}: {error}") from None
 
 
 def _raise_file_limit() -> None:
