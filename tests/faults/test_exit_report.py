@@ -10,6 +10,8 @@ TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, i
 LOST = [*TRACEBACK, "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:9"]
 IN_COMM = [*TRACEBACK, "CommError: rank 0 failed in all_gather #5 of a over dp_shard: rank 1 has not started"]
 OWN = [*TRACEBACK, "ValueError: no such data"]
+THREAD = ["Exception in thread shardwise-saver:", *TRACEBACK, "OSError: a socket"]
+LOGGED = "2026-03-01 10:00:00,123 INFO shardwise: "
 
 
 @pytest.fixture
@@ -36,6 +38,15 @@ def ended(tmp_path):
         (2, ["step 1", "error: lr=-1 is not positive"], "exited with code 2: error: lr=-1 is not positive"),
         (3, [], "exited with code 3"),
         (1, TRACEBACK, "exited with code 1"),  # cut off
+        (1, [*THREAD, "the disk is full [disk-full]"], "exited with code 1: the disk is full [disk-full]"),
+        (1, [*THREAD, *OWN], "exited with code 1: ValueError: no such data"),
+        (1, [*OWN, *THREAD], "exited with code 1: ValueError: no such data"),
+        (1, [*OWN, f"{LOGGED}step 7", "no disk [disk-full]"], "exited with code 1: no disk [disk-full]"),
+        (1, [*OWN, f"{LOGGED}the loss is not finite"], "exited with code 1: the loss is not finite"),
+        (1, [*OWN, "rank 1 failed: TypeError: no"], "exited with code 1: rank 1 failed: TypeError: no"),
+        (1, [*OWN, "more of it [rank-absent]", "UserWarning: leaked"], "exited with code 1: more of it [rank-absent]"),
+        (1, [*OWN, "which torch says in two lines"], "exited with code 1: ValueError: no such data"),
+        (1, THREAD, "exited with code 1: OSError: a socket"),
     ],
 )  # fmt: skip
 def test_describe_exit(returncode, log, expected):
@@ -86,8 +97,13 @@ def test_the_tail_of_no_log_an_empty_one_and_a_long_one(tmp_path):
     assert 1000 < len(lines) < 20_000
 
 
+def test_a_report_on_a_refused_config_is_the_line_alone(ended):
+    rank_exit = ended(0, 2, [f"{LOGGED}begins", "lr=-1 is not positive [value-range]"])
+    assert report(rank_exit) == "shardwise: lr=-1 is not positive [value-range]"
+
+
 def test_a_report_on_an_empty_log_says_so(ended):
-    assert report(ended(0, -9)).endswith("| (empty)")
+    assert report(ended(0, -9)).endswith("| (empty: it ended while it started, before it had anything to say)")
 
 
 def test_exit_codes_are_the_shells():

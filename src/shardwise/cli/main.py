@@ -35,6 +35,7 @@ from shardwise.cli.report import report
 from shardwise.cli.timeline import timeline
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
+from shardwise.config.other_tools import setting_of
 from shardwise.config.resolve import ConfigError, all_keys
 from shardwise.config.untrusted_files import OneLineError
 from shardwise.launch.as_deepspeed import deepspeed_environment
@@ -91,6 +92,7 @@ def _refuse_usage(error: click.UsageError) -> int:
         leaf = error.option_name.lstrip("-").replace("-", "_")
         takes_keys = any(param.name == "settings" for param in error.ctx.command.params)
         keys = [f"{key}=..." for key in all_keys() if takes_keys and leaf in (key, key.rpartition(".")[2])]
+        keys = keys or [setting for setting in [setting_of(leaf)] if takes_keys and setting]
         words = f"{error.message} Did you mean {' or '.join(keys)}?" if keys else words
     stop = "" if words.endswith((".", "?")) else "."
     write_line(f"shardwise: {' '.join(words.split())}{stop} See {path} --help", to_stderr=True)

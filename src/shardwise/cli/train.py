@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO, cast
 
 import click
 from rich.console import Console
@@ -16,7 +18,7 @@ from shardwise.cli.command import COUNT, as_written, settings, show_dry_run, spl
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
-from shardwise.report.console import Terminal, refuse
+from shardwise.report.console import LastingStream, Terminal, refuse
 
 
 @click.command(
@@ -127,7 +129,7 @@ def _be_rank(
     from shardwise.train.run import config_of, join
     from shardwise.train.setup import resolve_job
 
-    console = Terminal()
+    console = Terminal(file=cast(TextIO, LastingStream(sys.stdout)))
     try:
         if prepared is not None:
             resume = None if asked[2] is None else Path(asked[2])

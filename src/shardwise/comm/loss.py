@@ -22,11 +22,20 @@ from shardwise.comm.mesh import CommGroups
 from shardwise.config.arguments import NO_CLASS
 from shardwise.config.errors import CodedError, EngineError
 from shardwise.config.resolve import ConfigError
-from shardwise.runtime.module_hooks import watch_outputs
+from shardwise.runtime.module_hooks import watch_calls
+from shardwise.runtime.torch_private import pytree
 
 LossFn = Annotated[Callable[[Any, Any], Any], NO_CLASS]
 
 _LOG: Final = logging.getLogger("shardwise")
+
+# What a module was given whose output is not finite; a rank that does not know says nothing.
+_GIVEN: Final = (
+    "",
+    ", whose input was not finite already: the data of this batch are bad",
+    ", whose input was finite and whose parameters are not: training has diverged before this step",
+    ", whose input and parameters were finite: training diverges there",
+)
 
 
 class NonFiniteLossError(CodedError, ArithmeticError, ValueError):
@@ -312,7 +321,8 @@ def first_nonfinite_module(
 ) -> str:
     """Run the step's forwards again and say which module's output is the first that is not finite, on which rank.
 
-    Each rank finds its own first; of those it is the first one in the model's order of modules. All ranks call it, with
+    It also says whether what the module was given was finite: if not, the data are bad; if so, training diverges. Each
+    rank finds its own first; of those it is the first one in the model's order of modules. All ranks call it, with
     equally many batches.
 
     Args:
@@ -321,22 +331,35 @@ def first_nonfinite_module(
         forward: runs the forward of one batch.
         comm: over all ranks.
     """
-    found: list[str] = []
+    begun: list[tuple[str, int]] = []  # the modules that are being called, each with what it was given
+    found: list[tuple[str, int]] = []
 
-    def inspect(name: str, tensors: Sequence[Tensor]) -> None:
-        if not found and not all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point()):
-            found.append(name)
+    def begin(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parameters = list(module.parameters(recurse=False))
+        begun.append((name, 1 if not _is_finite((args, kwargs)) else 2 if not _is_finite(parameters) else 3))
+
+    def end(output: Any) -> None:
+        called = begun.pop()
+        if not found and not _is_finite(output):
+            found.append(called)
 
     modules = [name for name, _ in model.named_modules()]
-    with torch.no_grad(), watch_outputs(model, inspect):
+    with torch.no_grad(), watch_calls(model, begin, end):
         for batch in batches:
             forward(batch)
     reports = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
-    reports[comm.rank] = modules.index(found[0]) or len(modules) if found else 0  # the model itself comes last
+    for name, given in found:  # the model itself comes last
+        reports[comm.rank] = (modules.index(name) or len(modules)) + given / len(_GIVEN)
     summed = comm.sum_scalars(reports, "first non-finite module")
     reported = [(int(report), rank) for rank, report in enumerate(summed) if report]
     if not reported:
         return "every module's output is finite, so it arose in the loss or in the backward"
     position, rank = min(reported)  # a stage sends its output to the next, which may be a lower rank's
     name = modules[position % len(modules)] or type(model).__name__
-    return f"the first module with a non-finite output is {name} on rank {rank}"
+    given = round((summed[rank] - position) * len(_GIVEN))
+    return f"the first module with a non-finite output is {name} on rank {rank}{_GIVEN[given]}"
+
+
+def _is_finite(values: Any) -> bool:
+    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return all(bool(leaf.isfinite().all()) for leaf in leaves if leaf.is_floating_point())

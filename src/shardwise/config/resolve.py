@@ -26,6 +26,7 @@ from typing import Annotated, Any, Final, Self, get_args
 from pydantic import BaseModel, ValidationError
 
 from shardwise.config.arguments import OWN_RULE, checked
+from shardwise.config.other_tools import setting_of
 from shardwise.config.sections import (
     MAX_MICRO_BATCHES,
     MAX_RANKS,
@@ -419,6 +420,8 @@ def _suggestion(path: str) -> str:
     if path in known:
         return f"put {leaf} into the section {section}"
     close = [name for name in known if name.rpartition(".")[2] == leaf]
+    if not close and (setting := setting_of(leaf)):
+        return f"did you mean {setting}?"
     close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.75)
     close = close or [name for name in known if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)]
     if close:

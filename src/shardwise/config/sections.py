@@ -414,6 +414,9 @@ class CheckpointConfig(Section):
     adapter alone."""
     background: bool = True
     """Whether training goes on while files are written; on, since a save then holds it up only for a copy in memory."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What follows a save that fails while the run goes on, as on a full disk: "continue" says so, trains on, and
+    saves at the next step that is due; "stop" ends the run. A run whose last save fails always ends with an error."""
 
 
 class RunConfig(Section):
@@ -451,6 +454,9 @@ class RunConfig(Section):
     """What a step does where its loss or gradients are not finite: "raise" names the module, "skip" leaves parameters
     as they are and goes on, "ignore" takes the step all the same. An overflow that a smaller loss scale can mend is
     always skipped."""
+    on_shortage: Literal["refuse", "warn"] = "refuse"
+    """What follows where a run is predicted to need more than there is: memory, space for its saves, positions of the
+    model. "warn" says so and goes on."""
     check_collectives: bool = False
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None

@@ -26,6 +26,7 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -138,6 +139,28 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path 
         return file.read()
 
 
+def near(path: str | Path) -> str:
+    """Return a question after the existing path that a missing one is most like; empty where there is none.
+
+    >>> near("/ect/hosts.txt")
+    ''
+    >>> near("/ur/bin")
+    '; did you mean /usr/bin?'
+    """
+    wanted = Path(path).expanduser()
+    there = next((each for each in wanted.parents if each.is_dir()), None)
+    if there is None or os.path.lexists(wanted):
+        return ""
+    name, *inner = wanted.relative_to(there).parts
+    try:
+        names = {each.lower(): each for each in os.listdir(there)}
+    except OSError:
+        return ""
+    close = [there.joinpath(names[each], *inner) for each in get_close_matches(name.lower(), names, n=3, cutoff=0.7)]
+    found = next((each for each in close if each.exists()), None)
+    return "" if found is None else f"; did you mean {found}?"
+
+
 def read_text(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> str:
     """Read a regular file of UTF-8 text.
 
@@ -153,7 +176,8 @@ def read_text(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder:
     try:
         return read_bytes(path, max_bytes, folder).decode()
     except OSError as error:
-        raise UntrustedFileError("file-unreadable", f"cannot read {path}: {error.strerror or error}; {fix}") from error
+        what = near(path) or f"; {fix}"
+        raise UntrustedFileError("file-unreadable", f"cannot read {path}: {error.strerror or error}{what}") from error
     except UnicodeDecodeError:
         raise UntrustedFileError("not-utf8", f"{path} is not UTF-8 text; {fix}") from None
 

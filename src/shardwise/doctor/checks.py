@@ -158,6 +158,8 @@ def _on_host(facts: SystemInfo) -> Found:
     cpu, memory, disk = facts.cpu, facts.memory, facts.disk
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
         yield "cores-throttled", cpu.quota_cores, cpu.num_usable, cpu.num_at_once
+    if not (facts.gpus or cpu.has_fast_bf16):
+        yield ("cpu-without-bf16",)
     if _is_busy(facts):
         yield "machine-busy", cpu.load, cpu.num_machine
     if memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes:

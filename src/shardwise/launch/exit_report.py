@@ -18,7 +18,9 @@ from pathlib import Path
 
 NUM_SHOWN_LINES = 15
 _TAIL_BYTES = 65_536
+_REFUSED = 2  # the exit code of what a user can mend in the config
 _MAX_LINE_CHARS = 300
+_NOTHING_SAID = "(empty: it ended while it started, before it had anything to say)"
 
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch's excepthook puts it before each line of a traceback
 _SIGNAL_MEANINGS: Mapping[int, str] = {
@@ -36,6 +38,13 @@ _LOST_PEER = re.compile(
     r"|DistNetworkError|DistStoreError|ncclRemoteError",
     re.IGNORECASE,
 )
+# Before the traceback of a thread, or of what fails while objects are deleted.
+_ASIDE = re.compile(r"Exception (ignored )?in\b")
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ \w+ \w+: ")
+# What this library says: a line of its log, an error with its code, the end of a rank.
+_CODED = re.compile(r"\[[a-z\d]+(-[a-z\d]+)+\]$")
+_SAID = re.compile(rf"{_LOG_PREFIX.pattern}|{_CODED.pattern}|^rank \d+ failed: |^out of memory")
+_NOISE = re.compile(r"^\s|^\[W\d|[Ww]arning: |leaked .* objects|^Exception (ignored )?in\b|^Traceback ")
 
 
 @dataclass(frozen=True)
@@ -90,9 +99,11 @@ def describe_exit(returncode: int, log_lines: Sequence[str]) -> str:
 
 
 def report(rank_exit: RankExit) -> str:
-    """Format a report: the rank, the reason, where its log is and the log's last lines."""
+    """Format a report: the rank, the reason, where its log is and the log's last lines; of a refusal that alone."""
     lines = tail(rank_exit.log_path)
-    shown = [line[:_MAX_LINE_CHARS] for line in lines[-NUM_SHOWN_LINES:]] or ["(empty)"]
+    if rank_exit.returncode == _REFUSED and _CODED.search(refusal := _reason(lines)):
+        return f"shardwise: {refusal}"
+    shown = [line[:_MAX_LINE_CHARS] for line in lines[-NUM_SHOWN_LINES:]] or [_NOTHING_SAID]
     heading = f"shardwise: rank {rank_exit.rank} {describe_exit(rank_exit.returncode, lines)}"
     return "\n".join([heading, f"the end of its log, {rank_exit.log_path}:", *(f"  | {line}" for line in shown)])
 
@@ -124,10 +135,17 @@ def tail(log_path: Path) -> list[str]:
 
 
 def _reason(log_lines: Sequence[str]) -> str:
-    """Return the exception that ends the last traceback, else the last line."""
+    """Return the exception that ended the process, else the last line that says something.
+
+    The traceback of a thread, and one after which the process has said more, did not end it.
+    """
     lines = [_RANK_PREFIX.sub("", line) for line in log_lines]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    starts = [index for index in starts if index == 0 or not _ASIDE.match(lines[index - 1])]
     if starts:
         after = lines[starts[-1] + 1 :]
-        return next((line for line in after if not line.startswith(" ")), "")
-    return lines[-1] if lines else ""
+        end = next((index for index, line in enumerate(after) if not line.startswith(" ")), len(after))
+        if not any(map(_SAID.search, after[end + 1 :])):
+            return "".join(after[end : end + 1])  # empty where the log was cut off
+    said = [line for line in lines if not _NOISE.search(line)] or lines
+    return _LOG_PREFIX.sub("", said[-1]) if said else ""

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -21,6 +21,8 @@ from shardwise.config.errors import with_code
 from shardwise.config.untrusted_files import printable, printable_lines
 
 EVERY_S: Final = 5.0
+
+log = logging.getLogger("shardwise")
 
 
 class Terminal(Console):
@@ -68,6 +70,37 @@ def write_line(text: str, *, to_stderr: bool = False) -> None:
 def _escaped(segments: Iterable[Segment]) -> Iterator[Segment]:
     for segment in segments:
         yield segment if segment.control is not None else segment._replace(text=printable_lines(segment.text))
+
+
+class LastingStream:
+    """Writes text to a stream, and nothing more once that fails: a run is worth more than what is shown of it.
+
+    A full disk that stdout goes to, or a closed pipe, ends no run.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._has_failed = False
+
+    def write(self, text: str) -> int:
+        """Write as the stream does."""
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush as the stream does."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, call: Callable[[], object]) -> None:
+        if not self._has_failed:
+            try:
+                call()
+            except OSError as error:
+                self._has_failed = True
+                log.warning("nothing more is shown on stdout: %s", error.strerror)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager

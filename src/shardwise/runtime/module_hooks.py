@@ -357,24 +357,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 @contextmanager
-def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-    """Show the tensors of every submodule's output to `on_output` inside the context, inner modules first."""
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def show(module: nn.Module, args: Any, output: Any) -> None:
-            on_output(name, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
-
-        return show
-
-    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
 def watch_calls(
     model: nn.Module,
     before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],

@@ -11,26 +11,31 @@ machines (world size, devices, folders) are not taken over. The global batch sta
 from __future__ import annotations
 
 import logging
+import shlex
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from shardwise.checkpoint.commit import rename_later, step_folders, step_of
 from shardwise.checkpoint.find import newest_whole
-from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import LENIENT_FIX
-from shardwise.config.errors import system_code
+from shardwise.config.errors import system_code, with_code
 from shardwise.config.resolve import BatchConfig, Config, ConfigError, TiersConfig, read_toml
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.engine.checkpoint_api import saves_from_files
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import nearest_legal
 from shardwise.models import decoder_config
+from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.train.job_model import model_name
 from shardwise.train.loop import Trainer
-from shardwise.train.setup import CONFIG_NAME, job_config, runs_in
+from shardwise.train.metrics import METRICS_NAME
+from shardwise.train.rank_watch import ENVIRONMENT_NAME
+from shardwise.train.setup import CONFIG_NAME, TOKENIZER_NAME, job_config, runs_in
 
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "checkpoints"
@@ -39,6 +44,9 @@ _NOT_TAKEN_OVER: Final = frozenset(
     {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
      "run.num_procs", "run.num_threads", "tiers.cores"}
 )  # fmt: skip
+
+# What a run's folder has before the first step, beside logs; the metrics are empty then.
+_AT_START: Final = frozenset({CONFIG_NAME, ENVIRONMENT_NAME, METRICS_NAME, PREDICTION_NAME, TOKENIZER_NAME})
 
 log = logging.getLogger("shardwise")
 
@@ -70,10 +78,21 @@ class SavedCheckpoint:
 
 
 class RunCheckpoints:
-    """Saves a run's states into one folder, `root`."""
+    """Saves a run's states into one folder, `root`.
 
-    def __init__(self, trainer: Trainer, root: Path) -> None:
+    Args:
+        trainer: of the run.
+        root: the folder.
+        say: shows a line, about a save that has failed and after which the run goes on.
+
+    Attributes:
+        failure: why the newest save has failed; None where it has not.
+    """
+
+    def __init__(self, trainer: Trainer, root: Path, say: Callable[[str], None] = log.error) -> None:
         self.root = root
+        self.say = say
+        self.failure: CheckpointError | None = None
         self._trainer = trainer
         self._config = trainer.config.checkpoint
         self._saved_step: int | None = None
@@ -122,10 +141,42 @@ class RunCheckpoints:
         """Save the state after step `step`, the engine's last one.
 
         Raises:
-            CheckpointError: as `Engine.save`.
+            CheckpointError: as `Engine.save`, and `checkpoint.on_failure` is "stop", or a retry would not help.
         """
-        config = self._config
+        with self.survived():  # of the save before, or its error would be raised in place of this save
+            self._trainer.engine.finish_saves()
         self._saved_step = step
+        try:
+            self._save(step)
+            self.failure = None
+        except CheckpointError as error:
+            # After the last step the model is still evaluated, and its loss shown.
+            if isinstance(error, AbsentRankError) or not self.is_last(step):
+                self._survive(error)
+            self.failure = error
+
+    @contextmanager
+    def survived(self) -> Iterator[None]:
+        """Let a save in the background that is found to have failed in here end the run only if it must.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            self._survive(error)
+
+    def _survive(self, error: CheckpointError) -> None:
+        self.failure = error
+        if self._config.on_failure == "stop" or isinstance(error, AbsentRankError):
+            raise error
+        steps, every = self._trainer.config.run.steps, self._config.every or self._trainer.config.run.steps
+        next_step = min(steps, (self._trainer.engine.num_steps // every + 1) * every)
+        self.say(f"not saved: {with_code(error)}; the run goes on, and saves after step {next_step}")
+
+    def _save(self, step: int) -> None:
+        config = self._config
         self._trainer.engine.save(
             self.root,
             contents="trainable" if self._trainer.config.lora.rank else "all",  # model.path has the frozen weights
@@ -138,10 +189,13 @@ class RunCheckpoints:
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the save in progress, and return what this run has saved; None if nothing, and on ranks but 0.
 
-        Raises:
-            CheckpointError: it could not be written.
+        What has failed is `failure` then.
         """
-        newest = self._trainer.engine.finish_saves()
+        try:
+            newest = self._trainer.engine.finish_saves()
+        except CheckpointError as error:
+            self.failure = error
+            newest = self._trainer.engine.finish_saves()  # a failure is raised once
         # The others need not know, and a network file system may show them the folder late.
         if newest is None or self._trainer.engine.comm.rank:
             return None
@@ -153,6 +207,41 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
     """Return the folder of the checkpoints of a run in `folder`."""
     path = config.checkpoint.path
     return folder / FOLDER_NAME if path is None else Path(path).expanduser()
+
+
+def go_on_command(root: Path, folder: Path | None) -> str:
+    """Return the command that goes on from the newest checkpoint in `root`, of a run in `folder`.
+
+    >>> go_on_command(Path("runs/my first/checkpoints"), Path("runs/my first"))
+    "shardwise train --resume 'runs/my first'"
+    """
+    # The folder of a run is shorter than that of its checkpoints, and does as well.
+    place = folder if folder is not None and root == folder / FOLDER_NAME else root
+    return f"shardwise train --resume {shlex.quote(str(place))}"
+
+
+def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
+    """Say in a line how to go on after a run that has ended before its last step.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        resume: the checkpoint that the run itself has gone on from, or its folder; None where it began afresh.
+    """
+    for root in (checkpoint_root(config, folder), resume):
+        if root is not None:
+            with suppress(CheckpointError, OSError):
+                newest, _ = newest_whole(root)
+                return f"to go on from {newest.name}: {go_on_command(root, folder)}"
+    fix = f"; checkpoint.every={max(1, config.run.steps // 10)} saves while it trains"
+    return f"nothing was saved by then, so there is nothing to go on from{fix * (config.checkpoint.every is None)}"
+
+
+def is_untouched(folder: Path) -> bool:
+    """Say whether a run's folder has only what is written there before the first step."""
+    return all(each.name in _AT_START or each.name.startswith("rank-") for each in folder.iterdir()) and not any(
+        (folder / METRICS_NAME).read_bytes()[:1] for _ in folder.glob(METRICS_NAME)
+    )
 
 
 def make_root(config: Config, source: Path | None) -> None:

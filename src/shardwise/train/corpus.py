@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError, DataConfig
+from shardwise.config.untrusted_files import near
 from shardwise.train.chat import is_chat, whole_text
 
 PIECE_CHARS = 1 << 18
@@ -148,9 +149,8 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
         mode = path.stat().st_mode
     except FileNotFoundError:
         here = "" if Path(data.path).expanduser().is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(
-            "data-missing", f"data.path={data.path} does not exist{here}; give a text file, a folder or a .jsonl file"
-        ) from None
+        fix = near(data.path) or "; give a text file, a folder or a .jsonl file"
+        raise ConfigError("data-missing", f"data.path={data.path} does not exist{here}{fix}") from None
     except OSError as error:
         _refuse_unreadable(path, error)
     if stat.S_ISDIR(mode):

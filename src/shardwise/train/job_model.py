@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import near
 from shardwise.construction.context import init
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
@@ -159,7 +160,7 @@ class HuggingFaceModel:
         theirs = pretrained.open_config(folder, f"model.path={path}", trusts_code=config.model.trust_remote_code)
         found = cls(config, folder, theirs)
         for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-            if not isinstance(getattr(found._text, key, None), int):
+            if not isinstance(getattr(found.text_config, key, None), int):
                 raise ConfigError(
                     "model-size-unknown", f"{folder / 'config.json'} gives no {key} of a text model; take one that does"
                 )
@@ -171,7 +172,7 @@ class HuggingFaceModel:
 
     @cached_property
     def words(self) -> str:
-        text = self._text
+        text = self.text_config
         sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}"
         words = f"{self.name} ({type(self._base).__name__}), {format_count(self.num_params)} parameters, {sizes}"
         if not self.config.lora.rank:
@@ -181,7 +182,7 @@ class HuggingFaceModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._text.vocab_size)
+        return int(self.text_config.vocab_size)
 
     @cached_property
     def num_params(self) -> int:
@@ -190,11 +191,11 @@ class HuggingFaceModel:
     @property
     def longest(self) -> int | None:
         """Return the most tokens of a sequence that it is made for; None where it does not say."""
-        return getattr(self._text, "max_position_embeddings", None)
+        return getattr(self.text_config, "max_position_embeddings", None)
 
     @property
     def num_heads(self) -> int:
-        return int(self._text.num_attention_heads)
+        return int(self.text_config.num_attention_heads)
 
     def for_tokens(self, vocab_size: int) -> HuggingFaceModel:
         """Return the model, whose embedding stays as it is; refuse a tokenizer that has more tokens."""
@@ -225,7 +226,7 @@ class HuggingFaceModel:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the model FLOPs of forward and backward for one token, with causal attention."""
-        text = self._text
+        text = self.text_config
         num_looked_up = 0 if getattr(text, "tie_word_embeddings", False) else self.vocab_size * text.hidden_size
         num_params, width = self.num_params - num_looked_up, text.num_hidden_layers * text.hidden_size
         return training_flops_per_token(num_params, width, seq_len / 2, trains=not self.config.lora.rank)
@@ -295,7 +296,8 @@ class HuggingFaceModel:
         return self.config.model.trust_remote_code
 
     @property
-    def _text(self) -> Any:
+    def text_config(self) -> Any:
+        """Return the part of the model's own config that describes its text."""
         return self.theirs.get_text_config()
 
     def _adapted(self, model: nn.Module, **how: Any) -> nn.Module:
@@ -362,9 +364,11 @@ def model_folder(path: str) -> Path:
         except Exception as error:  # of the network, of the Hub, of its cache: each has a class of its own
             line = str(error).strip().partition("\n")[0]
             raise ConfigError(
-                "model-not-on-hub", f"model.path={path} is no folder here, and the Hub does not give it: {line}"
+                "model-not-on-hub",
+                f"model.path={path} is no folder here, and the Hub does not give it: {line}{near(path)}",
             ) from None
-    raise ConfigError("model-missing", f"model.path={path} is no folder here; give the folder that has its config.json")
+    fix = near(path) or "; give the folder that has its config.json"
+    raise ConfigError("model-missing", f"model.path={path} is no folder here{fix}")
 
 
 def open_tokenizer(config: Config, folder: Path) -> Any:

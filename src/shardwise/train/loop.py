@@ -13,7 +13,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,7 @@ class Trainer:
         should_stop: Callable[[], bool],
         announce: Callable[[str], None],
         after_step: Callable[[int], None] = lambda step: None,
+        survived: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[StepRecord]:
         """Take the steps that are left and yield a record of each, until the last one or until some rank should stop.
 
@@ -142,11 +143,15 @@ class Trainer:
             should_stop: called on every rank in each step and evaluation.
             announce: called with a few words on work other than steps.
             after_step: called on every rank with the number of a step that was taken, before anything is evaluated.
+            survived: a context that may take the error of a save in the background, after which the step is taken.
         """
         run = self.config.run
         self.engine.step_context.should_stop = should_stop
         while self.engine.num_steps < run.steps and not self.was_stopped:
-            record = self._take_step()
+            record = None
+            with survived():  # a save's error comes before anything is done
+                record = self._take_step()
+            record = record or self._take_step()
             self.was_stopped = self.engine.preempted and record.step < run.steps
             after_step(record.step)
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -17,8 +18,8 @@ import torch
 
 from shardwise.config.written_files import write_whole
 from shardwise.launch.host import usable_bytes
-from shardwise.planner.configs import job_of, strategy_of
-from shardwise.planner.hardware import CPU, Cluster, GpuSpec, cluster_of, known_gpu
+from shardwise.planner.configs import strategy_of
+from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
 from shardwise.planner.results import TIMELINE_PARTS, by_timeline_part
@@ -27,6 +28,7 @@ from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
 from shardwise.train.loop import Trainer
+from shardwise.train.needs import planned_job, sizes_cluster
 
 SCHEMA: Final = 1
 
@@ -92,7 +94,8 @@ def predict(trainer: Trainer, folder: Path, cache: Path | None) -> StepFigures |
     try:
         cluster, note = planned_cluster(trainer, cache)
         prediction = _priced(trainer, cluster, note)
-        _write(trainer, folder, prediction, None)
+        with suppress(OSError):  # which is said of other files
+            _write(trainer, folder, prediction, None)
     except Exception as error:  # of whatever kind: a run is worth more than what is said of it
         log.warning("the planner cannot say what this run takes: %s: %s", type(error).__name__, error)
         return None
@@ -114,10 +117,13 @@ def compare(
         return None
     try:
         measured = measured_step(trainer, step_s)
-        _write(trainer, folder, prediction, measured)
     except Exception as error:
-        log.warning("what this run took is not kept: %s: %s", type(error).__name__, error)
+        log.warning("what this run took is not known: %s: %s", type(error).__name__, error)
         return None
+    try:
+        _write(trainer, folder, prediction, measured)
+    except OSError as error:
+        log.warning("what this run took is not kept: %s", error)
     return measured
 
 
@@ -158,25 +164,12 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
         num_local = min(num_ranks, torch.cuda.device_count())
         cluster = Cluster(gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s)
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
-    # Speeds of 1 give sizes, which depend on none.
-    gpu = GpuSpec(
-        name=CPU,
-        memory_bytes=usable_bytes() / num_ranks,
-        memory_bytes_per_s=1.0,
-        peak_flops_per_s=dict.fromkeys(("fp64", "fp32", "tf32", "fp16", "bf16"), 1.0),
-        link_bytes_per_s=1.0,
-        host_bytes_per_s=1.0,
-        nic_bytes_per_s=1.0,
-        num_cores=1,
-    )
-    return Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_ranks, nic_bytes_per_s=1.0), note
+    return sizes_cluster(num_ranks, usable_bytes() / num_ranks), note
 
 
 def _priced(trainer: Trainer, cluster: Cluster, note: str) -> StepFigures:
     config = trainer.config
-    job = job_of(config, cluster)
-    if config.model.path is None:  # its vocabulary is the tokenizer's
-        job = replace(job, shape=replace(job.shape, vocab_size=trainer.model.vocab_size))
+    job = planned_job(config, cluster, trainer.model.vocab_size)
     price = Pricer(job).price(strategy_of(config, cluster.num_gpus))
     memory = price.memory.ranks[0]
     is_known = cluster.profile is not None or not cluster.gpu.is_cpu

@@ -355,6 +355,16 @@ class Display:
         if state.slow is not None and state.slow.step == state.step:
             say(self._console, str(state.slow))
 
+    def note(self, line: str) -> None:
+        """Print a line that stays; on a terminal above the picture, which is drawn again below it."""
+        if self._is_plain:
+            say(self._console, line)
+            return
+        self._console.file.write(f"\x1b[{self._num_drawn_lines}F\x1b[J" if self._num_drawn_lines else "")
+        say(self._console, line)
+        self._num_drawn_lines, self._drawn_size = 0, None
+        self._draw()
+
     def close(self) -> None:
         """Draw the last state without its activity; the picture stays on the terminal."""
         if not self._is_plain:

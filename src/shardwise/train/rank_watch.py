@@ -229,9 +229,6 @@ def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None
 
 
 def note_command(folder: Path) -> None:
-    """Keep the command of this process for the ranks that it starts, whose own command says little.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    write_whole(folder / ENVIRONMENT_NAME, json.dumps({"command": sys.argv}) + "\n")
+    """Keep the command of this process for the ranks that it starts, whose own command says little."""
+    with suppress(OSError):  # a run does without
+        write_whole(folder / ENVIRONMENT_NAME, json.dumps({"command": sys.argv}) + "\n")

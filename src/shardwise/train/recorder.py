@@ -78,6 +78,7 @@ class RunRecorder:
         self._sinks = SinkSet((), {}, RunInfo("", folder))
         self._display: Display | None = None
         self._setup_bytes: dict[tuple[str, str], int] | None = None
+        self._unwritten: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         engine, folder, config = self._engine, self._folder, self._engine.config
@@ -126,6 +127,21 @@ class RunRecorder:
         if self._display is not None:
             say(self._console, line)
 
+    def note(self, line: str) -> None:
+        """Log a line about the run, and show it on rank 0, where the figures go on below it."""
+        log.warning("%s", line)
+        if self._display is not None:
+            self._display.note(line)
+
+    def keep(self, name: str, write: Callable[[], object]) -> None:
+        """Write a file of the run's folder; where the system refuses, say so once: the run goes on without the file."""
+        try:
+            write()
+        except OSError as error:
+            if name not in self._unwritten:
+                self._unwritten[name] = f"{name}: {error.strerror or error}"
+                self.note(f"not written: {self._folder}/{self._unwritten[name]}; the run goes on without it")
+
     def log(self, result: StepResult, eval_loss: float | None = None) -> None:
         """Record the step just taken; every rank calls it after each step.
 
@@ -147,7 +163,10 @@ class RunRecorder:
         if facts.memory is not None and self._folder is not None:
             self._write_wire(self._folder)
         slow = None if facts.slow is None else facts.slow.to_dict()
+        num_dropped = len(self._sinks.failures)
         self._sinks.write(replace(record, mfu=self._mfu(record.tokens_per_s), slow=slow))
+        for line in self._sinks.failures[num_dropped:]:
+            self.note(f"not recorded from now on: {line}; the run goes on without it")
         if record.peak_bytes is None:
             self.step_s.append(record.step_s)
         state = self.state.after_step(record)
@@ -156,7 +175,8 @@ class RunRecorder:
 
     def outcome(self, outcome: RunOutcome) -> RunOutcome:
         """Return the outcome with what the recorder knows, and write the page; rank 0 calls it at the run's end."""
-        return replace(outcome, state=self.state, dropped_sinks=self._sinks.failures, page=self._write_page())
+        unwritten = (*self._sinks.failures, *self._unwritten.values())
+        return replace(outcome, state=self.state, dropped_sinks=unwritten, page=self._write_page())
 
     def _show(self, state: Progress) -> None:
         self.state = state
@@ -171,7 +191,8 @@ class RunRecorder:
                 {"axis": axis, "op": op, "bytes": (count.wire_bytes - before.get((axis, op), 0)) / num_steps}
                 for (axis, op), count in self._engine.comm.comm_log.counts.items()
             ]
-            write_whole(folder / WIRE_NAME, json.dumps({"steps": num_steps, "axes": axes}) + "\n")
+            text = json.dumps({"steps": num_steps, "axes": axes}) + "\n"
+            self.keep(WIRE_NAME, lambda: write_whole(folder / WIRE_NAME, text))
 
     def _write_page(self) -> Path | None:
         """Write the page and return its path; None where it cannot be written."""

@@ -7,16 +7,18 @@ import gc
 import io
 import json
 import logging
+import shutil
 import signal
+import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TextIO
 
 import torch
 import torch.distributed as dist
@@ -40,21 +42,34 @@ from shardwise.report.console import Escaped, LogFormatter, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes, format_count
-from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
+from shardwise.schedule import TimedAction
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.train.checkpoints import (
+    Resumed,
+    RunCheckpoints,
+    checkpoint_root,
+    how_to_go_on,
+    is_untouched,
+    make_root,
+)
+from shardwise.train.job_model import job_model
 from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import StepRecord
+from shardwise.train.needs import shortages
 from shardwise.train.prediction import compare, predict
-from shardwise.train.prepare import open_data
+from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.progress import Progress, say
 from shardwise.train.rank_watch import note_command
 from shardwise.train.recorder import RunRecorder, header_of
-from shardwise.train.recording import gather_timeline, save_timeline, write_timeline
+from shardwise.train.recording import gather_timeline, write_timeline
 from shardwise.train.setup import (
     CONFIG_NAME,
+    TOKENIZER_NAME,
     create_folder,
     device_kind,
     prepare_job_data,
     resolve_job,
+    slow_dtype_line,
     sparse_words,
     with_steps,
 )
@@ -69,6 +84,7 @@ _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
 _FAILED = "failed"
+_REFUSED: Final = 2
 # The Hugging Face folder in a run's folder.
 EXPORT_NAME: Final = "model"
 _PLACE_KEY = "shardwise/place"
@@ -97,7 +113,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
             f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU",
         )
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
-    _, folder, shard_path = _prepare(resolve_job(config, num_ranks, num_local_ranks=num_ranks), console, resume)
+    config, folder, shard_path = _prepare(resolve_job(config, num_ranks, num_ranks), console, resume, num_ranks)
     note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     say(console, f"run folder {folder}, starting {ranks}")
@@ -112,6 +128,10 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     )
     if exit_code in _STOPPED_BY:
         say(console, f"stopped by {_STOPPED_BY[exit_code]}; what was done until then is in {folder}")
+    if exit_code == _REFUSED and is_untouched(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    elif exit_code:
+        print(f"shardwise: {how_to_go_on(config, folder, resume)}", file=sys.stderr, flush=True)
     return exit_code
 
 
@@ -190,7 +210,7 @@ def run_rank(
                 say(console, note)
             if config.mesh.pp > 1:
                 say(console, find_partition(trainer.model.skeleton(), config).describe())
-            trainer.model.save_tokenizer(folder / "tokenizer", trainer.data.tokenizer)
+            trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
         recorder = RunRecorder(
             trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
         )
@@ -209,7 +229,7 @@ def run_rank(
     except Exception as error:
         if trainer is not None:
             _finish_save_unless_alone(trainer, error)
-        return _fail(error, folder, env)
+        return _fail(error, folder, env, lambda: how_to_go_on(config, folder, resume))
     finally:  # ranks end without the interpreter's own end, which would remove swap files
         if trainer is not None:
             trainer.engine.tiers.close()
@@ -223,47 +243,40 @@ def _train(
     trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, recorder: RunRecorder, stop: StopFlag
 ) -> RunOutcome:
     """Take the steps, save, evaluate and write the sample; every rank calls it."""
-    failure: CheckpointError | None = None
     armed = ExitStack()
+    checkpoints.say = recorder.note
 
     def save(step: int) -> None:
-        nonlocal failure
         if step == trainer.first_step + 1:
             # Until then there is nothing to save, and a first step may take as long as it likes.
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
         if step == trainer.config.run.record_timeline:
-            save_timeline(trainer.engine, folder / TIMELINE_NAME)
+            _keep_timeline(trainer, recorder, folder, gather_timeline(trainer.engine))
         if not checkpoints.is_due(step):
             return
         if trainer.was_stopped:
             recorder.say(f"saving step {step} into {checkpoints.root}")
         elif checkpoints.waits(step):
             recorder.announce(f"saving step {step}")
-        try:
-            with stop.saving():
-                checkpoints.save(step)
-        except CheckpointError as error:
-            if isinstance(error, AbsentRankError) or not checkpoints.is_last(step):
-                raise
-            failure = error  # the model is still evaluated, and its loss shown
+        with stop.saving():
+            checkpoints.save(step)
 
     with armed, recorder:
-        for record in trainer.steps(stop.__bool__, recorder.announce, save):
+        for record in trainer.steps(stop.__bool__, recorder.announce, save, checkpoints.survived):
             recorder.see(record)
             _log_step(record)
         sample = None if trainer.was_stopped else _evaluate_and_sample(trainer, recorder)
-        saved = None
-        try:
-            with stop.saving():
-                saved = checkpoints.finish()
-        except CheckpointError as error:
-            failure = failure or error
+        with stop.saving():
+            saved = checkpoints.finish()
     if trainer.was_stopped:  # the last line of the log, which the local launcher quotes if it stopped no rank itself
         num_asked, rank = trainer.engine.step_context.asking
         who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
         log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
-    exported, failure = (None, failure) if failure else _export(trainer, folder / EXPORT_NAME, stop)
-    pipeline = _keep_last_step(trainer, folder / TIMELINE_NAME)
+    exported, failure = None, checkpoints.failure
+    if not isinstance(failure, AbsentRankError):  # its folder may have space where that of the checkpoints has none
+        exported, not_exported = _export(trainer, folder / EXPORT_NAME, stop)
+        failure = failure or not_exported
+    pipeline = _keep_last_step(trainer, recorder, folder)
     return RunOutcome(
         recorder.state,
         folder,
@@ -288,14 +301,18 @@ def _first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
     return Progress(header, config.run.steps, step=first_step, first_step=first_step)
 
 
-def _keep_last_step(trainer: Trainer, path: Path) -> str:
+def _keep_timeline(trainer: Trainer, recorder: RunRecorder, folder: Path, actions: Sequence[TimedAction]) -> None:
+    recorder.keep(TIMELINE_NAME, lambda: write_timeline(trainer.engine, folder / TIMELINE_NAME, actions))
+
+
+def _keep_last_step(trainer: Trainer, recorder: RunRecorder, folder: Path) -> str:
     """Write the last step's timeline, unless the run has recorded another; return words on a pipeline's bubble."""
     engine, recorded = trainer.engine, trainer.config.run.record_timeline or 0
     if engine.num_steps == trainer.first_step:
         return ""
     actions = gather_timeline(engine)
     if not trainer.first_step < recorded <= engine.num_steps:
-        write_timeline(engine, path, actions)
+        _keep_timeline(trainer, recorder, folder, actions)
     bubble = TerminalPanel("the last step", actions).bubble_line
     return "" if engine.layout.pipeline is None else f"bubble of the last step {bubble}"
 
@@ -346,8 +363,10 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
         log.error("%s", failure)
 
 
-def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Config, Path, Path]:
+def _prepare(config: Config, console: Console, resume: Path | None, num_local_ranks: int) -> tuple[Config, Path, Path]:
     """Tokenize the data and make the run's folder; return the config with its steps, the folder and the token shard."""
+    if line := slow_dtype_line(config):
+        say(console, line)
     make_root(config, resume)
     start_s, is_told = time.monotonic(), False
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
@@ -367,7 +386,19 @@ def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Con
         data = prepare_job_data(config, show, checking=check, say=partial(say, bars.console))
     say(console, f"{data.words}, {time.monotonic() - start_s:.1f} s")
     config = with_steps(config, data)
+    for error in _shortages(config, data, num_local_ranks):
+        if config.run.on_shortage == "refuse":
+            raise error
+        say(console, f"warning: {error}")
     return config, create_folder(config, datetime.now()), data.path
+
+
+def _shortages(config: Config, data: PreparedData, num_local_ranks: int) -> Iterator[ConfigError]:
+    """Yield what a run with its data lacks on this machine."""
+    model = job_model(config).for_tokens(data.index.vocab_size)
+    root = checkpoint_root(config, Path(config.run.dir).expanduser() / "new")
+    layout = plan_layout(model.skeleton(), config)
+    return shortages(config, model.vocab_size, model.num_params, layout, root, num_local_ranks)
 
 
 def _agree_on_place(
@@ -382,7 +413,7 @@ def _agree_on_place(
     store = PatientStore(group.get_group_store(), config.run.timeout_s)
     if env.rank == 0:
         try:
-            config, folder, shard_path = _prepare(config, console, resume)
+            config, folder, shard_path = _prepare(config, console, resume, env.local_world_size)
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise
@@ -402,18 +433,29 @@ def _agree_on_place(
     return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
 
 
+class _LogFile(logging.StreamHandler[TextIO]):
+    """Writes to a rank's log; a full disk is said elsewhere, and not with a traceback for every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 its name in logging
+        """Say nothing of an error of the disk."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def _log_to(folder: Path, env: RankEnv) -> None:
     """Log to `rank-N.log`: the local launcher has made it this rank's stderr; other launchers have not."""
     path = folder / f"rank-{env.rank}.log"
-    own = None if env.launcher == "local" else io.TextIOWrapper(open_end(path), encoding="utf-8")
-    handler = logging.StreamHandler(own)
+    handler = _LogFile() if env.launcher == "local" else _LogFile(io.TextIOWrapper(open_end(path), encoding="utf-8"))
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     log.setLevel(logging.INFO)
 
 
-def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
-    """Print on stderr why this rank ends, log a traceback if the error was not expected, and return the exit code."""
+def _fail(error: Exception, folder: Path, env: RankEnv, how_to_go_on: Callable[[], str]) -> int:
+    """Print on stderr why this rank ends, log a traceback if the error was not expected, and return the exit code.
+
+    The local launcher quotes the last line of the log, says who speaks, and how to go on.
+    """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
     elif isinstance(error, _EXPECTED) and str(error):
@@ -422,9 +464,16 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
     else:
         log.error("rank %d failed", env.rank, exc_info=error)
         message = f"rank {env.rank} failed: {type(error).__name__}: {error}; the traceback is in rank-{env.rank}.log"
-    # The local launcher quotes the last line of the log, and says who speaks.
-    write_line(message if env.launcher == "local" else f"shardwise: {message}", to_stderr=True)
-    return 2 if isinstance(error, ConfigError) else 1
+    code = _REFUSED if isinstance(error, ConfigError) else 1
+    if env.launcher != "local":  # the local launcher quotes the last line of the log, and says who speaks
+        message = f"shardwise: {message}"
+        if code == _REFUSED and is_untouched(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            message += f"\nshardwise: {how_to_go_on()}"
+    with suppress(OSError):  # the log may be on the disk that is full
+        write_line(message, to_stderr=True)
+    return code
 
 
 def _stopped_by(stop: StopFlag, env: RankEnv) -> str:

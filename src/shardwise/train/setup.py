@@ -25,8 +25,10 @@ from typing import Any, Final, Literal
 import torch
 
 from shardwise.attention.from_config import structure_of
+from shardwise.checkpoint.commit import candidates
+from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.errors import system_code
-from shardwise.config.resolve import Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
+from shardwise.config.resolve import CompileConfig, Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
 from shardwise.config.written_files import write_whole
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
@@ -43,10 +45,12 @@ from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.job_model import HuggingFaceModel, job_model, model_name
+from shardwise.train.needs import check_positions
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
 CACHE_NAME = "cache"
+TOKENIZER_NAME = "tokenizer"
 # A run's folder: the time at which it was made, and a name.
 _TIME: Final = "%Y%m%d-%H%M%S"
 _RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
@@ -125,8 +129,9 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
     run = config.run.model_copy(update={"device": device_kind(config)})
     _refuse_unknown_homes(config)
     check_tiers(config.tiers)
-    if config.compile.enabled:
+    if config.compile.enabled or config.compile.backend != CompileConfig().backend:  # the compiler takes a second
         check_backend(config.compile)
+    _refuse_missing_weights(config.model.weights)
     check_fp8(config.precision.linears, torch.device(run.device))
     _raise_file_limit()
     resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
@@ -146,6 +151,8 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
         raise ConfigError("run-name", f"run.name={name} is not the name of a folder; leave out the slashes")
     optimizer_kind(config.optimizer.name)  # says why not; none is built here, which takes a second
     job = job_model(config)
+    if isinstance(job, HuggingFaceModel):
+        check_positions(config, job.name, job.text_config)
     if resolved.tensor.sequence_parallel:
         fix = "or set tensor.sequence_parallel=false"
         check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
@@ -161,6 +168,15 @@ def _refuse_unknown_homes(config: Config) -> None:
         if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             user = value.split("/")[0]
             raise ConfigError("home-unknown", f"{key}={value}: {user} is no user's folder here; write the path out")
+
+
+def _refuse_missing_weights(path: str | None) -> None:
+    """Refuse a path of `model.weights` at which there is nothing, before ranks are started to read it."""
+    try:
+        if path is not None:
+            candidates(Path(path).expanduser())
+    except CheckpointError as error:
+        raise ConfigError(error.code, f"model.weights={path}: {error}") from None
 
 
 def _raise_file_limit() -> None:
@@ -356,7 +372,22 @@ def _tuning_defaults(config: Config) -> dict[str, Any]:
     return defaults | {"data.seq_len": min(longest, _TUNING_SEQ_LEN), "run.epochs": 1.0, "optimizer.weight_decay": 0.0}
 
 
+def slow_dtype_line(config: Config) -> str:
+    """Warn that a run on this CPU computes in a dtype that the CPU lacks; empty where it does not."""
+    dtype = config.precision.param
+    if wanted_device(config) != "cpu" or dtype not in ("bf16", "fp16") or _has_in_hardware(dtype):
+        return ""
+    return (
+        f"warning: precision.param={dtype}, which this CPU computes in software, up to a hundred times more slowly "
+        "than fp32; set precision.param=fp32"
+    )
+
+
 def has_fast_bf16() -> bool:
     """Say whether this CPU multiplies bf16 in hardware, so that it is faster than fp32; False under an older torch."""
+    return _has_in_hardware("bf16")
+
+
+def _has_in_hardware(dtype: str) -> bool:
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return bool(capabilities.get(f"avx512_{dtype}") or capabilities.get(f"amx_{dtype}"))

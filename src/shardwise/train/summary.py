@@ -19,7 +19,7 @@ from rich.text import Text
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.runtime.format import format_bytes, format_clock, format_s
 from shardwise.runtime.memory_tracker import MemorySnapshot
-from shardwise.train.checkpoints import SavedCheckpoint
+from shardwise.train.checkpoints import SavedCheckpoint, go_on_command
 from shardwise.train.loop import Sample
 from shardwise.train.metrics import WORDS
 from shardwise.train.prediction import StepFigures
@@ -82,10 +82,8 @@ def render_outcome(outcome: RunOutcome) -> RenderableType:
 def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     saved, exported, state = outcome.saved, outcome.exported, outcome.state
     if saved is not None:
-        # The folder of a run is shorter than that of its checkpoints, and does as well.
-        place = str(saved.root.parent if saved.root.parent == outcome.folder else saved.root)
         more = f" run.steps={2 * state.step}" if state.step >= state.total_steps else ""
-        yield "to go on", f"shardwise train --resume {shlex.quote(place)}{more}"
+        yield "to go on", f"{go_on_command(saved.root, outcome.folder)}{more}"
         if exported is None:
             yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
     if exported is not None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from shardwise.config.resolve import ConfigError
-from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, read_bytes
+from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, near, read_bytes
 from shardwise.config.written_files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
@@ -187,7 +187,8 @@ def _read(path: str | Path) -> bytes:
         return read_bytes(file, MAX_TOKENIZER_BYTES, folder if file != folder else None)
     except OSError as error:
         raise ConfigError(
-            "file-unreadable", f"data.tokenizer={file} cannot be read: {error.strerror or error}; {_FIX}"
+            "file-unreadable",
+            f"data.tokenizer={file} cannot be read: {error.strerror or error}{near(file) or f'; {_FIX}'}",
         ) from None
 
 

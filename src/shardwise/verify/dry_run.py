@@ -19,16 +19,16 @@ from rich.text import Text
 
 from shardwise.config.resolve import Config, Tier, batch_equation
 from shardwise.launch.local import default_num_ranks
-from shardwise.layout.layout import OPTIMIZER_STATES, Layout
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.stage_partition import StagePartition, find_partition
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import bubble_share
 from shardwise.schedule.simulate import OpTimes
 from shardwise.train.job_model import JobModel, job_model
+from shardwise.train.needs import checkpoint_bytes
 from shardwise.train.setup import check_job, layout_line, precision_line, sparse_words, wanted_device
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
 from shardwise.verify.simulate import RankJob, check_rank, resolved_for
@@ -241,27 +241,12 @@ def _header(run: DryRun) -> Table:
         grid.add_row("pipeline", _pipeline_line(config, run.layout.pipeline))
     batch = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
     grid.add_row("batch", f"{batch}, {config.data.seq_len:,} tokens each")
-    if num_bytes := _checkpoint_bytes(run):
+    if num_bytes := checkpoint_bytes(config, run.layout, run.model.num_params):
         grid.add_row("checkpoint", f"{format_bytes(num_bytes)} by all ranks together")
     is_cuda = config.run.device == "cuda"
     device = "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
     grid.add_row("device", device)
     return grid
-
-
-def _checkpoint_bytes(run: DryRun) -> int:
-    """Return the bytes of a checkpoint; 0 for an optimizer whose states are known only when it runs."""
-    if run.config.optimizer.name.lower() not in OPTIMIZER_STATES:
-        return 0
-    layout = run.layout
-    # A master stands for its parameter.
-    weights = "master" if any(state.name == "master" for state in layout.states) else "param"
-    saved = [state for state in layout.states if state.role == "optimizer" or state.name == weights]
-    of_matrices = sum(
-        math.prod(place.global_shape) for group in layout.model_groups if group.is_matrix for place in group.params
-    )
-    numels = {None: run.model.num_params, True: of_matrices, False: run.model.num_params - of_matrices}
-    return sum(numels[state.of_matrices] * DTYPE_BYTES[state.dtype] for state in saved)
 
 
 def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:

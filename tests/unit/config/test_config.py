@@ -202,7 +202,7 @@ def test_set_key_makes_its_sections() -> None:
         ),
         (
             {"zero": {"micro_batch_size": 1}},
-            ("unknown-key", "zero.micro_batch_size", "batch.micro_size?"),
+            ("unknown-key", "zero.micro_batch_size", "batch.micro_size=...?"),
         ),
         ({"zero.stage": 3}, ("unknown-key", "zero.stage", "put stage into the section zero")),
         ({"zero": {"qqq": 3}}, ("unknown-key", "zero.qqq", ", ".join(Config.model_fields))),

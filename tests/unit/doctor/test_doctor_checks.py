@@ -81,6 +81,7 @@ FAULTS = [
     (swap(filesystem="lustre"), "swap-on-network", "warning"),
     ({"cpu.quota_cores": 3.5} | environ(OMP_NUM_THREADS="1"), "cores-throttled", "warning"),
     ({"cpu.load": 7.0}, "machine-busy", "note"),
+    ({"cpu.has_fast_bf16": False}, "cpu-without-bf16", "note"),
     ({"network.error": "Name or service not known", "network.addresses": ()}, "hostname-unresolved", "warning"),
     ({"network.addresses": ("127.0.1.1",)}, "hostname-is-loopback", "note"),
     (environ(GLOO_SOCKET_IFNAME="eth9"), "interface-missing", "error"),
@@ -109,7 +110,8 @@ def test_a_fault_is_found_by_itself(changes, name, level) -> None:
         swap(499 * GIB),
         swap(4 * GIB, free_bytes=5 * GIB),
         {"memory.shm_bytes": None},
-        {"cpu.num_usable": 8, "cpu.num_machine": 64, "cpu.has_fast_bf16": False},
+        {"cpu.num_usable": 8, "cpu.num_machine": 64},
+        ON_GPUS | {"cpu.has_fast_bf16": False},
     ],
 )
 def test_what_is_right_or_not_known_is_no_fault(changes) -> None:

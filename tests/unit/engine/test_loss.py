@@ -1,6 +1,7 @@
 """Losses as sums and counts: where they are read from, how they are kept, and who produced a bad one."""
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -278,8 +279,36 @@ def run_first_nonfinite(model: nn.Module, batches: list[Tensor], comm: FakeComm)
 
 def test_the_first_module_with_a_bad_output_is_named() -> None:
     assert run_first_nonfinite(poisoned_model(), [GOOD, BAD], FakeComm()) == (
-        "the first module with a non-finite output is 1.1 on rank 0"
+        "the first module with a non-finite output is 1.1 on rank 0, whose input and parameters were finite: "
+        "training diverges there"
     )
+
+
+def test_what_the_first_bad_module_was_given_tells_bad_data_from_divergence() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    assert "is 0 on rank 0, whose input was not finite already" in run_first_nonfinite(
+        model, [GOOD, GOOD / 0], FakeComm()
+    )
+    with torch.no_grad():
+        model[1].weight[0, 0] = math.inf
+    assert "is 1 on rank 0, whose input was finite and whose parameters are not" in run_first_nonfinite(
+        model, [GOOD], FakeComm()
+    )
+    batch = {"x": GOOD / 0, "mask": torch.ones(2, dtype=torch.int64)}
+
+    class Named(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Named()
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.inner(**batch)
+
+    assert "is inner on rank 0, whose input was not finite already" in run_first_nonfinite(Root(), [batch], FakeComm())
 
 
 def test_a_bad_model_without_submodules_goes_by_its_class() -> None:
@@ -311,7 +340,7 @@ def test_the_first_bad_module_of_all_ranks_is_named() -> None:
         (GOOD, (silent, report(2, "")), "is Sequential on rank 2"),
     ):
         found = run_first_nonfinite(poisoned_model(), [batch], FakeComm(rank=1, others=others))
-        assert found.endswith(expected)
+        assert f"{found},".partition(",")[0].endswith(expected)
 
 
 def test_ranks_that_share_tokens_count_their_scalars_once() -> None:

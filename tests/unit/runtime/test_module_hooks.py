@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.gradients import handing
 from shardwise.runtime.gradient_hooks import hook_gradient
-from shardwise.runtime.module_hooks import hook_unit, recompute_forward, watch_calls, watch_outputs
+from shardwise.runtime.module_hooks import hook_unit, recompute_forward, watch_calls
 from shardwise.runtime.torch_private import OpMode
 
 
@@ -438,17 +438,7 @@ def test_without_grad_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -
         assert module(torch.ones(3), scale=2).tolist() == [2.0, 2.0, 2.0]
 
 
-# Outputs
-
-
-def test_outputs_are_watched_inner_modules_first_and_only_inside() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Identity()), Call(lambda weight, x: {"y": [x, 3], "z": (x + 1,)}))
-    seen: list[tuple[str, int]] = []
-    with pytest.raises(RuntimeError, match="over"):
-        run_watched(model, seen)
-    assert seen == [("0.0", 1), ("0", 1), ("1", 2), ("", 2)]
-    model(torch.ones(3))
-    assert len(seen) == 4
+# Calls
 
 
 def test_calls_are_watched_from_their_arguments_to_their_outputs_and_only_inside() -> None:
@@ -463,9 +453,3 @@ def test_calls_are_watched_from_their_arguments_to_their_outputs_and_only_inside
         id(x),
         id(x),
     ]
-
-
-def run_watched(model: nn.Module, seen: list[tuple[str, int]]) -> None:
-    with watch_outputs(model, lambda name, tensors: seen.append((name, len(tensors)))):
-        model(torch.ones(3))
-        raise RuntimeError("over")

@@ -1,7 +1,6 @@
 """How a rank ends: each way with its exit code and one line that says why."""
 
 import errno
-import io
 import json
 import os
 import re
@@ -10,40 +9,18 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from rich.console import Console
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config
-from shardwise.launch.environment import lone_rank
+from shardwise.checkpoint.commit import begin, commit
+from shardwise.checkpoint.manifest import Manifest
+from shardwise.comm.records import CommError
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.signals import StopFlag
 from shardwise.train import metrics as sinks
 from shardwise.train import run
-from shardwise.train.prepare import prepare_data
+from shardwise.train.checkpoints import how_to_go_on
 from shardwise.train.recorder import RunRecorder
 from shardwise.train.setup import resolve_job
-
-
-@pytest.fixture
-def train(tmp_path):
-    """Run this process as the only rank of a short run; returns the exit code and what was shown."""
-    (tmp_path / "text.txt").write_text("".join(f"line {number} of some text\n" for number in range(300)))
-    values = {
-        "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 64},
-        "data": {"path": str(tmp_path / "text.txt"), "seq_len": 16, "tokenizer": "bytes"},
-        "run": {"steps": 3, "device": "cpu", "eval_batches": 1, "sample_tokens": 4},
-    }
-
-    def start(stop: StopFlag | None = None, tiers: dict | None = None, **run_values) -> tuple[int, str]:
-        config = Config.from_dict(values | {"run": values["run"] | run_values, "tiers": tiers or {}})
-        config = resolve_job(config, world_size=1, num_local_ranks=1)
-        shard_path = prepare_data(config, tmp_path / "cache").path
-        shown = io.StringIO()
-        console = Console(file=shown, width=100)
-        stop = StopFlag() if stop is None else stop  # a flag that was not set is false
-        code = run.run_rank(config, tmp_path / "run", shard_path, env=lone_rank(), stop=stop, console=console)
-        return code, shown.getvalue()
-
-    return start
 
 
 def fail_with(monkeypatch, error: BaseException) -> None:
@@ -157,14 +134,16 @@ def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):
     assert err.startswith(
         f"shardwise: no space left for the run's files in {tmp_path / 'run'}: No space left on device; "
     )
-    assert err.count("\n") == 1
+    said, hint = err.splitlines()
+    assert said.endswith("free some, or set run.dir")
+    assert hint.startswith("shardwise: nothing was saved by then")
 
 
 def test_memory_that_runs_out_is_said_in_the_last_line(train, monkeypatch, capsys):
     fail_with(monkeypatch, torch.OutOfMemoryError("out of memory on rank 0; try less\nwhat it holds:\n  parameters"))
     assert train()[0] == 1
     err = capsys.readouterr().err
-    assert err.endswith("out of memory on rank 0; try less\n"), "the end of a log is what a launcher shows"
+    assert "  parameters\nout of memory on rank 0; try less\n" in err, "what a launcher shows comes late"
     assert "what it holds:\n  parameters" in err
     assert "Traceback" not in err
 
@@ -189,4 +168,61 @@ def test_fp8_without_its_library_or_a_gpu_is_refused_before_a_run_begins(monkeyp
         resolve_job(config, world_size=1, num_local_ranks=1)
     monkeypatch.setattr("shardwise.runtime.fp8_linears.find_spec", lambda name: name)
     with refused("no-fp8-products", "a CPU"):
+        resolve_job(config, world_size=1, num_local_ranks=1)
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), ArithmeticError("nan"), CommError("rank 1 is gone")])
+def test_an_end_by_an_error_says_how_to_go_on(train, tmp_path, monkeypatch, capsys, error):
+    see = RunRecorder.see
+
+    def failing_late(self, record):
+        see(self, record)
+        if record.step == 3:
+            raise error
+
+    monkeypatch.setattr(RunRecorder, "see", failing_late)
+    assert train(steps=4, checkpoint={"every": 2, "background": False})[0] == 1
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert hint == f"shardwise: to go on from step-00000002: shardwise train --resume {tmp_path / 'run'}"
+
+
+def test_the_way_on_is_from_the_newest_whole_checkpoint_and_else_from_where_the_run_began(tmp_path):
+    folder, before = tmp_path / "my run", tmp_path / "before"
+    config = Config.from_dict({"checkpoint": {"every": 1}})
+    assert how_to_go_on(config, folder, None) == "nothing was saved by then, so there is nothing to go on from"
+    commit(begin(before, 3), before, Manifest(step=3, tensors=(), files={}))
+    assert how_to_go_on(config, folder, before).endswith(f"step-00000003: shardwise train --resume {before}")
+    own = folder / "checkpoints"
+    for step in (4, 5):
+        commit(begin(own, step), own, Manifest(step=step, tensors=(), files={}))
+    (own / "step-00000005" / "manifest.json").write_text("torn")
+    assert how_to_go_on(config, folder, before).endswith(f"step-00000004: shardwise train --resume '{folder}'")
+
+
+def test_a_refused_config_leaves_no_folder(train, tmp_path, monkeypatch, capsys):
+    def refuse(config, data):
+        raise ConfigError("too-odd", "that is too odd")
+
+    monkeypatch.setattr(run, "build_trainer", refuse)
+    assert train()[0] == 2
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().err == "shardwise: that is too odd [too-odd]\n"
+
+
+def test_a_refusal_after_a_step_leaves_what_the_step_has_left(train, tmp_path, monkeypatch):
+    take = run.Trainer._take_step
+
+    def refuse(trainer):
+        if trainer.engine.num_steps:
+            raise ConfigError("too-odd", "that is too odd")
+        return take(trainer)
+
+    monkeypatch.setattr(run.Trainer, "_take_step", refuse)
+    assert train()[0] == 2
+    assert (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_back_end_that_compiles_nothing_is_refused_though_compiling_is_off():
+    config = Config.from_dict({"compile": {"backend": "nope"}, "run": {"device": "cpu"}})
+    with refused("compile-backend", "nope"):
         resolve_job(config, world_size=1, num_local_ranks=1)

@@ -1,0 +1,219 @@
+"""Compares what a run needs with what there is, before its first step: positions, memory, and space for its saves.
+
+`run.on_shortage = "warn"` lets a run go on where too little is found, since a prediction may be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from shardwise.checkpoint.commit import step_folders
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.launch.host import usable_bytes
+from shardwise.layout.layout import OPTIMIZER_STATES, Layout
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.hardware import CPU, Cluster, GpuSpec
+from shardwise.planner.job import PlanJob
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.results import RankMemory
+from shardwise.runtime.format import format_bytes
+
+# A prediction that is so much too high is rare; one that is too low refuses nothing.
+_MARGIN: Final = 1.1
+_STATES: Final = ("params", "grads", "optimizer")
+_GO_ON: Final = "run.on_shortage=warn runs all the same"
+
+
+def shortages(
+    config: Config, vocab_size: int, num_params: int, layout: Layout, root: Path, num_local_ranks: int
+) -> Iterator[ConfigError]:
+    """Yield what a run lacks on this machine.
+
+    Args:
+        config: of the run, resolved.
+        vocab_size: of its model.
+        num_params: of its model.
+        layout: of a rank.
+        root: the folder of its checkpoints.
+        num_local_ranks: the ranks that share this machine.
+    """
+    yield from _of_memory(config, vocab_size, num_local_ranks)
+    yield from _of_disk(config, checkpoint_bytes(config, layout, num_params), root)
+
+
+def check_positions(config: Config, name: str, text_config: Any) -> None:
+    """Refuse sequences that are longer than a model of transformers has positions.
+
+    Args:
+        config: of the run.
+        name: of the model.
+        text_config: the model's own.
+
+    Raises:
+        ConfigError: they are longer, and `run.on_shortage` lets no run go on.
+    """
+    positions, seq_len = positions_of(text_config), config.data.seq_len
+    if positions is not None and seq_len > positions and config.run.on_shortage == "refuse":
+        raise ConfigError(
+            "seq-len-exceeds-positions",
+            f"data.seq_len={seq_len:,} is more than the {positions:,} positions of {name}; use "
+            f"data.seq_len={positions} or less, or a model that is made for more; {_GO_ON}",
+        )
+
+
+def positions_of(text_config: Any) -> int | None:
+    """Return how many positions a model of transformers has, scaled ones included; None where it does not say.
+
+    >>> from types import SimpleNamespace as Config
+    >>> positions_of(Config(max_position_embeddings=512))
+    512
+    >>> scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    >>> positions_of(Config(max_position_embeddings=32768, rope_scaling=scaled))
+    131072
+    """
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        return None
+    scalings = [getattr(text_config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    found = [each for each in scalings if isinstance(each, Mapping)]
+    found += [inner for each in found for inner in each.values() if isinstance(inner, Mapping)]  # one a kind of layer
+    for each in found:
+        factor, original = each.get("factor"), each.get("original_max_position_embeddings")
+        if isinstance(factor, int | float) and 1 < factor < math.inf:
+            longest = max(longest, round(factor * (original if isinstance(original, int) else longest)))
+    return longest
+
+
+def sizes_cluster(num_ranks: int, memory_bytes: float) -> Cluster:
+    """Return a cluster whose speeds are 1: it gives sizes, which depend on none."""
+    gpu = GpuSpec(
+        name=CPU,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=1.0,
+        peak_flops_per_s=dict.fromkeys(("fp64", "fp32", "tf32", "fp16", "bf16"), 1.0),
+        link_bytes_per_s=1.0,
+        host_bytes_per_s=1.0,
+        nic_bytes_per_s=1.0,
+        num_cores=1,
+    )
+    return Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_ranks, nic_bytes_per_s=1.0)
+
+
+def planned_job(config: Config, cluster: Cluster, vocab_size: int) -> PlanJob:
+    """Return a run as the planner knows it; `vocab_size` is the tokenizer's, which a preset's model follows."""
+    job = job_of(config, cluster)
+    return job if config.model.path is not None else replace(job, shape=replace(job.shape, vocab_size=vocab_size))
+
+
+def checkpoint_bytes(config: Config, layout: Layout, num_params: int) -> int:
+    """Return the bytes of a checkpoint; 0 for an optimizer whose states are known only when it runs.
+
+    Args:
+        config: of the run.
+        layout: of a rank.
+        num_params: of the whole model.
+    """
+    if config.optimizer.name.lower() not in OPTIMIZER_STATES:
+        return 0
+    # A master stands for its parameter.
+    weights = "master" if any(state.name == "master" for state in layout.states) else "param"
+    saved = [state for state in layout.states if state.role == "optimizer" or state.name == weights]
+    of_matrices = sum(
+        math.prod(place.global_shape) for group in layout.model_groups if group.is_matrix for place in group.params
+    )
+    numels = {None: num_params, True: of_matrices, False: num_params - of_matrices}
+    return sum(numels[state.of_matrices] * DTYPE_BYTES[state.dtype] for state in saved)
+
+
+def _of_memory(config: Config, vocab_size: int, num_local_ranks: int) -> Iterator[ConfigError]:
+    """Yield that a rank's predicted peak is more than its device, or its share of the host, holds."""
+    is_gpu = config.run.device == "cuda"
+    share_bytes = usable_bytes() // num_local_ranks
+    held_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else share_bytes
+    memory = _predicted(config, vocab_size, held_bytes)
+    if memory is None:
+        return
+    host_bytes = memory.elsewhere.get("host", 0.0)
+    peak_bytes = memory.peak_bytes if is_gpu else memory.peak_bytes + host_bytes
+    what = "a GPU" if is_gpu else "this machine" if num_local_ranks == 1 else "a rank's share of this machine"
+    rows = [(peak_bytes, held_bytes, what)]
+    rows += [(host_bytes, share_bytes, "a rank's share of the host")] if is_gpu else []
+    for needed_bytes, there_bytes, place in rows:
+        if needed_bytes > _MARGIN * there_bytes:
+            step = f"a step of {config.batch.micro_size or 1} x {config.data.seq_len:,} tokens"
+            needed, there = format_bytes(round(needed_bytes)), format_bytes(round(there_bytes))
+            yield ConfigError(
+                "memory-too-small",
+                f"{step} is predicted to take {needed} on a rank, and {place} has {there}; "
+                f"{_relief(config, memory)}; {_GO_ON}",
+            )
+
+
+def _predicted(config: Config, vocab_size: int, held_bytes: float) -> RankMemory | None:
+    """Return the predicted memory of the fullest rank; None where the planner does not know the model."""
+    num_ranks = MeshShape.from_config(config.mesh).world_size
+    try:
+        job = planned_job(config, sizes_cluster(num_ranks, held_bytes), vocab_size)
+        return MemoryModel(job).estimate(strategy_of(config, num_ranks)).worst
+    except Exception:  # of whatever kind: what the planner does not know refuses no run
+        return None
+
+
+def _relief(config: Config, memory: RankMemory) -> str:
+    """Name what would make the largest part of the memory smaller."""
+    if memory.bytes_of(*_STATES) > memory.peak_bytes / 2:
+        return "use zero.stage=3, more ranks, another tier for states, or a smaller model"
+    smaller = ["data.seq_len"] + ["batch.micro_size"] * ((config.batch.micro_size or 1) > 1)
+    more = ["recompute.mode=full"] * (config.recompute.mode != "full")
+    more += ["context.chunk_tokens=1024"] * (config.context.chunk_tokens is None)
+    return f"lower {' or '.join(smaller)}" + (f", or set {' and '.join(more)}" if more else "")
+
+
+def _of_disk(config: Config, checkpoint_bytes: int, root: Path) -> Iterator[ConfigError]:
+    """Yield that the disk has no space for the checkpoints that the run keeps."""
+    num_new = _most_new(config, root)
+    needed_bytes = num_new * checkpoint_bytes
+    if not needed_bytes:
+        return
+    try:
+        system = os.statvfs(next(each for each in (root.absolute(), *root.absolute().parents) if each.exists()))
+    except OSError:
+        return  # the save itself will say why
+    free_bytes = system.f_bavail * system.f_frsize
+    # A file system that counts no blocks does not know its free space.
+    if system.f_blocks and needed_bytes > free_bytes:
+        many = "a checkpoint needs" if num_new == 1 else f"its {num_new:,} checkpoints need"
+        fix = "set checkpoint.path to a folder with more" if num_new == 1 else "lower checkpoint.keep_last"
+        yield ConfigError(
+            "too-little-space",
+            f"{root} has {format_bytes(free_bytes)} free and {many} {format_bytes(needed_bytes)}; free some, or {fix}; "
+            f"{_GO_ON}",
+        )
+
+
+def _most_new(config: Config, root: Path) -> int:
+    """Return how many more checkpoints than now there are at most at once; each is whole before an old one goes."""
+    chosen, steps = config.checkpoint, config.run.steps
+    saved = set() if chosen.every is None else set(range(chosen.every, steps + 1, chosen.every))
+    saved |= {steps} if chosen.at_end else set()
+    if not saved:
+        return 0
+    num_kept = len(saved)
+    if chosen.keep_last:
+        milestones = sum(step % chosen.keep_every == 0 for step in saved) if chosen.keep_every else 0
+        num_kept = min(num_kept, chosen.keep_last + milestones + 1)
+    try:
+        num_there = len(step_folders(root))
+    except CheckpointError:
+        num_there = 0
+    return max(1, num_kept - num_there)
