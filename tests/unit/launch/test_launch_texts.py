@@ -102,8 +102,8 @@ def test_a_host_gets_hostile_variables_as_they_are_and_no_odd_names(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (machine.folder / "torch" / "distributed" / "run.py").write_text(
-        "import os\nopen('said', 'a').write(''.join(os.environ[f'NCCL_{n}'] + chr(0) for n in range("
-        f"{len(HOSTILE)})) + '\\1\\0')\n"
+        f"import os\nnames = ['NCCL_%d' % n for n in range({len(HOSTILE)})]\n"
+        "open('said', 'ab').write(b''.join(os.environb[n.encode()] + bytes(1) for n in names))\n"
     )
     for number, value in enumerate(HOSTILE):
         monkeypatch.setenv(f"NCCL_{number}", value)
@@ -114,7 +114,7 @@ def test_a_host_gets_hostile_variables_as_they_are_and_no_odd_names(
     assert "'NCCL_X;touch pwned;A', 'NCCL_Y'" in line
     text = Path("start.sh").read_bytes().decode()
     assert "pwned;" not in text
-    assert machine.run(text, "sh") == [list(HOSTILE)]
+    assert machine.said(text, "sh") == list(HOSTILE)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
