@@ -27,6 +27,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from shardwise.config.resolve import ConfigError
+from shardwise.launch import checks
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
 from shardwise.launch.host import num_cores
@@ -114,6 +115,7 @@ def launch_local(
     """
     if num_ranks < 1:
         raise ConfigError("num-ranks-below-one", f"num_ranks={num_ranks} starts nothing; give at least 1")
+    checks.count(num_ranks, "num_ranks", 1, checks.MOST_RANKS)
     inherited = os.environ if environ is None else environ
     rank_environ = _common_environ(inherited, num_ranks, threads_per_rank)
     rank_environ[LAUNCHER_PATIENCE_S] = str(timeout_s)

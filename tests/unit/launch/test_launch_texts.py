@@ -18,6 +18,7 @@ from harness.refusals import refused
 from shardwise.cli.main import main
 from shardwise.launch import deepspeed
 from shardwise.launch.environment import detect
+from shardwise.launch.local import launch_local
 
 Read = Callable[[str, Machine], list[list[str]]]
 
@@ -289,6 +290,9 @@ def test_a_hostfile_is_checked_by_both_programs(
         *(([f"--master_addr={host}"], "host-name") for host in ODD_HOSTS if host),
         (["-i", f"n1:{10**20}"], "slots-not-read"),
         (["-i", "n1:9"], "no-such-slot"),
+        (["--master_port=1e3"], "options-not-read"),
+        (["--num_gpus", "9" * 5000], "options-not-read"),
+        (["--nonesuch\x1b[31m"], "options-not-read"),
     ],
 )
 def test_the_program_deepspeed_checks_its_numbers_and_hosts(
@@ -355,6 +359,11 @@ def test_a_flag_that_a_target_has_no_use_for_is_named(
 ) -> None:
     assert main(["launch", *options.split(), "--", "train.py"]) == 0
     assert flag in capsys.readouterr().err
+
+
+def test_no_machine_starts_a_million_ranks(tmp_path: Path) -> None:
+    with refused("launch-number", "1000000"):
+        launch_local(["-c", "pass"], 1_000_000, tmp_path)
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
