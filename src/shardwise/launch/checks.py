@@ -1,4 +1,4 @@
-"""Values that a launch is given are checked here, once, where they come in: hosts, ports, counts, words, times, images.
+"""Hosts, ports, counts, words, times and images of a launch are checked here, once, where they come in.
 
 Each function returns what it was given, or raises a ConfigError that says where the value came from. A value that
 passed may be written into any text: what a text's language would read in it is left to the writer of the text.
