@@ -27,7 +27,7 @@ HOSTILE = (
     "\x1b[31m", "\x7f", "!", "!!", "^", "|", ">", "|\n  a", "---", "...", "a\n---\nb", "EOF", "a,b", "@x", "?",
     "\u202e", "a\\",
 )  # fmt: skip
-_PRINTS_ITS_WORDS = '#!/bin/sh\n{{ printf "%s\\0" "$@"; printf "\\1\\0"; }} >> {}\n'
+_PRINTS_ITS_WORDS = '#!/bin/sh\nprintf "%s\\0" "$#" "$@" >> {}\n'
 _PROGRAMS = {
     "srun": '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n',
     # As sshd does it: the words after the host are joined, and the shell of the user reads them.
@@ -39,7 +39,7 @@ _PROGRAMS = {
 _FAKE_RUN = """
 import sys
 with open({!r}, "ab") as file:
-    file.write(b"".join(word.encode() + bytes([0]) for word in [*sys.argv[1:], chr(1)]))
+    file.write(b"".join(word.encode() + bytes([0]) for word in [str(len(sys.argv) - 1), *sys.argv[1:]]))
 """
 
 
@@ -79,6 +79,11 @@ class Machine:
 
     def run(self, script: str, shell: str = "bash", **variables: str) -> list[list[str]]:
         """Run a script, and return the words of each torchrun that it has started."""
+        said = iter(self.said(script, shell, **variables))
+        return [[next(said) for _ in range(int(count))] for count in said]
+
+    def said(self, script: str, shell: str = "bash", **variables: str) -> list[str]:
+        """Run a script, and return what was written into `said`, a text that ends by NUL each."""
         path = self.folder / "script"
         path.write_bytes(script.encode())
         self._said.unlink(missing_ok=True)
@@ -87,8 +92,7 @@ class Machine:
         )
         assert done.returncode == 0, done.stderr.decode(errors="replace")
         assert not (self.folder / "pwned").exists()
-        calls = self._said.read_bytes().decode().split("\1\0")[:-1]
-        return [call.split("\0")[:-1] for call in calls]
+        return self._said.read_bytes().decode().split("\0")[:-1]
 
 
 def program_of(words: list[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -327,11 +328,14 @@ def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pri
 
 def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
     """Say how a config is started: the file of `path` on a `cluster`, which may be this machine (`is_here`)."""
+    # A person copies the words into a shell: a path is one word there, and no flag.
+    place = os.fsencode(path).decode(errors="replace")
+    place = f"./{place}" if place.startswith("-") else place
     if is_here:
-        return f"start it by shardwise train {path}"
+        return f"start it by shardwise train {shlex.quote(place)}"
     num_nodes, num_ranks = cluster.num_gpus // cluster.gpus_per_node, cluster.gpus_per_node
-    job = LaunchJob(("-m", "shardwise", "train", str(path)), num_nodes, num_ranks, "job")
-    line = shlex.join(torchrun(job, c10d(f"NODE0:{PORT}", path.stem)))
+    job = LaunchJob(("-m", "shardwise", "train", place), num_nodes, num_ranks, "job")
+    line = shlex.join(torchrun(job, c10d(f"NODE0:{PORT}", path.stem.lstrip("-") or job.name)))
     if num_nodes == 1:
         return f"start it by {line}"
     return f"start it on each node, the first of which is NODE0, by {line}; shardwise launch writes it for clusters"

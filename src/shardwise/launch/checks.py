@@ -1,5 +1,4 @@
-"""This module checks what a launch is told, where it comes in: hosts, ports, counts, words, and what Slurm and
-containers take.
+"""Hosts, ports, counts, words, times and images of a launch are checked here, once, where they come in.
 
 Each function returns what it was given, or raises a ConfigError that says where the value came from. A value that
 passed may be written into any text: what a text's language would read in it is left to the writer of the text.
@@ -10,7 +9,7 @@ passed may be written into any text: what a text's language would read in it is 
 Traceback (most recent call last):
     ...
 shardwise.config.resolve.ConfigError: --hosts: '-oProxyCommand=id' is no host; write NAME, USER@NAME or an address, \
-of letters, digits, '.', '_' and '-', with no '-' first
+of A-Z, a-z, 0-9, '.', '_' and '-', with no '-' first
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def host(text: str, given: str, *, has_user: bool = True) -> str:
     forms = "NAME, USER@NAME or an address" if has_user else "a name or an address"
     raise ConfigError(
         "host-name",
-        f"{given}: {shown_value(text)} is no host; write {forms}, of letters, digits, '.', '_' and '-', with no '-' "
-        "first",
+        f"{given}: {shown_value(text)} is no host; write {forms}, of A-Z, a-z, 0-9, '.', '_' and '-', with no "
+        "'-' first",
     )
 
 

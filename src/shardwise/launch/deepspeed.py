@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError, shown_value
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     One host's torchrun takes this process's place.
     """
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         slots = _slots(options)
         if (len(slots) > 1 or options.force_multi) and not options.no_ssh:
             return _run_by_ssh(options, slots)
@@ -50,8 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return os.execve(sys.executable, command, environ)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say in a line what is wrong with the options, as every other refusal."""
+        raise ConfigError("options-not-read", f"{message}; see deepspeed --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deepspeed", description="Start a script's ranks, by torchrun and ssh.")
+    parser = _Parser(prog="deepspeed", description="Start a script's ranks, by torchrun and ssh.")
     add = parser.add_argument
     add("-H", "--hostfile", default="/job/hostfile", help="lines HOST slots=N")
     add("-i", "--include", default="", help="HOST[:SLOT,...][@...], the only ones to use")
@@ -221,7 +227,7 @@ def read_env_file(lines: Iterable[str], name: str) -> dict[str, str]:
         if not checks.is_variable(variable):
             raise ConfigError(
                 "variable-name",
-                f"{name}: {shown_value(variable)} is no name that a shell can set; use letters, digits and _",
+                f"{name}: {shown_value(variable)} is no name that a shell can set; use A-Z, a-z, 0-9 and _",
             )
         found[variable] = checks.word(value, f"{name}: {variable}")
     return found

@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import printable_lines
 from shardwise.config.written_files import open_end, write_whole
+from shardwise.launch import checks
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
 from shardwise.launch.host import num_cores
@@ -116,6 +117,7 @@ def launch_local(
     """
     if num_ranks < 1:
         raise ConfigError("num-ranks-below-one", f"num_ranks={num_ranks} starts nothing; give at least 1")
+    checks.count(num_ranks, "num_ranks", 1, checks.MOST_RANKS)
     inherited = os.environ if environ is None else environ
     rank_environ = _common_environ(inherited, num_ranks, threads_per_rank)
     rank_environ[LAUNCHER_PATIENCE_S] = str(timeout_s)

@@ -18,6 +18,7 @@ from harness.refusals import refused
 from shardwise.cli.main import main
 from shardwise.launch import deepspeed
 from shardwise.launch.environment import detect
+from shardwise.launch.local import launch_local
 
 Read = Callable[[str, Machine], list[list[str]]]
 
@@ -102,8 +103,8 @@ def test_a_host_gets_hostile_variables_as_they_are_and_no_odd_names(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (machine.folder / "torch" / "distributed" / "run.py").write_text(
-        "import os\nopen('said', 'a').write(''.join(os.environ[f'NCCL_{n}'] + chr(0) for n in range("
-        f"{len(HOSTILE)})) + '\\1\\0')\n"
+        f"import os\nnames = ['NCCL_%d' % n for n in range({len(HOSTILE)})]\n"
+        "open('said', 'ab').write(b''.join(os.environb[n.encode()] + bytes(1) for n in names))\n"
     )
     for number, value in enumerate(HOSTILE):
         monkeypatch.setenv(f"NCCL_{number}", value)
@@ -114,7 +115,7 @@ def test_a_host_gets_hostile_variables_as_they_are_and_no_odd_names(
     assert "'NCCL_X;touch pwned;A', 'NCCL_Y'" in line
     text = Path("start.sh").read_bytes().decode()
     assert "pwned;" not in text
-    assert machine.run(text, "sh") == [list(HOSTILE)]
+    assert machine.said(text, "sh") == list(HOSTILE)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
@@ -289,6 +290,9 @@ def test_a_hostfile_is_checked_by_both_programs(
         *(([f"--master_addr={host}"], "host-name") for host in ODD_HOSTS if host),
         (["-i", f"n1:{10**20}"], "slots-not-read"),
         (["-i", "n1:9"], "no-such-slot"),
+        (["--master_port=1e3"], "options-not-read"),
+        (["--num_gpus", "9" * 5000], "options-not-read"),
+        (["--nonesuch\x1b[31m"], "options-not-read"),
     ],
 )
 def test_the_program_deepspeed_checks_its_numbers_and_hosts(
@@ -355,6 +359,11 @@ def test_a_flag_that_a_target_has_no_use_for_is_named(
 ) -> None:
     assert main(["launch", *options.split(), "--", "train.py"]) == 0
     assert flag in capsys.readouterr().err
+
+
+def test_no_machine_starts_a_million_ranks(tmp_path: Path) -> None:
+    with refused("launch-number", "1000000"):
+        launch_local(["-c", "pass"], 1_000_000, tmp_path)
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}

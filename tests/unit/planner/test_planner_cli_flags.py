@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,11 @@ def test_a_config_is_started_on_each_node() -> None:
     line = "torchrun --standalone --nproc-per-node 8 -m shardwise train plan.toml"
     assert start_words(path, one, is_here=False) == f"start it by {line}"
     assert start_words(path, one, is_here=True) == "start it by shardwise train plan.toml"
+    for name in ("my plan $HOME.toml", "-x.toml", "a'b\nc.toml"):
+        for cluster, is_here in ((two, False), (one, False), (one, True)):
+            line = start_words(Path(name), cluster, is_here=is_here).rpartition(" by ")[2].partition("; ")[0]
+            assert shlex.split(line)[-1] in (name, f"./{name}")
+            assert not shlex.split(line)[-1].startswith("-")
 
 
 @pytest.fixture
