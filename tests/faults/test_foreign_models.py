@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from harness.hf_folders import make_folder
 from harness.mutations import ended_after
@@ -212,3 +214,113 @@ def test_code_runs_where_the_config_allows_it(folder: Path, asked: list[str], mo
     assert type(model.skeleton()).__name__ == "OwnModel"
     assert (folder / "ran").exists()
     assert not asked
+
+
+# Weights.
+
+
+def shards(folder: Path, **changes: dict[str, torch.Tensor]) -> None:
+    """Split the weights into two files and an index; more tensors for the first, the second, or out of the index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    files = {"one.safetensors": names[:5], "two.safetensors": names[5:]}
+    for number, (file, own) in enumerate(files.items()):
+        save_file(
+            {name: tensors[name] for name in own} | changes.get(f"more_{number}", {}), folder / file, {"format": "pt"}
+        )
+    weight_map = {name: file for file, own in files.items() for name in own}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map, "metadata": {}}))
+
+
+def load_ways(folder: Path) -> dict[str, tuple[str, str]]:
+    """What every way to the weights of a folder says: a checkpoint of it, an engine's own import, a training."""
+    from transformers import AutoModelForCausalLM
+
+    from shardwise import initialize
+
+    model: Any = job_model(config_of(folder))
+
+    def into_engine() -> None:
+        engine = initialize(AutoModelForCausalLM.from_config(model.theirs), Config.from_dict({}))
+        with engine:
+            engine.import_weights(folder)
+
+    ways: dict[str, Callable[[], object]] = {
+        "import_weights": into_engine,
+        "train": lambda: model.initialize(Config.from_dict({"model": {"path": str(folder)}})).close(),
+    }
+    return {name: refusal_of(way) for name, way in ways.items()}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_tensor_in_two_files_is_taken_only_if_both_are_equal(folder: Path, listed: bool) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = next(iter(tensors))
+    value = tensors[name]
+    shards(folder, more_1={name: value.clone()})
+    index = folder / "model.safetensors.index.json"
+    if not listed:
+        values = json.loads(index.read_text())
+        del values["weight_map"][name]
+        index.write_text(json.dumps(values))
+    assert set(load_ways(folder).values()) == {("", "")}
+    second = load_file(folder / "two.safetensors")
+    second[name] = value + 1
+    save_file(second, folder / "two.safetensors", {"format": "pt"})
+    for code, line in load_ways(folder).values():
+        assert code == "tensor-in-two-files"
+        assert all(part in line for part in ("one.safetensors", "two.safetensors", name))
+    with refused("tensor-in-two-files", name):
+        import_folder(folder, folder.parent / "of import", 1)
+
+
+def test_a_name_that_is_twice_in_the_index_is_refused(folder: Path) -> None:
+    shards(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(
+        index.read_text().replace('{"weight_map": {', '{"weight_map": {"model.norm.weight": "one.safetensors", ')
+    )
+    for code, line in load_ways(folder).values():
+        assert code == "not-json"
+        assert "model.norm.weight" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32, torch.int64, torch.uint8, torch.bool])
+def test_integers_for_a_parameter_of_floating_numbers_are_refused(folder: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.norm.weight"
+    save_file(
+        tensors | {name: torch.ones(tensors[name].shape).to(dtype)}, folder / "model.safetensors", {"format": "pt"}
+    )
+    found = load_ways(folder)
+    assert found["import_weights"][0] == "model-misfit"
+    assert found["train"][0] == "numbers-of-another-kind"
+    for _, line in found.values():
+        assert name in line
+        assert str(folder) in line
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a" * 300, "x\0y"]
+)
+def test_an_index_names_files_of_its_folder(folder: Path, file: str) -> None:
+    shards(folder)
+    (folder.parent / "x.safetensors").write_bytes((folder / "one.safetensors").read_bytes())
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.norm.weight"] = file
+    index.write_text(json.dumps(values))
+    for code, line in load_ways(folder).values():
+        assert code in ("index-names-foreign-file", "index-names-absent-file")
+        assert line.isprintable()
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "model.safetensors.index.json"])
+def test_a_link_out_of_the_folder_is_no_part_of_it(folder: Path, name: str) -> None:
+    shards(folder)
+    (folder / name).rename(folder.parent / "elsewhere")
+    (folder / name).symlink_to(folder.parent / "elsewhere")
+    for code, line in load_ways(folder).values():
+        assert code == "file-unreadable"
+        assert "elsewhere" in line

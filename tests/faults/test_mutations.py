@@ -24,13 +24,16 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from harness import mutations
 from harness.checkpoints import save, values_of
 from harness.hf_folders import TEMPLATE, make_tokenizer
+from harness.make_deepspeed import FOLDER
 from harness.mutations import (
     forge,
     fresh,
     mutate_header,
+    mutate_pickle,
     mutate_text,
     mutated,
     printed,
+    records_of,
     replace_file,
     spared,
     tensors_of,
@@ -38,17 +41,20 @@ from harness.mutations import (
 from harness.run_folders import write_run
 from harness.states import engine_of, take_steps
 from shardwise import CheckpointError
-from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.commit import candidates, read_manifest
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.convert import import_folder
+from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import MANIFEST_NAME
 from shardwise.checkpoint.offline import Damage, verify
 from shardwise.checkpoint.show import MAX_SHOWN, render_checkpoint, render_tensors, render_verification
 from shardwise.cli.checkpoint import _print
 from shardwise.cli.main import main
 from shardwise.cli.timeline import _read_recorded
+from shardwise.cli.verify import read_model as read_verified
 from shardwise.config.resolve import Config, ConfigError, DataConfig
 from shardwise.config.untrusted_files import OneLineError
+from shardwise.models.shrink import read_huggingface
 from shardwise.planner.request import read_model
 from shardwise.report import timeline_text
 from shardwise.report.chrome_trace import chrome_trace
@@ -59,8 +65,9 @@ from shardwise.schedule.simulate import mean_times
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.corpus import CorpusCounts, open_corpus, read_pieces
 from shardwise.train.imported_plan import read_deepspeed
+from shardwise.train.job_model import job_model, open_tokenizer
 from shardwise.train.prepare import open_data, prepare_data
-from shardwise.train.tokenizer import END_OF_TEXT, NUM_BYTE_TOKENS
+from shardwise.train.tokenizer import END_OF_TEXT, NUM_BYTE_TOKENS, byte_tokenizer
 
 ERRORS = (OneLineError, ConfigError, ScheduleError)
 SHAPES = {"a.weight": (40, 3), "a.bias": (5,), "scale": ()}
@@ -116,6 +123,9 @@ def make(root: Path) -> Path:
     (root / "chats" / "chats.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in CHATS))
     (root / "text.txt").write_text(TEXT)
     prepare_data(data_config(root), root / "cache")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "model_max_length": 32}
+    byte_tokenizer().save(hub)
+    (hub / "tokenizer_config.json").write_text(json.dumps(settings))
     plan = root / "plan"
     plan.mkdir()
     actions = [TimedAction(Action.parse("1F0"), rank, 0.5, 0.75, "compute") for rank in range(3)]
@@ -170,6 +180,9 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+DEEPSPEED_KINDS = ("zero1-fp32", "zero2-fp16", "zero3-bf16", "universal-of-zero2-bf16", "universal-of-zero3-bf16")
+
+
 def without_spaces(*lines: str) -> str:
     return "".join("".join(lines).split())
 
@@ -221,11 +234,68 @@ def check_hub(whole: Path, place: Path, draw: random.Random) -> None:
     else:
         draw.choice([mutate_text, replace_file])(path, draw)
     is_decoder = draw.random() < 0.5
-    spared(
+    said = spared(
         place,
         lambda: import_folder(folder, fresh(folder.parent / "none", place / "out"), 1, is_decoder=is_decoder),
         ERRORS,
     )
+    # Folders of others have no checksums: of the values of tensors themselves nothing says what they were.
+    is_data = path.suffix == ".safetensors" and tensors_of(path)[1] != tensors_of(whole / path.name)[1]
+    if not said and not is_data:
+        first = import_folder(whole, fresh(folder.parent / "none", place / "first"), 1, is_decoder=is_decoder)[0]
+        found = compare(first, next((place / "out").glob("step-*")))
+        assert not found.values, found.values
+
+
+def check_model(whole: Path, place: Path, draw: random.Random) -> None:
+    """As a training, a plan and a proof read what a model is."""
+    folder = fresh(whole, place / "hub")
+    path = folder / draw.choice(["config.json"] * 4 + ["tokenizer_config.json"])
+    if draw.random() < 0.8:
+        path.write_text(json.dumps(mutated(json.loads(path.read_text()), draw)))
+    else:
+        draw.choice([mutate_text, replace_file])(path, draw)
+    config = Config.from_dict({"model": {"path": str(folder)}})
+
+    def build() -> None:
+        model: Any = job_model(config)
+        assert model.words
+        assert model.skeleton()
+
+    for read in (
+        build,
+        lambda: open_tokenizer(config, folder),
+        lambda: read_huggingface(read_verified(folder)),
+        lambda: read_model(str(folder)),
+    ):
+        spared(place, read, ERRORS, cpu_s=10.0, more_bytes=2**29)
+
+
+def check_deepspeed(whole: Path, place: Path, draw: random.Random) -> None:
+    """A checkpoint of DeepSpeed's, of which a file, or the pickle in it, is another."""
+    folder = fresh(whole, place / whole.name)
+    path = draw.choice(sorted(folder.rglob("*.pt")))
+    action = draw.random()
+    is_data = False
+    if action < 0.6:
+        mutate_pickle(path, draw)
+    elif action < 0.8:
+        before = records_of(path)
+        mutate_text(path, draw)
+        is_data = records_of(path) != before
+    else:
+        replace_file(path, draw)
+
+    def read() -> None:
+        manifest = read_manifest(folder)
+        printed(lambda: _print(render_checkpoint(folder, manifest), render_tensors(manifest.tensors)))
+        read_run_state(folder)
+        # A pickle that says other things with a checksum of its own is another checkpoint; a tensor is one of its file.
+        found = compare(whole, folder)
+        if action >= 0.6 and not is_data:
+            assert not found.values, found.values
+
+    spared(place, read, ERRORS, cpu_s=10.0, more_bytes=2**27)
 
 
 def check_cache(whole: Path, place: Path, draw: random.Random) -> None:
@@ -352,9 +422,14 @@ def check_plan(whole: Path, place: Path, draw: random.Random) -> None:
 def run(tmp_path: Path, seed: int, number: int, kind_only: str = "") -> None:
     whole, place = make(tmp_path / "whole"), tmp_path / "place"
     (place / "none").mkdir(parents=True)
+    config = Config.from_dict({"model": {"path": str(whole / "hub")}})
+    job_model(config).skeleton()  # what is imported takes time and memory only once
+    open_tokenizer(config, whole / "hub")
     kinds = [
         (check_checkpoint, whole / "step-00000100"),
         (check_hub, whole / "hub"),
+        (check_model, whole / "hub"),
+        *((check_deepspeed, candidates(FOLDER / kind)[0]) for kind in DEEPSPEED_KINDS),
         (check_cache, whole / "cache"),
         (check_plan, whole / "plan"),
         (check_run, whole / "run"),
@@ -377,7 +452,7 @@ def test_some_mutations_are_read_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_500_mutations_are_read_or_refused(tmp_path: Path, seed: int) -> None:
     run(tmp_path, seed, 500)
 

@@ -100,6 +100,7 @@ SHARED_CODES = frozenset(
     layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json
     not-utf8 operand-device parameter-released parameter-written parts-fill-dim pipeline-rank-alone
     qkv-dtype-device qkv-empty hf-json-malformed model-not-buildable nested-too-deep
+    model-size-unknown
     rank-out-of-range sparse-gradient store-silent too-little-space tp-divides-tokens unknown-parameter
     """,
     )

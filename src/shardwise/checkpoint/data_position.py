@@ -33,6 +33,7 @@ NAME: Final = "data"
 
 # A state with one of these counts the samples of all ranks: the second is of MosaicML's streams.
 _OF_ALL_RANKS: Final = ("num_samples", "sample_in_epoch")
+_MANY_VALUES: Final = 1 << 22
 _OLDER: Final = "use an older checkpoint"
 _TUPLE, _ITEMS, _BYTES, _TENSOR, _ARRAY = "__tuple__", "__items__", "__bytes__", "__tensor__", "__array__"
 
@@ -69,7 +70,16 @@ def read_state(loader: DataLoaderState, mesh: MeshShape) -> tuple[Tensor, dict[s
             "torchdata's StatefulDataLoader",
         )
     state = loader.state_dict()
-    text = json.dumps(encoded(state)).encode()
+    try:
+        if _num_values(state, {}) > _MANY_VALUES:
+            raise RecursionError
+        text = json.dumps(encoded(state)).encode()
+    except RecursionError:
+        raise CheckpointError(
+            "loader-state-too-large",
+            f"the state of {type(loader).__name__} has more than {_MANY_VALUES:,} values, those that occur repeatedly "
+            "counted each time, or is nested too deeply; leave what it can compute out of state_dict",
+        ) from None
     is_global = isinstance(state, Mapping) and any(key in state for key in _OF_ALL_RANKS)
     kind = PositionKind(type(loader).__name__, is_global, mesh.num_data_ranks)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8), asdict(kind)
@@ -145,6 +155,16 @@ def read_json(folder: Path, stored: StoredTensor, what: str) -> Any:
         raise CheckpointError(error.code, str(error)) from None
     except UnicodeDecodeError:
         raise CheckpointError("not-utf8", f"{where} is not UTF-8 text; {_OLDER}") from None
+
+
+def _num_values(value: Any, known: dict[int, int]) -> int:
+    """Return how many values are in a value; what is in it twice counts twice."""
+    if not isinstance(value, Mapping | list | tuple):
+        return 1
+    if id(value) not in known:
+        parts = value.values() if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_num_values(part, known) for part in parts)
+    return known[id(value)]
 
 
 def encoded(value: Any, where: str = "state") -> Any:

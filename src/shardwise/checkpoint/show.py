@@ -324,7 +324,9 @@ def _shown_extra(extra: Any) -> str:
         value = from_json(extra, "extra")
     except ValueError:  # of a class that is not imported here
         return "values of the user"
-    return ", ".join(map(str, value)) if isinstance(value, Mapping) else reprlib.repr(value)
+    if isinstance(value, Mapping):
+        return ", ".join(key if isinstance(key, str) else reprlib.repr(key) for key in value)
+    return reprlib.repr(value)
 
 
 def _optimizer(manifest: Manifest) -> str:

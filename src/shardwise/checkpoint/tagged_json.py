@@ -46,7 +46,13 @@ _EARLIER_TENSOR: Final = "__tensor__"
 _MOST_BYTES: Final = 64 * 2**20  # of one tensor or array: larger ones belong into a file of their own
 _PLAIN_DEPTH: Final = 32
 _PLAIN_BITS: Final = 64
+# Deeper than any writer goes, which itself is recursive.
+_MOST_DEPTH: Final = 1000
 _MANY_SCALARS: Final = 1 << 22
+# Values, where one that occurs several times counts each time: what prints, hashes or copies them walks over all.
+_MANY_VALUES: Final = 1 << 24
+# Of a number: the time of a division grows with the square.
+_MOST_NUMBER_BITS: Final = 1 << 16
 
 
 class NoWordError(TypeError):
@@ -80,11 +86,16 @@ def from_json(value: Any, name: str) -> Any:
         ValueError: it is none that `to_json` has written, or the class of a value is not imported.
     """
     if not isinstance(value, dict) or value.keys() != {TAGGED}:
-        return _with_earlier_tensors(value)
+        try:
+            return _with_earlier_tensors(value)
+        except Exception as error:  # whatever torch makes of the values of a damaged tensor
+            raise ValueError(f"{name} cannot be read ({type(error).__name__}: {error})") from None
     values: list[Any] = []
     nodes = value[TAGGED]
     try:
+        sizes = _Sizes()
         for node in nodes:
+            sizes.add(node)
             values.append(_read(node, values) if isinstance(node, list) else node)
         return values[-1]
     except ClassMissingError:
@@ -104,6 +115,49 @@ def _with_earlier_tensors(value: Any) -> Any:
             case [str() as dtype, values] if isinstance(kind := getattr(torch, dtype, None), torch.dtype):
                 return torch.tensor(values, dtype=kind)
     return {key: _with_earlier_tensors(part) for key, part in value.items()}
+
+
+class _Sizes:
+    """Counts what is in the values of nodes, one after the other, before these are made.
+
+    What is in a value twice counts twice, so that a few nodes cannot make a value of a billion leaves, nor a nesting
+    that no function of C survives.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._depths: list[int] = []
+        self._num_hashed = 0
+
+    def add(self, node: Any) -> None:
+        """Count one more node.
+
+        Raises:
+            ValueError: with this one there are too many, or they are too deep.
+        """
+        parts = [number for number in _part_numbers(node) if type(number) is int and 0 <= number < len(self._sizes)]
+        size = 1 + sum(self._sizes[number] for number in parts)
+        depth = 1 + max((self._depths[number] for number in parts), default=0)
+        # A set and a mapping hash their members; a tuple in them is walked over each time.
+        self._num_hashed += size if parts and node[0] not in ("list", "tuple") else 0
+        if max(size, self._num_hashed) > _MANY_VALUES:
+            raise ValueError(f"more than {_MANY_VALUES:,} values, those that occur repeatedly counted each time")
+        if depth > _MOST_DEPTH:
+            raise ValueError(f"nested deeper than {_MOST_DEPTH} levels")
+        self._sizes.append(size)
+        self._depths.append(depth)
+
+
+def _part_numbers(node: Any) -> Sequence[Any]:
+    """Return the numbers of the nodes that are the parts of a node."""
+    if not isinstance(node, list) or not node or not isinstance(node[0], str):
+        return ()
+    kind = node[0]
+    if kind in ("defaultdict", "deque"):
+        return node[2:]
+    if kind == "instance":
+        return node[4:6]
+    return node[1:] if kind in _CONTAINERS else ()
 
 
 class ClassMissingError(ValueError):
@@ -131,6 +185,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
+        self._sizes = _Sizes()
         self._number_of: dict[int, int] = {}
         self._open: set[int] = set()
         self._kept: list[Any] = []  # while its identity counts
@@ -154,6 +209,10 @@ class _Writer:
     def _append(self, node: Any, name: str) -> int:
         if len(self.nodes) >= _MANY_SCALARS:
             raise NoWordError(f"{name} comes after {_MANY_SCALARS:,} values, more than a checkpoint's JSON is for")
+        try:
+            self._sizes.add(node)
+        except ValueError as error:
+            raise NoWordError(f"{name} is {error}, more than a checkpoint's JSON is for") from None
         self.nodes.append(node)
         return len(self.nodes) - 1
 
@@ -220,6 +279,10 @@ def _words(value: Any, name: str) -> list[Any] | None:
         return _tensor_words(value, name)
     if isinstance(value, np.ndarray | np.generic):
         return _array_words(value, name)
+    if kind in (int, Fraction):
+        num_bits = max(value.numerator.bit_length(), value.denominator.bit_length())
+        if num_bits > _MOST_NUMBER_BITS:
+            raise NoWordError(f"{name} is a number of more than {_MOST_NUMBER_BITS:,} bits")
     if kind is int:
         return ["int", hex(value)]
     if kind is Fraction:
@@ -369,6 +432,12 @@ def _tensor(dtype: str, shape: Sequence[int], data: str, requires_grad: bool) ->
     return found.requires_grad_() if requires_grad else found
 
 
+def _number(text: str) -> int:
+    if len(text) > 3 + _MOST_NUMBER_BITS // 4:
+        raise ValueError(f"a number of more than {_MOST_NUMBER_BITS:,} bits")
+    return int(text, 16)
+
+
 def _parameter(dtype: str, shape: Sequence[int], data: str, requires_grad: bool) -> nn.Parameter:
     return nn.Parameter(_tensor(dtype, shape, data, False), requires_grad)
 
@@ -414,6 +483,7 @@ def _by_name(*kinds: Any) -> Mapping[str, Any]:
 _SEQUENCE_OF: Final = _by_name(list, tuple, set, frozenset)
 _MAPPING_OF: Final = MappingProxyType({**_by_name(dict, OrderedDict), "Counter": lambda items: Counter(dict(items))})
 _NAMESPACE_OF: Final = _by_name(Namespace, SimpleNamespace)
+_CONTAINERS: Final = frozenset((*_SEQUENCE_OF, *_MAPPING_OF, *_NAMESPACE_OF))
 _SEQUENCES: Final = frozenset(_SEQUENCE_OF.values())
 _MAPPINGS: Final = frozenset({dict, OrderedDict, Counter})
 _NAMESPACES: Final = frozenset(_NAMESPACE_OF.values())
@@ -435,10 +505,9 @@ _READERS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         **_by_name(complex, range, slice, timedelta, Path, PurePosixPath, PureWindowsPath, Decimal, UUID),
         "ZoneInfo": ZoneInfo,
-        "int": lambda text: int(text, 16),
-        "Fraction": lambda above, below: Fraction(
-            int(above, 16), int(below, 16)
-        ),  # a text may ask for any power of ten
+        "int": _number,
+        # From text it would take any power of ten.
+        "Fraction": lambda above, below: Fraction(_number(above), _number(below)),
         "bytes": base64.b64decode,
         "bytearray": lambda text: bytearray(base64.b64decode(text)),
         "Size": lambda *sizes: torch.Size(sizes),

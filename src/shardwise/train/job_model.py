@@ -20,6 +20,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.hf.config_files import wanted_of
+from shardwise.checkpoint.hf.importer import check_numbers
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import near
 from shardwise.construction.context import init
@@ -215,6 +217,8 @@ class HuggingFaceModel:
 
     def initialize(self, config: Config) -> Engine:
         """Read the weights, each rank its slices, and shard the model; all ranks call it."""
+        if getattr(self.theirs, "quantization_config", None) is None:
+            check_numbers(self.folder, wanted_of(self._base))
         with init():
             how = packing(config) or unpacking(self.theirs)
             model: Any = pretrained.load_model(

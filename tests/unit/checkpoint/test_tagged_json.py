@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.checkpoint.tagged_json import NoWordError, from_json, to_json
+from harness.mutations import ended_after
+from shardwise.checkpoint.tagged_json import TAGGED, NoWordError, from_json, to_json
 
 Point = namedtuple("Point", "x y")
 ZONE = timezone(timedelta(hours=-5))
@@ -123,11 +124,42 @@ def test_arrays_come_back_and_can_be_written() -> None:
 
 def test_what_occurs_often_is_written_once() -> None:
     shared: list[Any] = [0.5]
-    for _ in range(9):
-        shared = [shared] * 10  # a thousand million leaves
+    for _ in range(6):
+        shared = [shared] * 10  # a million leaves
     found = there_and_back(shared)
     assert found[0] is found[9]
     assert len(json.dumps(to_json(shared, "extra"))) < 1000
+
+
+SHARED: dict[str, Any] = {
+    "lists": [0.5, *(["list", *[number] * 10] for number in range(12))],
+    "tuples": [0.5, *(["tuple", number, number] for number in range(60))],
+    "dicts": [0.5, "a", "b", ["dict", 1, 0, 2, 0], *(["dict", 1, number, 2, number] for number in range(3, 43))],
+    "a set of tuples": [0.5, *(["tuple", number, number] for number in range(24)), ["set", 24]],
+    "many sets of a tuple": [0.5, *(["tuple", number, number] for number in range(20)), *[["set", 20]] * 100],
+    "a key of tuples": [0.5, *(["tuple", number, number] for number in range(30)), ["dict", 30, 0]],
+    "a deque": [0.5, *(["deque", None, number, number] for number in range(40))],
+    "10,000 lists in one another": [[], *(["list", number] for number in range(10_000))],
+    "10,000 tuples in one another": [["tuple"], *(["tuple", number] for number in range(10_000)), ["set", 9999]],
+    "a number of a million digits": [["int", "0x" + "f" * 1_000_000]],
+    "a fraction of such": [["Fraction", "0x" + "f" * 1_000_000, "0x" + "e" * 999_999]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_a_few_nodes_make_is_bounded(name: str) -> None:
+    """No time and no memory goes into it: tuples are walked over when they are hashed, printed or compared."""
+    with ended_after(5.0), pytest.raises(ValueError, match=r"node .* of extra"):
+        from_json({TAGGED: SHARED[name]}, "extra")
+
+
+def test_nothing_is_written_that_cannot_be_read() -> None:
+    shared: Any = [0.5]
+    for _ in range(9):
+        shared = [shared] * 10  # a thousand million leaves
+    for value, what in ((shared, "values"), (1 << 100_000, "bits")):
+        with pytest.raises(NoWordError, match=what):
+            to_json({"a": value}, "extra")
 
 
 def test_depth_is_no_limit_of_the_format() -> None:
@@ -159,6 +191,8 @@ def test_what_would_not_come_back_is_refused_with_its_place(make: Callable[[], A
 def test_earlier_tensors_are_read() -> None:
     found = from_json({"best": {"__tensor__": ["float32", [1.5]]}}, "extra")
     assert found["best"].tolist() == [1.5]
+    with pytest.raises(ValueError, match="extra cannot be read"):
+        from_json({"best": {"__tensor__": ["float32", "x"]}}, "extra")
 
 
 FORGED = (

@@ -23,7 +23,15 @@ from typing_extensions import TypedDict
 
 from shardwise.checkpoint.hf.families import family_names
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
-from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredChunk, StoredState, StoredTensor
+from shardwise.checkpoint.manifest import (
+    CheckpointError,
+    DamagedError,
+    StoredChunk,
+    StoredState,
+    StoredTensor,
+    number_kind,
+)
+from shardwise.checkpoint.match import WantedState
 from shardwise.checkpoint.offline import read_chunks
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, read_header
@@ -125,7 +133,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:
     if not (folder / INDEX_NAME).is_file():
         raise _no_weights(folder)
     weight_map = _typed(_IndexJson, _read_json(folder / INDEX_NAME), folder / INDEX_NAME)["weight_map"]
-    listed = set(weight_map)
+    listed, found = set(weight_map), dict[str, FileTensor]()
     for file, num_known in Counter(weight_map.values()).items():
         if Path(file).name != file or file == ".." or len(file.encode(errors="replace")) > 255:
             raise CheckpointError(
@@ -137,14 +145,55 @@ def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:
                 "index-names-absent-file", f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again"
             )
         for tensor in read_header(folder / file, num_known):
-            if weight_map.get(tensor.name, file) == file:
+            if tensor.name in found:
+                _check_equal(folder, found[tensor.name], tensor)
+            if weight_map.get(tensor.name) == file:
                 listed.discard(tensor.name)
-                yield tensor.name, tensor
+            found.setdefault(tensor.name, tensor)
+    yield from found.items()
     for name in sorted(listed):
         raise DamagedError(
             "index-names-absent-tensor",
             f"{folder / weight_map[name]} lacks {name}, which {INDEX_NAME} has there; fetch it again",
         )
+
+
+def _check_equal(folder: Path, tensor: FileTensor, other: FileTensor) -> None:
+    """Refuse two files that have one tensor with different values: which of them is meant, nothing says."""
+    alike = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+    with ChunkReader(folder) as reader:
+        pairs = zip(_chunks(reader, tensor), _chunks(reader, other), strict=True) if alike else ()
+        if alike and all(torch.equal(first.view(torch.uint8), second.view(torch.uint8)) for first, second in pairs):
+            return
+    raise CheckpointError(
+        "tensor-in-two-files",
+        f"{folder / tensor.file} and {folder / other.file} both have {tensor.name}, with different values; fetch the "
+        "folder again, or remove one of them",
+    )
+
+
+def check_numbers(folder: Path, wanted: Sequence[WantedState]) -> None:
+    """Check the tensors of a folder that another library will read into a model.
+
+    Args:
+        folder: of Hugging Face; one without safetensors is not looked at.
+        wanted: parameters and buffers of the model.
+
+    Raises:
+        CheckpointError: a tensor is of integers and the model's of floating numbers, or the reverse; or it is in two
+            files with different values; or the index names a file elsewhere.
+        DamagedError: a file is missing or torn.
+    """
+    if not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
+        return
+    kinds = {name: each.kind for each in wanted for name in (each.name, *each.aliases)}
+    for name, tensor in _entries(folder):
+        if kinds.get(name, number_kind(tensor.dtype)) != number_kind(tensor.dtype):
+            raise CheckpointError(
+                "numbers-of-another-kind",
+                f"{folder / tensor.file} has {name} as {tensor.dtype}, and the model has {kinds[name]} numbers there; "
+                "fetch the folder again",
+            )
 
 
 def _no_weights(folder: Path) -> CheckpointError:
@@ -281,6 +330,10 @@ def _check_tied(folder: Path, name: str, entries: list[FileTensor], others: list
 
 def _sample(reader: ChunkReader, entry: FileTensor) -> Tensor:
     """Return the bytes of a tensor's first elements."""
+    return next(_chunks(reader, entry), torch.empty(0)).view(torch.uint8)
+
+
+def _chunks(reader: ChunkReader, entry: FileTensor) -> Iterator[Tensor]:
     whole = Rect.whole(entry.shape)
     stored = _tensor(entry.name, (), entry.shape, [(WeightPart(entry.name, whole), entry)])
-    return next(read_chunks(reader, stored, PARAM, whole), torch.empty(0)).view(torch.uint8)
+    return read_chunks(reader, stored, PARAM, whole)
