@@ -30,7 +30,7 @@ class _Count(click.IntRange):
         return number
 
 
-class Amount(click.FloatRange):
+class _Amount(click.FloatRange):
     """Read a finite number: nan is within all bounds of click's, and 1e999 is infinite."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -41,7 +41,9 @@ class Amount(click.FloatRange):
 
 
 COUNT: Final = _Count(1)
-AMOUNT: Final = Amount(0.0, min_open=True)
+AMOUNT: Final = _Amount(0.0, min_open=True)
+SECONDS: Final = _Amount(0.0)
+MARGIN: Final = _Amount(0.0, 0.9)
 
 
 class _OutputFile(click.ParamType):
