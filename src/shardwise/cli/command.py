@@ -30,7 +30,7 @@ class _Count(click.IntRange):
         return number
 
 
-class Amount(click.FloatRange):
+class _Amount(click.FloatRange):
     """Read a finite number: nan is within all bounds of click's, and 1e999 is infinite."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -40,8 +40,20 @@ class Amount(click.FloatRange):
         return number
 
 
+class _Seconds(click.types.FloatParamType):
+    """Read a duration; the help of a flag does not name its bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not 0 <= number <= _MAX_AMOUNT:
+            self.fail(f"{str(value)[:40]} is no duration in seconds.", param, ctx)
+        return number
+
+
 COUNT: Final = _Count(1)
-AMOUNT: Final = Amount(0.0, min_open=True)
+AMOUNT: Final = _Amount(0.0, min_open=True)
+SECONDS: Final = _Seconds()
+MARGIN: Final = _Amount(0, 0.9)
 
 
 class _OutputFile(click.ParamType):

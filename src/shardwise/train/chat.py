@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError
-from shardwise.train.time_limit import limited
+from shardwise.train.time_limit import LimitError, limited
 
 _ROLES: Final[Mapping[str, str]] = MappingProxyType(
     {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -70,7 +70,15 @@ class ChatEncoder:
                 f"{where} is a chat, and the tokenizer of {self.name} has no chat template; give one that has as "
                 "data.tokenizer, or records with prompt and completion as text",
             )
-        return self._encode_messages(messages, num_before, where)
+        try:
+            with limited(_TEMPLATE_S):
+                return self._encode_messages(messages, num_before, where)
+        except LimitError as error:
+            raise ConfigError(
+                "chat-template-endless",
+                f"{where}: the chat template of {self.name} does not end: {error}; mend the template, or give "
+                "another tokenizer as data.tokenizer",
+            ) from None
 
     def _encode_text(self, prompt: str, completion: str) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
         before = self.tokenizer(prompt)["input_ids"]
@@ -125,8 +133,7 @@ class ChatEncoder:
 
     def _apply(self, messages: Messages, where: str, **options: Any) -> Any:
         try:
-            with limited(_TEMPLATE_S):
-                return self.tokenizer.apply_chat_template(messages, **options)
+            return self.tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # templates raise what they like
             line = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ConfigError(

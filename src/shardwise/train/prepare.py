@@ -7,7 +7,7 @@ two builders one wins.
 It has `tokens.bin` (all tokens of all documents, uint16 or uint32, those to hold out last), `tokenizer.json`, and
 `index.json` (`ShardIndex`) with hashes of the blocks of the tokens, and a checksum of itself and of all the others.
 Tokens of chats are uint32, with the highest bit set where one counts in the loss, and `chats.bin` has where each chat
-starts. Whoever prepares the data compares all of it with its hashes, and builds again what is damaged.
+starts. `prepare_data` compares all of it with its hashes, and builds again what is damaged.
 
     data = prepare_data(config, cache_dir=Path("cache"))
     batches_for_step(data.train, first, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
@@ -252,6 +252,11 @@ def read_index(path: Path) -> ShardIndex:
 
 def check_tokens(path: Path, index: ShardIndex, progress: Progress | None = None) -> None:
     """Compare the tokens of the shard in folder `path` with their hashes and the vocabulary.
+
+    Args:
+        path: of the folder.
+        index: what `read_index` returned of it.
+        progress: called now and then with bytes read and bytes in all.
 
     Raises:
         ConfigError: they are not those that were written, or one is not in the vocabulary.

@@ -368,7 +368,7 @@ def _prepare(config: Config, console: Console, resume: Path | None, num_local_ra
     if line := slow_dtype_line(config):
         say(console, line)
     make_root(config, resume)
-    start_s, is_told = time.monotonic(), False
+    start_s, is_said = time.monotonic(), False
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("learning the tokenizer", total=None)
@@ -377,10 +377,10 @@ def _prepare(config: Config, console: Console, resume: Path | None, num_local_ra
             bars.update(task, description="tokenizing", completed=num_done_bytes, total=num_bytes)
 
         def check(num_done_bytes: int, num_bytes: int) -> None:
-            nonlocal is_told
+            nonlocal is_said
             bars.update(task, description="checking the prepared data", completed=num_done_bytes, total=num_bytes)
-            if not (is_told or console.is_terminal) and time.monotonic() - start_s > _LONG_S:
-                is_told = True
+            if not (is_said or console.is_terminal) and time.monotonic() - start_s > _LONG_S:
+                is_said = True
                 say(console, f"checking the prepared data, {format_bytes(num_bytes)}")
 
         data = prepare_job_data(config, show, checking=check, say=partial(say, bars.console))

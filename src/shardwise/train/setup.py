@@ -281,12 +281,12 @@ def wanted_device(config: Config) -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def prepare_job_data(config: Config, progress: Progress | None = None, **told: Any) -> PreparedData:
+def prepare_job_data(config: Config, progress: Progress | None = None, **shown: Any) -> PreparedData:
     """Tokenize the data into the cache beside the runs' folders, unless the cache has it, and open it.
 
-    `told` is what else `prepare_data` tells of its progress.
+    `shown` are the other arguments of `prepare_data` that show what it does.
     """
-    data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress, **told)
+    data = prepare_data(config, Path(config.run.dir) / CACHE_NAME, progress, **shown)
     num_sequences, global_size = data.train.num_sequences(config.data.seq_len), config.batch.global_size or 1
     if global_size > _MAX_PASSES_A_STEP * num_sequences:
         raise ConfigError(

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.config.untrusted_files import printable_lines
 from shardwise.runtime.format import format_bytes, format_clock, format_s
 from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.train.checkpoints import SavedCheckpoint, go_on_command
@@ -122,8 +123,8 @@ def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
         yield "not recorded", Text(line, style="yellow")
     if outcome.sample is not None:
         yield "", ""
-        yield "prompt", Text(outcome.sample.prompt)
-        yield "sample", Text(outcome.sample.text)
+        yield "prompt", Text(printable_lines(outcome.sample.prompt))
+        yield "sample", Text(printable_lines(outcome.sample.text))
 
 
 def _planner_rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:

@@ -28,8 +28,8 @@ class LimitError(Exception):
     """What runs took more time or memory than it may."""
 
 
-class _StopError(Exception):
-    """Is raised by another thread between two instructions of the code that is to end."""
+class _StopError(BaseException):
+    """Is raised by another thread between two instructions of the code that is to end, which does not catch it."""
 
 
 @contextmanager
@@ -83,6 +83,6 @@ class _Watch:
                 _raise_in(self._thread, None)
 
 
-def _raise_in(thread: int, kind: type[Exception] | None) -> None:
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     raised = None if kind is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)

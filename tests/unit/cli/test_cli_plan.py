@@ -95,3 +95,19 @@ def test_the_world_is_that_of_the_mesh_unless_it_is_given():
     assert dry_run_size(config, None) == 64
     assert dry_run_size(config, 128) == 128
     assert dry_run_size(config.override(["run.num_procs=8"]), None) == 8
+
+
+@pytest.mark.parametrize("value", ["nan", "NaN", "inf", "-inf", "1e999", "0", "-1", "1e19", "", "x"])
+@pytest.mark.parametrize("flag", ["--tokens", "--budget", "--margin", "--simulate"])
+def test_numbers_that_are_none_are_refused_at_once(flag, value, capsys):
+    if (flag, value) in (("--margin", "0"), ("--simulate", "0")):
+        return
+    assert cli.main(["plan", "--model", "llama-7b", "--cluster", "h100:8", flag, value]) == 2
+    assert f"'{flag}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--seq", "--global-batch", "--top", "--world-size"])
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "nan", "9" * 30, "9" * 5000])
+def test_counts_that_are_none_are_refused_at_once(flag, value, capsys):
+    assert cli.main(["plan", "--model", "llama-7b", "--cluster", "h100:8", flag, value]) == 2
+    assert f"'{flag}'" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_a_template_without_an_end_is_ended(
     template: str, why: str, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardwise.train.chat._TEMPLATE_S", 0.3 if why.startswith("not") else 5.0)
-    with refused("chat-template-refuses", "line 1", why):
+    with refused("chat-template-endless", "line 1", why):
         counted({"messages": ROUNDS}, mark + template)
 
 

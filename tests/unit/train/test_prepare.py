@@ -198,7 +198,7 @@ def test_a_shard_of_other_data_is_not_taken(config, tmp_path):
 
 @pytest.mark.parametrize("facts", [{"vocab_size": 100}, {"num_kept": 2**40}, {"eot_id": 257}, {"num_documents": 3}])
 def test_facts_that_contradict_the_tokens_are_refused(config, tmp_path, facts):
-    """Whoever wrote the index gave it the right hashes; `num_documents` counts chats, which there are none of."""
+    """The index has the right hashes; `num_documents` counts chats, which there are none of."""
     path = prepare_data(config.override(["data.tokenizer=bytes"]), tmp_path / "cache").path
     fields = read_index(path).model_dump(exclude={"tokens_hash", "block_hashes"})
     if "num_documents" in facts:
