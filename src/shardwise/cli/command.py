@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,35 @@ from shardwise.report.console import Terminal, progress
 
 FILE: Final = click.Path(path_type=Path)
 COUNT: Final = click.IntRange(1)
-AMOUNT: Final = click.FloatRange(0.0, min_open=True)
+
+
+class Finite(click.FloatRange):
+    """Reads a number of a range; NaN, which is neither below nor above any limit, and infinity are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+AMOUNT: Final = Finite(0.0, min_open=True)
+
+
+class _Folder(click.ParamType):
+    """Reads the path of a folder, which need not be there yet; what is there must be a folder."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        place = next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), path)
+        if not place.is_dir():
+            self.fail(f"{place} is not a folder.", param, ctx)
+        return path
+
+
+FOLDER: Final = _Folder()
 
 
 class _OutputFile(click.ParamType):

@@ -16,6 +16,7 @@ import click
 
 from shardwise.cli.command import FILE, OUTPUT, as_written, write_file
 from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import read_text
 from shardwise.launch.hosts import EXPORTED, read_hostfile, run_by_ssh
 from shardwise.launch.local import default_num_ranks
 from shardwise.launch.targets import PORT, TARGETS, LaunchJob, lines_of_hosts, text_for
@@ -95,7 +96,7 @@ def _hosts(arguments: SimpleNamespace, num_ranks: int) -> Mapping[str, int]:
     if arguments.hosts and arguments.hostfile:
         raise ConfigError("hosts-and-hostfile", "--hosts and --hostfile both name hosts; drop one")
     if arguments.hostfile is not None:
-        found = read_hostfile(arguments.hostfile.read_text(encoding="utf-8").splitlines())
+        found = read_hostfile(read_text(arguments.hostfile, "give --hostfile lines HOST slots=N").splitlines())
         return dict.fromkeys(found, num_ranks) if arguments.gpus else found
     names = [name for name in (arguments.hosts or "").split(",") if name]
     if names and arguments.gpus is None:
