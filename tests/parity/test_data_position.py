@@ -134,7 +134,7 @@ def test_a_state_of_one_rank_is_refused_on_other_numbers_of_ranks(ranks: WorkerP
 def test_refusals(tmp_path: Path) -> None:
     with make() as engine:
         engine.train_step([torch.ones(2, 1)] * 4)
-        with refused("loader-without-state", "list"):
+        with refused("wrong-argument", "data=", "state_dict"):
             engine.save(tmp_path, data=[])
         with refused("position-of-weights", "weights"):
             engine.save(tmp_path, contents="weights", data=RankLoader(0))

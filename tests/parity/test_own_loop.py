@@ -117,7 +117,7 @@ def test_what_a_loader_refuses():
         shardwise.data_loader(engine, list(range(5)))
     with refused("loader-option-taken", "batch_size"):
         shardwise.data_loader(engine, ROWS, batch_size=3)
-    with refused("dataset-without-rows", "generator"):
+    with refused("wrong-argument", "dataset", "generator"):
         shardwise.data_loader(engine, (row for row in range(9)))
     loader = shardwise.data_loader(engine, ROWS)
     with refused("position-of-other-data", "num_rows=9", "26"):

@@ -61,14 +61,8 @@ def read_state(loader: DataLoaderState, mesh: MeshShape) -> tuple[Tensor, dict[s
     """Return the text of a loader's state as a 1-D uint8 tensor, and the kind of its position for the manifest.
 
     Raises:
-        CheckpointError: the loader has no state, or one that text cannot keep.
+        CheckpointError: the loader has a state that text cannot keep.
     """
-    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        raise CheckpointError(
-            "loader-without-state",
-            f"{type(loader).__name__} has no state_dict and load_state_dict; use shardwise.stream_loader, or "
-            "torchdata's StatefulDataLoader",
-        )
     state = loader.state_dict()
     try:
         if _num_values(state, {}) > _MANY_VALUES:

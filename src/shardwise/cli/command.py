@@ -56,6 +56,22 @@ SECONDS: Final = _Seconds()
 MARGIN: Final = _Amount(0, 0.9)
 
 
+class _Folder(click.ParamType):
+    """Reads the path of a folder, which need not be there yet; what is there must be a folder."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(value)
+        place = next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), path)
+        if not place.is_dir():
+            self.fail(f"{place} is not a folder.", param, ctx)
+        return path
+
+
+FOLDER: Final = _Folder()
+
+
 class _OutputFile(click.ParamType):
     """Read the path of a file to write; refuse one that cannot be written, before the work whose result it holds."""
 

@@ -37,8 +37,8 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 @settings()
 @click.option("--world-size", type=COUNT, help="ranks of the run, where the mesh leaves that open")
 @click.option("--model", type=FILE, help="a Hugging Face folder or config.json")
-@click.option("--steps", type=int, help="optimizer steps to train (default: 3; 300 with --quality)")
-@click.option("--processes", type=int, default=16, help="processes at most")
+@click.option("--steps", type=COUNT, help="optimizer steps to train (default: 3; 300 with --quality)")
+@click.option("--processes", type=COUNT, default=16, help="processes at most")
 @click.option(
     "--quality", is_flag=True, help="train a small model with and without the codecs of precision, and compare"
 )

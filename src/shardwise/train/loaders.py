@@ -12,7 +12,7 @@ them, in the midst of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, Final, Protocol, cast
 
@@ -207,11 +207,6 @@ def data_loader(
     Raises:
         ConfigError: the dataset has no length, or fewer rows than a global batch; an option is not the user's to give.
     """
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(
-            "dataset-without-rows",
-            f"{type(dataset).__name__} has no length or no rows by number; give a dataset with both, such as a list",
-        )
     if given := [name for name in _OURS if name in options]:
         raise ConfigError(
             "loader-option-taken",
