@@ -44,7 +44,12 @@ examples:
 @click.option("--data", metavar="PATH", help="text, JSONL, Parquet, or a folder of these (data.path)")
 @click.option("--dry-run", is_flag=True, help="say what a rank would hold and send; start nothing")
 @click.option("--world-size", type=COUNT, help="ranks of the dry run; none is started")
-@click.option("--resume", metavar="auto|PATH", help="go on from the newest whole checkpoint, of this run or a folder")
+@click.option(
+    "--resume",
+    metavar="auto|PATH",
+    help="go on from the newest whole checkpoint: of a run or a folder; auto: of checkpoint.path, or without it of the "
+    "last run of this name (run.name, else the model's) in run.dir; where there is none, start afresh",
+)
 @click.option("--prepared", nargs=2, type=Path, hidden=True)
 def train(
     settings: Sequence[str],
@@ -92,7 +97,7 @@ def _job(
         return job_config(path, assignments), None
     config, source = resumed_job(path, assignments, resume)
     if source is None and console is not None:
-        line = f"no checkpoint in {auto_place(config)} yet; the run starts afresh"
+        line = f"--resume auto: {auto_place(config)}; the run starts afresh"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return config, source
 

@@ -47,6 +47,7 @@ from shardwise.train.checkpoints import (
     how_to_go_on,
     is_untouched,
     make_root,
+    take_over_metrics,
 )
 from shardwise.train.job_model import job_model
 from shardwise.train.loop import Sample, Trainer, build_trainer
@@ -200,8 +201,10 @@ def run_rank(
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
         if env.rank == 0:
             prediction = predict(trainer, folder, env.cache)
-            for note in () if resumed is None else resumed.notes:
-                say(console, note)
+            if resumed is not None:
+                take_over_metrics(config, folder, resumed)
+                for note in resumed.notes:
+                    say(console, note)
             if config.mesh.pp > 1:
                 say(console, find_partition(trainer.model.skeleton(), config).describe())
             trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
