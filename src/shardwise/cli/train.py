@@ -18,7 +18,7 @@ from shardwise.cli.command import COUNT, as_written, settings, show_dry_run, spl
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
-from shardwise.report.console import LastingStream, refuse
+from shardwise.report.console import LastingStream, progress, refuse
 
 
 @click.command(
@@ -108,7 +108,8 @@ def _start(path: str | None, assignments: Sequence[str], resume: str | None) -> 
     from shardwise.train.run import start
 
     console = Console()
-    config, source = _job(path, assignments, resume, console)
+    with progress("reading the config"):
+        config, source = _job(path, assignments, resume, console)
     if source is not None:
         config = keep_global_batch(config, config.run.num_procs or default_num_ranks(config.run.device))
     return start(config, console, source)
