@@ -206,7 +206,7 @@ def run_mortal(*how: str, num_steps: int, more: list[str], nproc: int = 2, max_r
 
 def test_a_killed_rank_costs_the_steps_since_the_last_save() -> None:
     written = run_mortal("kill", "1", "1", "8", num_steps=12, more=saving(5))
-    assert "no checkpoint in ck yet; the run starts afresh" in written
+    assert "checkpoint.path=ck has no checkpoint yet; the run starts afresh" in written
     assert "resumed from step 5 of ck" in written
     steps = taken_steps()
     assert [step for step, _ in steps] == [*range(1, 9), *range(6, 13)]

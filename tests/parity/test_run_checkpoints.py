@@ -529,7 +529,7 @@ def test_a_signal_to_the_launcher_saves_and_the_same_command_goes_on(signum, cod
     process.send_signal(signum)
     returncode, said = finish(process)
     assert returncode == code, said
-    assert "no checkpoint in ck yet; the run starts afresh" in said
+    assert "checkpoint.path=ck has no checkpoint yet; the run starts afresh" in said
     (saved,) = step_folders(Path("ck"))
     step = len(all_metrics())
     assert saved.name == f"step-{step:08d}"

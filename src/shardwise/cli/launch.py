@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import click
 
 from shardwise.cli.command import FILE, OUTPUT, as_written
-from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.resolve import ConfigError, read_toml, shown_value
 from shardwise.config.untrusted_files import printable, read_text
 from shardwise.config.written_files import write_asked
 from shardwise.launch.checks import folder_here, host, python_file
@@ -145,9 +146,27 @@ def program_of(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _name_of(program: Sequence[str]) -> str:
+    """Return a job's name: that of the run of `shardwise train`, else the program's.
+
+    >>> _name_of(("-m", "shardwise", "train", "my.toml", "run.name=Big_1"))
+    'big-1'
+    >>> _name_of(("-m", "shardwise", "train", "my.toml", "--resume", "auto"))
+    'my'
+    >>> _name_of(("train_all.py", "--lr", "1"))
+    'train-all'
+    """
     words = [word for word in program if not word.startswith("-")]
+    if words[:2] == ["shardwise", "train"]:
+        files = [word for word in words[2:] if "=" not in word and Path(word).suffix in (".toml", ".json")]
+        given = [word.partition("=")[2] for word in words[2:] if word.startswith("run.name=")]
+        for file in files[:1]:
+            with suppress(ConfigError):
+                run = read_toml(file).get("run")
+                given.insert(0, str(run.get("name") or "") if isinstance(run, dict) else "")
+        # What a run's config.json is called says nothing.
+        words = [*filter(None, reversed(given)), *(file for file in files if Path(file).stem != "config"), "train"]
     name = re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()) if words else ""
-    return name.strip("-0123456789")[:40].strip("-") or "train"
+    return name.lstrip("-0123456789")[:40].strip("-") or "train"
 
 
 def _submit(target: str, job: LaunchJob, text: str) -> int:

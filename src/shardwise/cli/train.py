@@ -18,7 +18,7 @@ from shardwise.cli.command import COUNT, as_written, settings, show_dry_run, spl
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
-from shardwise.report.console import LastingStream, Terminal, refuse
+from shardwise.report.console import LastingStream, Terminal, progress, refuse
 
 
 @click.command(
@@ -44,7 +44,12 @@ examples:
 @click.option("--data", metavar="PATH", help="text, JSONL, Parquet, or a folder of these (data.path)")
 @click.option("--dry-run", is_flag=True, help="say what a rank would hold and send; start nothing")
 @click.option("--world-size", type=COUNT, help="ranks of the dry run; none is started")
-@click.option("--resume", metavar="auto|PATH", help="go on from the newest whole checkpoint, of this run or a folder")
+@click.option(
+    "--resume",
+    metavar="auto|PATH",
+    help="go on from the newest whole checkpoint: of a run or a folder; auto: of checkpoint.path, or without it of the "
+    "last run of this name (run.name, else the model's) in run.dir; where there is none, start afresh",
+)
 @click.option("--prepared", nargs=2, type=Path, hidden=True)
 def train(
     settings: Sequence[str],
@@ -92,7 +97,7 @@ def _job(
         return job_config(path, assignments), None
     config, source = resumed_job(path, assignments, resume)
     if source is None and console is not None:
-        line = f"no checkpoint in {auto_place(config)} yet; the run starts afresh"
+        line = f"--resume auto: {auto_place(config)}; the run starts afresh"
         console.print(line, highlight=False, soft_wrap=True)
     return config, source
 
@@ -103,7 +108,8 @@ def _start(path: str | None, assignments: Sequence[str], resume: str | None) -> 
     from shardwise.train.run import start
 
     console = Terminal()
-    config, source = _job(path, assignments, resume, console)
+    with progress("reading the config"):
+        config, source = _job(path, assignments, resume, console)
     if source is not None:
         config = keep_global_batch(config, config.run.num_procs or default_num_ranks(config.run.device))
     return start(config, console, source)

@@ -152,12 +152,16 @@ def near(path: str | Path) -> str:
     if there is None or os.path.lexists(wanted):
         return ""
     name, *inner = wanted.relative_to(there).parts
+    stems: dict[str, list[str]] = {}  # endings that many names share make none of them alike
     try:
-        names = {each.lower(): each for each in os.listdir(there)}
+        for each in sorted(os.listdir(there)):
+            stems.setdefault(Path(each).stem.lower(), []).append(each)
     except OSError:
         return ""
-    close = [there.joinpath(names[each], *inner) for each in get_close_matches(name.lower(), names, n=3, cutoff=0.7)]
-    found = next((each for each in close if each.exists()), None)
+    close = [
+        each for stem in get_close_matches(Path(name).stem.lower(), stems, n=3, cutoff=0.7) for each in stems[stem]
+    ]
+    found = next((path for each in close if (path := there.joinpath(each, *inner)).exists()), None)
     return "" if found is None else f"; did you mean {found}?"
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final, NoReturn, TextIO
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any, Final, NoReturn, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -21,6 +22,7 @@ from shardwise.config.errors import with_code
 from shardwise.config.untrusted_files import printable, printable_lines
 
 EVERY_S: Final = 5.0
+_FIRST_SHARE: Final = 0.4
 
 log = logging.getLogger("shardwise")
 
@@ -104,25 +106,41 @@ class LastingStream:
 
 
 @contextmanager
-def progress(doing: str) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is being done, first `doing`: in place on a terminal, elsewhere by a line every few seconds.
+def progress(doing: str, stream: IO[str] | None = None) -> Iterator[Callable[[str], None]]:
+    """Say what is being done, first `doing`: in place on a terminal, elsewhere by a line now and then.
 
-    Of what takes less than that no line is written.
+    What takes less than two seconds writes no line; what takes long writes one for each thing done, and how long it
+    lasts.
+
+    Args:
+        doing: a few words.
+        stream: for lines, on a terminal too: a rank that is killed would leave its cursor hidden. None for stderr.
     """
     console = Terminal(file=sys.stderr)  # this one, even if another takes its place meanwhile
-    if console.is_terminal:
+    if stream is None and console.is_terminal:
         with console.status(Text(doing)) as status:
             yield lambda words: status.update(Text(words))
         return
-    last_s = time.monotonic()
+    words, is_over = [doing], threading.Event()
+    thread = threading.Thread(target=_say_now_and_then, args=(words, is_over, stream or sys.stderr), daemon=True)
+    thread.start()
+    try:
+        yield words.append
+    finally:
+        is_over.set()
+        thread.join()
 
-    def say(words: str) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= EVERY_S:
-            last_s = time.monotonic()
-            print(printable(words), file=sys.stderr, flush=True)
 
-    yield say
+def _say_now_and_then(words: Sequence[str], is_over: threading.Event, stream: IO[str]) -> None:
+    """Print the newest words when they have changed, and after ever longer times when they have not."""
+    start_s, said, wait_s = time.monotonic(), "", _FIRST_SHARE * EVERY_S
+    while not is_over.wait(min(wait_s, threading.TIMEOUT_MAX)):
+        newest = words[-1]
+        wait_s = EVERY_S if newest != said else 2 * wait_s
+        lasting = "" if newest != said else f": {time.monotonic() - start_s:.0f} s"
+        said = newest
+        with suppress(OSError):
+            print(printable(f"{newest}{lasting}"), file=stream, flush=True)
 
 
 def refuse(error: Exception, exit_code: int = 2) -> int:

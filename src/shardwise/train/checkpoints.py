@@ -10,6 +10,7 @@ machines (world size, devices, folders) are not taken over. The global batch sta
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import tempfile
@@ -209,6 +210,38 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
     return folder / FOLDER_NAME if path is None else Path(path).expanduser()
 
 
+def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
+    """Begin a run's metrics with those of the steps before it, so that its report has the whole curve.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        resumed: what it goes on from.
+    """
+    root = resumed.path.parent
+    runs = [root.parent] if root.name == FOLDER_NAME else []
+    runs += [
+        run for _, _, run in runs_in(folder.parent) if run != folder and _saved_to(run).resolve() == root.resolve()
+    ]
+    own = folder / METRICS_NAME
+    if "jsonl" not in config.run.sinks or own.exists():
+        return
+    for run in runs:
+        with suppress(OSError):
+            lines = [line for line in (run / METRICS_NAME).open("rb") if 0 < _step_in(line) <= resumed.step]
+            if lines and _step_in(lines[-1]) == resumed.step:
+                own.write_bytes(b"".join(lines))
+                return
+
+
+def _step_in(line: bytes) -> int:
+    """Return the step of a line of metrics; 0 where it is damaged."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else 0
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0
+
+
 def go_on_command(root: Path, folder: Path | None) -> str:
     """Return the command that goes on from the newest checkpoint in `root`, of a run in `folder`.
 
@@ -328,10 +361,17 @@ def resumed_job(path: str | Path | None, assignments: Sequence[str], resume: str
 
 
 def auto_place(config: Config) -> str:
-    """Say in words where `--resume auto` looks."""
+    """Say in words where `--resume auto` has looked.
+
+    >>> auto_place(Config.from_dict({"checkpoint": {"path": "/shared/a"}}))
+    'checkpoint.path=/shared/a has no checkpoint yet'
+    >>> auto_place(Config.from_dict({"run": {"name": "big"}}))
+    'checkpoint.path is not given, and no run named big (run.name) in run.dir=runs has saved yet'
+    """
     if config.checkpoint.path is not None:
-        return config.checkpoint.path
-    return f"{config.run.dir} of a run named {config.run.name or model_name(config)}"
+        return f"checkpoint.path={config.checkpoint.path} has no checkpoint yet"
+    name = f"{config.run.name} (run.name)" if config.run.name else f"{model_name(config)}, after its model,"
+    return f"checkpoint.path is not given, and no run named {name} in run.dir={config.run.dir} has saved yet"
 
 
 def keep_global_batch(config: Config, world_size: int) -> Config:

@@ -38,7 +38,7 @@ from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
 from shardwise.layout.stage_partition import find_partition
-from shardwise.report.console import Escaped, LogFormatter, write_line
+from shardwise.report.console import Escaped, LogFormatter, progress, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes, format_count
@@ -51,8 +51,9 @@ from shardwise.train.checkpoints import (
     how_to_go_on,
     is_untouched,
     make_root,
+    take_over_metrics,
 )
-from shardwise.train.job_model import job_model
+from shardwise.train.job_model import job_model, model_name
 from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import StepRecord
 from shardwise.train.needs import shortages
@@ -79,12 +80,13 @@ from shardwise.train.summary import RunOutcome, render_outcome
 STOP_GRACE_S = 1800.0
 _POLL_S: Final = 0.1
 # A wait that is longer than this says what it does.
-_LONG_S: Final = 2.0
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
 _FAILED = "failed"
 _REFUSED: Final = 2
+_FIRST_OF_DATA: Final = "reading the data and learning the tokenizer"
+_MAKING: Final = "making the model {} on each rank"
 # The Hugging Face folder in a run's folder.
 EXPORT_NAME: Final = "model"
 _PLACE_KEY = "shardwise/place"
@@ -113,7 +115,9 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
             f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU",
         )
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
-    config, folder, shard_path = _prepare(resolve_job(config, num_ranks, num_ranks), console, resume, num_ranks)
+    with progress("checking the model and its layout"):
+        config = resolve_job(config, num_ranks, num_ranks)
+    config, folder, shard_path = _prepare(config, console, resume, num_ranks)
     note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     say(console, f"run folder {folder}, starting {ranks}")
@@ -198,16 +202,28 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        trainer = build_trainer(config, open_data(shard_path, config, is_checked=True))
-        log.info("%s", trainer.engine.layout.mesh)
-        checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
-        resumed = None if resume is None else checkpoints.resume(resume)
-        if resumed is not None:
-            log.info("resumed from %s at step %d", resumed.path, resumed.step)
+        with ExitStack() as stack:
+            announce = (
+                stack.enter_context(progress(_MAKING.format(model_name(config)), console.file))
+                if env.rank == 0
+                else log.info
+            )
+            trainer = build_trainer(config, open_data(shard_path, config, is_checked=True))
+            log.info("%s", trainer.engine.layout.mesh)
+            checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
+            if resume is not None:
+                announce(f"loading the checkpoint of {resume}")
+            resumed = None if resume is None else checkpoints.resume(resume)
+            if resumed is not None:
+                log.info("resumed from %s at step %d", resumed.path, resumed.step)
+            if env.rank == 0:
+                announce("predicting memory and time of a step")
+                prediction = predict(trainer, folder, env.cache)
         if env.rank == 0:
-            prediction = predict(trainer, folder, env.cache)
-            for note in () if resumed is None else resumed.notes:
-                say(console, note)
+            if resumed is not None:
+                take_over_metrics(config, folder, resumed)
+                for note in resumed.notes:
+                    say(console, note)
             if config.mesh.pp > 1:
                 say(console, find_partition(trainer.model.skeleton(), config).describe())
             trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
@@ -262,6 +278,8 @@ def _train(
             checkpoints.save(step)
 
     with armed, recorder:
+        if trainer.config.compile.enabled:
+            recorder.announce("compiling the blocks in the first step, which takes minutes for large ones")
         for record in trainer.steps(stop.__bool__, recorder.announce, save, checkpoints.survived):
             recorder.see(record)
             _log_step(record)
@@ -368,20 +386,22 @@ def _prepare(config: Config, console: Console, resume: Path | None, num_local_ra
     if line := slow_dtype_line(config):
         say(console, line)
     make_root(config, resume)
-    start_s, is_said = time.monotonic(), False
+    start_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("learning the tokenizer", total=None)
+    with ExitStack() as stack:
+        bars = ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal)
+        announce = stack.enter_context(bars if console.is_terminal else progress(_FIRST_OF_DATA, console.file))
+        task = bars.add_task(_FIRST_OF_DATA, total=None)
 
         def show(num_done_bytes: int, num_bytes: int) -> None:
             bars.update(task, description="tokenizing", completed=num_done_bytes, total=num_bytes)
+            if callable(announce):
+                announce(f"tokenizing, {num_done_bytes / max(1, num_bytes):.0%}")
 
         def check(num_done_bytes: int, num_bytes: int) -> None:
-            nonlocal is_said
             bars.update(task, description="checking the prepared data", completed=num_done_bytes, total=num_bytes)
-            if not (is_said or console.is_terminal) and time.monotonic() - start_s > _LONG_S:
-                is_said = True
-                say(console, f"checking the prepared data, {format_bytes(num_bytes)}")
+            if callable(announce):
+                announce(f"checking the prepared data, {num_done_bytes / max(1, num_bytes):.0%}")
 
         data = prepare_job_data(config, show, checking=check, say=partial(say, bars.console))
     say(console, f"{data.words}, {time.monotonic() - start_s:.1f} s")

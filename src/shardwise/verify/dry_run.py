@@ -90,10 +90,14 @@ def dry_run(
         tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]
         return model.batch((tokens, tokens))
 
+    held = layout.bytes_at_rest()
+    roles = ", ".join(f"{_ROLES[role]} {format_bytes(size)}" for role, size in held.items() if role in _ROLES and size)
+    at_rest = f"{format_bytes(sum(held.values()))} at rest on a rank ({roles})"
+    announce(at_rest)
     chosen = choose_ranks(layout.mesh, ranks)
     found = []
     for number, rank in enumerate(chosen, 1):
-        place = f"simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
+        place = f"{at_rest}; simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
         announce(place)
         made = model.skeleton()
         job = RankJob(made, resolved_for(made, config, rank, world_size), make_batch, rank, model.loss_fn)

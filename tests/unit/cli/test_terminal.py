@@ -1,5 +1,6 @@
 """How the program `shardwise` ends where a user ends it: by Ctrl-C before it has begun, by a pipe that is closed."""
 
+import io
 import os
 import sys
 from contextlib import suppress
@@ -9,6 +10,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
+from harness.waiting import wait_until
 from shardwise.__main__ import main
 from shardwise.report.console import Terminal, progress
 
@@ -54,12 +56,20 @@ def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str])
 
 
 def test_in_a_pipe_what_takes_long_is_said_by_a_line_now_and_then(monkeypatch, capsys) -> None:
-    now_s = iter([0.0, 1.0, 6.0, 6.0, 7.0])  # each line reads the clock twice
-    monkeypatch.setattr("shardwise.report.console.time.monotonic", lambda: next(now_s))
-    monkeypatch.setattr("shardwise.report.console.EVERY_S", 5.0)
-    with progress("starting") as announce:
+    monkeypatch.setattr("shardwise.report.console.EVERY_S", 0.01)
+    said = io.StringIO()
+
+    def wait_for(words: str) -> None:
+        wait_until(lambda: words in said.getvalue())
+
+    with progress("starting", said) as announce:
+        wait_for("starting\n")
+        wait_for("starting: 0 s\n")
         announce("first")
         announce("second\x1b")
-        announce("third")
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", "second\\x1b\n")
+        wait_for("second\\x1b\n")
+    assert "first" not in said.getvalue(), "what is over is not said"
+    monkeypatch.setattr("shardwise.report.console.EVERY_S", 60.0)
+    with progress("quick"):
+        pass
+    assert capsys.readouterr() == ("", "")

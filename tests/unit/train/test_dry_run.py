@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from shardwise.config.resolve import Config
 from shardwise.runtime.format import format_bytes
+from shardwise.train.setup import job_config
 from shardwise.verify.dry_run import DryRun, dry_run, render
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 96, "vocab_size": 64}
@@ -63,3 +65,10 @@ def test_what_is_stored_on_the_device_does_not_move() -> None:
 def test_sparse_attention_is_said_with_the_model(kind: str) -> None:
     text = " ".join(word for row in shown(run_with(kind)) for word in row)
     assert ("sliding-window attention over 100 % of the causal half" in text) == (kind != "dense")
+
+
+def test_what_a_rank_holds_is_said_before_it_is_simulated() -> None:
+    said: list[str] = []
+    dry_run(job_config(None, ["run.device=cpu", "data.seq_len=16", "zero.stage=3"]), 4, announce=said.append)
+    assert re.match(r"[\d.]+ MiB at rest on a rank \(params [\d.]+ MiB, .*optimizer [\d.]+ MiB\)$", said[0])
+    assert "simulating rank 0 of 4" in said[1]

@@ -1,5 +1,6 @@
 """Which checkpoint a run goes on from, and under which config: decided before anything starts, refused in one line."""
 
+import json
 import os
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,17 @@ from shardwise.checkpoint.commit import begin, commit
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.config.resolve import AttentionConfig, BatchConfig, Config
 from shardwise.models import decoder_config
-from shardwise.train.checkpoints import FOLDER_NAME, fit_micro_size, keep_global_batch, make_root, resumed_job
+from shardwise.report.run_folder import run_source
+from shardwise.train.checkpoints import (
+    FOLDER_NAME,
+    Resumed,
+    fit_micro_size,
+    keep_global_batch,
+    make_root,
+    resumed_job,
+    take_over_metrics,
+)
+from shardwise.train.metrics import METRICS_NAME
 from shardwise.train.setup import create_folder
 
 SAVED = {
@@ -315,3 +326,47 @@ def test_a_folder_that_cannot_be_saved_to_is_refused_before_anything_starts(tmp_
     with refused("folder-not-writable", "checkpoint.path=/proc/ck"):
         make_root(job("/proc/ck"), None)
     make_root(Config.from_dict({"checkpoint": {"path": "/proc/ck", "at_end": False}}), None)
+
+
+def lines_of(*steps: int) -> str:
+    return "".join(json.dumps({"step": step, "loss": 1.0 / step}) + "\n" for step in steps)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / METRICS_NAME).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["own folder", "checkpoint.path"])
+def test_the_metrics_of_a_resumed_run_begin_with_those_of_the_runs_before(tmp_path, is_elsewhere):
+    first, second = write_run("20260101-000000-25m", 5), Path("runs", "20260102-000000-25m")
+    third = Path("runs", "20260103-000000-25m")
+    root = first / FOLDER_NAME
+    if is_elsewhere:
+        root = tmp_path / "elsewhere"
+        (first / FOLDER_NAME).rename(root)
+    # The first has gone on after it saved, and was killed in the middle of a line.
+    (first / METRICS_NAME).write_text(lines_of(1, 2, 3, 4, 5, 6) + '{"step": 7')
+    config = Config.from_dict(SAVED)
+    second.mkdir()
+    take_over_metrics(config, second, Resumed(root / "step-00000005", 5))
+    assert steps_in(second) == [1, 2, 3, 4, 5]
+    with (second / METRICS_NAME).open("a") as file:
+        file.write(lines_of(6, 7, 8))
+    own = write(second / FOLDER_NAME, 8)
+    third.mkdir()
+    take_over_metrics(config, third, Resumed(own / "step-00000008", 8))
+    assert steps_in(third) == list(range(1, 9))
+    curves = run_source(third, 2**20)["curves"]
+    assert curves["num_steps"] == 8
+
+
+def test_metrics_that_do_not_reach_the_checkpoint_or_are_not_wanted_are_left_out():
+    first, second = write_run("20260101-000000-25m", 5), Path("runs", "20260102-000000-25m")
+    second.mkdir()
+    resumed_at = Resumed(first / FOLDER_NAME / "step-00000005", 5)
+    take_over_metrics(Config.from_dict(SAVED), second, resumed_at)  # there are none
+    (first / METRICS_NAME).write_text(lines_of(1, 2, 3))
+    take_over_metrics(Config.from_dict(SAVED), second, resumed_at)
+    (first / METRICS_NAME).write_text(lines_of(1, 2, 3, 4, 5))
+    take_over_metrics(Config.from_dict(SAVED | {"run": {"sinks": []}}), second, resumed_at)
+    assert not (second / METRICS_NAME).exists()

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -226,3 +227,15 @@ def test_a_back_end_that_compiles_nothing_is_refused_though_compiling_is_off():
     config = Config.from_dict({"compile": {"backend": "nope"}, "run": {"device": "cpu"}})
     with refused("compile-backend", "nope"):
         resolve_job(config, world_size=1, num_local_ranks=1)
+
+
+def test_what_takes_long_before_the_first_step_says_what_it_is(train, monkeypatch):
+    build = run.build_trainer
+
+    def slow(config, data):
+        time.sleep(0.1)
+        return build(config, data)
+
+    monkeypatch.setattr(run, "build_trainer", slow)
+    monkeypatch.setattr("shardwise.report.console.EVERY_S", 0.01)
+    assert "making the model tiny on each rank\n" in train()[1]
