@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -252,6 +253,28 @@ def test_an_activation_that_is_left_keeps_its_graph(mode: str) -> None:
         (out.sum() + left).backward()
         assert block.auxiliary is left
         torch.testing.assert_close([each.grad for each in block.parameters()], expected)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_parameters_that_replace_the_own_for_a_call_are_those_of_its_recomputation(mode: str) -> None:
+    net, x = Net(PlainCounter, None).double(), torch.randn(4, H, dtype=torch.float64)
+
+    def gradients() -> list[Tensor]:
+        net.zero_grad()
+        for block in net.blocks:
+            block.calls = 0
+        value = x
+        for block in net.blocks:  # others' parameters, and tensors that are computed
+            others = dict(net.blocks[0].named_parameters())
+            value = functional_call(block, {name: each * 1.5 for name, each in others.items()}, (value,))
+            value = functional_call(block, others, (value,))
+        value.square().sum().backward()
+        return [each.grad.clone() for each in net.blocks[0].parameters()]
+
+    expected = gradients()
+    for block in net.blocks:
+        recompute_forward(block, mode)
+    torch.testing.assert_close(gradients(), expected)
 
 
 def test_what_nothing_writes_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

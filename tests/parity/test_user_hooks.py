@@ -160,6 +160,18 @@ def read_outputs(use: Use) -> None:
     use.loss = loss
 
 
+def on_model(use: Use) -> None:
+    """Hooks on the model itself, which see what its forward returns."""
+
+    def warm(module: nn.Module, args: Any, output: Any) -> Any:
+        output.logits = output.logits * 1.5
+        return output
+
+    use.model.register_forward_hook(warm)
+    use.model.register_forward_hook(lambda module, args, output: use.keep(output.hidden_states[1]))
+    use.model.register_full_backward_hook(lambda module, gradients, others: None)
+
+
 CASES: Final[dict[str, Callable[[Use], None]]] = {
     "keep-layer": on_forward("", lambda use, args, output: use.keep(output)),
     "keep-features": on_forward("self_attn.q_proj", lambda use, args, output: use.keep(output)),
@@ -180,6 +192,7 @@ CASES: Final[dict[str, Callable[[Use], None]]] = {
     "attributes": keep_attributes,
     "penalty": penalise,
     "hidden-states": read_outputs,
+    "model": on_model,
 }
 # Under cp a hook sees this rank's tokens, as the loss does; a pass over all tokens has no part in one process.
 SUMS = {"gradients", "mask-features", "watch-layer", "watch-features", "adapter", "hidden-states", "backward"}
@@ -190,7 +203,7 @@ OF = {
     "tp-recompute": ["keep-features", "keep-layer", "gradients", "penalty"],
     "tp-selective": ["keep-features", "keep-input", "watch-layer", "mask-features"],
     "pp": [name for name in CASES if name != "penalty"],
-    "pp-split-backward": ["keep-layer", "keep-input", "gradients"],
+    "pp-split-backward": ["keep-layer", "keep-input", "gradients", "model"],
     "cp": sorted(SUMS),
 }
 

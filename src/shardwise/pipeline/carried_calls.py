@@ -17,7 +17,15 @@ from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.pytree_codec import take_apart
 from shardwise.runtime.param_guard import ReleasedParameterError
 from shardwise.runtime.torch_private import hook_dicts
-from shardwise.runtime.user_hooks import HookedCall, has_global_hooks, has_user_hooks, record_calls, show_call
+from shardwise.runtime.user_hooks import (
+    HookedCall,
+    has_any_user_hooks,
+    has_global_hooks,
+    has_user_hooks,
+    record_calls,
+    show_call,
+    users_hooks_off,
+)
 
 Place = tuple[int, str, nn.Module]
 """Of a module: the index of its unit, its name, itself."""
@@ -35,18 +43,20 @@ class HookCarrier:
     """Records the calls that hooks see in earlier stages, and shows them in the last one.
 
     Args:
+        model: what the stages are cut from. Its hooks see its output in the last stage alone: that of another stage is
+            what it sends.
         units: the names and modules of all units, in the order of the stages.
         holds_loss: whether this rank has the last stage.
     """
 
-    def __init__(self, units: Sequence[tuple[str, nn.Module]], holds_loss: bool) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]], holds_loss: bool) -> None:
         places: list[Place] = [
             (index, f"{name}.{inner}" if inner else name, module)
             for index, (name, unit) in enumerate(units)
             for inner, module in unit.named_modules()
         ]
         self._dicts = [(hooks, place) for place in places for hooks in hook_dicts(place[2])[:2]]
-        self._holds_loss = holds_loss
+        self._model, self._holds_loss = model, holds_loss
         self._hooked: list[Place] = []
         self._received: CarriedCalls | None = None
         self._calls: list[HookedCall] = []
@@ -77,6 +87,8 @@ class HookCarrier:
         """
         self._received = received if isinstance(received, CarriedCalls) else None
         modules = {name: module for index, name, module in self._hooked if index in units}
+        if not is_last and has_any_user_hooks(self._model):
+            self._recording.enter_context(users_hooks_off(self._model))
         if modules and not is_last:
             self._recording.enter_context(record_calls(modules, self._calls))
         return self._received.value if self._received is not None else received

@@ -126,7 +126,7 @@ class StageForward:
         self._sent: list[Any] = []  # the output of the stage's last unit, once it has run
         self._is_on = False
         places = [] if is_simulated else [*zip(self._names, self._modules, strict=True)]
-        self._hooks = HookCarrier(places, holds_loss=len(units) - 1 in held)
+        self._hooks = HookCarrier(model, places, holds_loss=len(units) - 1 in held)
 
     def install(self) -> list[Callable[[], None]]:
         """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order."""

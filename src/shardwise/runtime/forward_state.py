@@ -85,12 +85,15 @@ class _Place:
 
 
 class _QuietPlace:
-    """The attributes of a module of torch, which writes none of them; others may put something else in their place."""
+    """Attributes of a module that its forward does not write; others may put something else in their place.
+
+    Those of a module of torch, and the parameters of any module, which `torch.func.functional_call` replaces for a call.
+    """
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.attributes = attributes
         self.names = tuple(name for name in attributes if _is_state(name))
-        self._get = itemgetter(*self.names, "training")  # of two names at least it makes a tuple
+        self._get = itemgetter(*self.names, *self.names[:1])  # of two names at least it makes a tuple
 
     def values(self) -> tuple[Any, ...]:
         """Return the values of all names; none where one is deleted."""
@@ -133,6 +136,8 @@ class ForwardState:
         is_new = not self._num_passes
         if is_new:
             self._places = list(_places(self.module))
+            held = (module._parameters for module in self.module.modules())
+            self._quiet = [_QuietPlace(parameters) for parameters in held if parameters]
         streams = STREAMS if is_new else self._streams
         copies, self._copies = self._copies, {}
         self._num_copied = sum(each.value.nbytes for each in copies.values())

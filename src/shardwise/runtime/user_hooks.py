@@ -109,6 +109,22 @@ class _OnceHook:
         return result
 
 
+@contextmanager
+def users_hooks_off(module: nn.Module) -> Iterator[None]:
+    """Take the hooks that users have on a module's output and on its gradients away, and put them back."""
+    dicts = hook_dicts(module)[1:]
+    before = [hooks.copy() for hooks in dicts]
+    for hooks in dicts:
+        for key in [key for key, hook in hooks.items() if is_users(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, own in zip(dicts, before, strict=True):
+            hooks.clear()
+            hooks.update(own)
+
+
 def without_user_hooks(model: nn.Module) -> nn.Module:
     """Take the hooks of users from a copy of a model, which shall leave no trace where they keep what they see."""
     for module in model.modules():
