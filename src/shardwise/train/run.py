@@ -79,7 +79,6 @@ from shardwise.train.summary import RunOutcome, render_outcome
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
 _POLL_S: Final = 0.1
-# A wait that is longer than this says what it does.
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
@@ -211,22 +210,12 @@ def run_rank(
             trainer = build_trainer(config, open_data(shard_path, config, is_checked=True))
             log.info("%s", trainer.engine.layout.mesh)
             checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
-            if resume is not None:
-                announce(f"loading the checkpoint of {resume}")
-            resumed = None if resume is None else checkpoints.resume(resume)
-            if resumed is not None:
-                log.info("resumed from %s at step %d", resumed.path, resumed.step)
+            resumed = None if resume is None else _resume(checkpoints, resume, announce)
             if env.rank == 0:
                 announce("predicting memory and time of a step")
                 prediction = predict(trainer, folder, env.cache)
         if env.rank == 0:
-            if resumed is not None:
-                take_over_metrics(config, folder, resumed)
-                for note in resumed.notes:
-                    say(console, note)
-            if config.mesh.pp > 1:
-                say(console, find_partition(trainer.model.skeleton(), config).describe())
-            trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
+            _introduce(trainer, folder, resumed, console)
         recorder = RunRecorder(
             trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
         )
@@ -253,6 +242,25 @@ def run_rank(
     if not trainer.was_stopped:
         return 0
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
+
+
+def _resume(checkpoints: RunCheckpoints, resume: Path, announce: Callable[[str], None]) -> Resumed:
+    announce(f"loading the checkpoint of {resume}")
+    resumed = checkpoints.resume(resume)
+    log.info("resumed from %s at step %d", resumed.path, resumed.step)
+    return resumed
+
+
+def _introduce(trainer: Trainer, folder: Path, resumed: Resumed | None, console: Console) -> None:
+    """Say what the run begins with, and write the tokenizer."""
+    config = trainer.config
+    if resumed is not None:
+        take_over_metrics(config, folder, resumed)
+        for note in resumed.notes:
+            say(console, note)
+    if config.mesh.pp > 1:
+        say(console, find_partition(trainer.model.skeleton(), config).describe())
+    trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
 
 
 def _train(
