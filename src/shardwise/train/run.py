@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -201,12 +201,9 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        with ExitStack() as stack:
-            announce = (
-                stack.enter_context(progress(_MAKING.format(model_name(config)), console.file))
-                if env.rank == 0
-                else log.info
-            )
+        is_first = env.rank == 0
+        making = progress(_MAKING.format(model_name(config)), console.file) if is_first else nullcontext(log.info)
+        with making as announce:
             trainer = build_trainer(config, open_data(shard_path, config, is_checked=True))
             log.info("%s", trainer.engine.layout.mesh)
             checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
