@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     One host's torchrun takes this process's place.
     """
     try:
-        options = _parser().parse_args(argv)
+        options = _options(argv)
         slots = _slots(options)
         if (len(slots) > 1 or options.force_multi) and not options.no_ssh:
             return _run_by_ssh(options, slots)
@@ -48,6 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         environ[_DEVICES] = _joined(list(slots.values())[node_rank])
     command = torchrun(options, slots, node_rank, options.master_addr or "127.0.0.1")
     return os.execve(sys.executable, command, environ)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    options = _parser().parse_args(argv)
+    for name, value in vars(options).items():
+        if isinstance(value, list) and name != "user_args":  # Python 3.11 reads --name=-- as an empty list
+            raise ConfigError("options-not-read", f"--{name} -- is no value; see deepspeed --help")
+    return options
 
 
 class _Parser(argparse.ArgumentParser):
