@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     node_rank = options.node_rank if options.no_ssh else 0
     environ = {**os.environ, **deepspeed_environment(os.environ)}
-    if options.include or options.exclude or options.num_gpus > 0 or Path(options.hostfile).is_file():
+    if options.include or options.exclude or options.num_gpus > 0 or os.path.isfile(options.hostfile):
         environ[_DEVICES] = _joined(list(slots.values())[node_rank])
     command = torchrun(options, slots, node_rank, options.master_addr or "127.0.0.1")
     return os.execve(sys.executable, command, environ)
@@ -109,7 +109,7 @@ def _slots(options: argparse.Namespace) -> Slots:
             "hosts-said-twice", "--num_nodes and --num_gpus go without --include and --exclude; drop one pair"
         )
     hostfile = Path(options.hostfile)
-    if hostfile.is_file():
+    if os.path.isfile(hostfile):
         pool = hosts.read_hostfile(read_text(hostfile, "give a file of lines HOST slots=N").splitlines())
     else:
         if options.num_nodes > 1:
