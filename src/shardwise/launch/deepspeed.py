@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     One host's torchrun takes this process's place.
     """
     try:
-        options = _parser().parse_args(argv)
+        options = _options(argv)
         slots = _slots(options)
         if (len(slots) > 1 or options.force_multi) and not options.no_ssh:
             return _run_by_ssh(options, slots)
@@ -44,10 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     node_rank = options.node_rank if options.no_ssh else 0
     environ = {**os.environ, **deepspeed_environment(os.environ)}
-    if options.include or options.exclude or options.num_gpus > 0 or Path(options.hostfile).is_file():
+    if options.include or options.exclude or options.num_gpus > 0 or os.path.isfile(options.hostfile):
         environ[_DEVICES] = _joined(list(slots.values())[node_rank])
     command = torchrun(options, slots, node_rank, options.master_addr or "127.0.0.1")
     return os.execve(sys.executable, command, environ)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    options = _parser().parse_args(argv)
+    for name, value in vars(options).items():
+        if isinstance(value, list) and name != "user_args":  # Python 3.11 reads --name=-- as an empty list
+            raise ConfigError("options-not-read", f"--{name} -- is no value; see deepspeed --help")
+    return options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,7 +109,7 @@ def _slots(options: argparse.Namespace) -> Slots:
             "hosts-said-twice", "--num_nodes and --num_gpus go without --include and --exclude; drop one pair"
         )
     hostfile = Path(options.hostfile)
-    if hostfile.is_file():
+    if os.path.isfile(hostfile):
         pool = hosts.read_hostfile(read_text(hostfile, "give a file of lines HOST slots=N").splitlines())
     else:
         if options.num_nodes > 1:

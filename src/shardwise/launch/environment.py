@@ -122,7 +122,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
         local_rank=_integer(environ, "LOCAL_RANK"),
         world_size=world_size,
         local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=world_size),
-        master_addr=checks.host(environ["MASTER_ADDR"], "MASTER_ADDR", has_user=False),
+        master_addr=_address(environ),
         master_port=_port(environ),
         attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
         launcher="local" if is_local else "torchrun",
@@ -153,9 +153,7 @@ def _from_srun(environ: Mapping[str, str]) -> RankEnv:
         local_rank=_integer(environ, "SLURM_LOCALID"),
         world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
         local_world_size=tasks_per_node[node],
-        master_addr=checks.host(
-            environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"]), "MASTER_ADDR", has_user=False
-        ),
+        master_addr=_address(environ) if environ.get("MASTER_ADDR") else first_host(environ["SLURM_STEP_NODELIST"]),
         master_port=_port(environ) if "MASTER_PORT" in environ else _FIRST_PORT + offset % _NUM_PORTS,
         attempt=_integer(environ, "SLURM_RESTART_COUNT", default=0),
         launcher="slurm",
@@ -174,7 +172,8 @@ def first_host(nodelist: str) -> str:
             "slurm-node-list",
             f"SLURM_STEP_NODELIST={shown_value(nodelist)} is not a node list such as n[1-4,7],m1; set MASTER_ADDR",
         )
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
+    return checks.host(host, "SLURM_STEP_NODELIST", has_user=False)
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -200,6 +199,10 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
             "launcher-number", f"{name}={shown_value(text)} is not a whole number from 0; let the launcher set it"
         )
     return int(text)
+
+
+def _address(environ: Mapping[str, str]) -> str:
+    return checks.host(environ["MASTER_ADDR"], "MASTER_ADDR", has_user=False)
 
 
 def _port(environ: Mapping[str, str]) -> int:

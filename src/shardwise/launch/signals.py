@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import select
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,11 +165,27 @@ def exit_with_parent(environ: Mapping[str, str]) -> None:
     """Kill this rank and its own children when the local launcher dies for any reason; call it first of all.
 
     Do the same when the launcher has been stopped for longer than the time in the environment: it holds the store, and
-    receives no signal. Do nothing under any other launcher.
+    receives no signal. Do nothing under any other launcher, nor in a child of a rank: it has the variables without the
+    pipe, and there may be another file under the pipe's number.
     """
-    if LAUNCHER_FD in environ:
-        watched = int(environ[LAUNCHER_FD]), float(environ.get(LAUNCHER_PATIENCE_S, "inf"))
-        threading.Thread(target=_kill_without_launcher, args=watched, name="exit-with-parent", daemon=True).start()
+    if (launcher_fd := _pipe_of(environ.get(LAUNCHER_FD, ""))) is None:
+        return
+    try:
+        patience_s = float(environ.get(LAUNCHER_PATIENCE_S, "inf"))
+    except ValueError:
+        patience_s = math.inf
+    watched = launcher_fd, patience_s
+    threading.Thread(target=_kill_without_launcher, args=watched, name="exit-with-parent", daemon=True).start()
+
+
+def _pipe_of(text: str) -> int | None:
+    """Return the descriptor of a pipe, beside the three of every process, whose number a text is; None for no such."""
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or int(text) < 3:
+        return None
+    try:
+        return int(text) if stat.S_ISFIFO(os.fstat(int(text)).st_mode) else None
+    except OSError:
+        return None
 
 
 def _kill_without_launcher(launcher_fd: int, patience_s: float) -> None:

@@ -291,6 +291,7 @@ def test_a_hostfile_is_checked_by_both_programs(
         (["-i", f"n1:{10**20}"], "slots-not-read"),
         (["-i", "n1:9"], "no-such-slot"),
         (["--master_port=1e3"], "options-not-read"),
+        (["--master_port=--"], "options-not-read"),
         (["--num_gpus", "9" * 5000], "options-not-read"),
         (["--nonesuch\x1b[31m"], "options-not-read"),
     ],

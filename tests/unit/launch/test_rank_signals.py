@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ import pytest
 
 from harness.waiting import PATIENCE_S, wait_until
 from shardwise.launch import signals as rank
+from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.signals import StopFlag, exit_with_parent, install_stop_signal
 
 
@@ -72,8 +74,15 @@ def test_an_ignored_signal_stays_ignored():
     assert not stop
 
 
-def test_without_the_local_launcher_no_process_is_watched():
-    exit_with_parent({"RANK": "0"})
+@pytest.mark.parametrize("descriptor", [None, "", "abc", "-3", "0", "9" * 30, "9999", "a file", "a closed pipe"])
+def test_without_the_local_launcher_no_process_is_watched(descriptor, tmp_path):
+    read_fd, write_fd = os.pipe()
+    os.close(write_fd)
+    os.close(read_fd)
+    with (tmp_path / "file").open("w") as file:
+        found = {"a file": str(file.fileno()), "a closed pipe": str(write_fd)}.get(descriptor, descriptor)
+        exit_with_parent({"RANK": "0"} if found is None else {LAUNCHER_FD: found, LAUNCHER_PATIENCE_S: "soon"})
+    assert "exit-with-parent" not in [thread.name for thread in threading.enumerate()]
 
 
 # Waits in native code, where Python runs no handler. Argument: seconds for a step.
