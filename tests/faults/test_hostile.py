@@ -225,6 +225,42 @@ def test_a_number_in_the_place_of_a_tensor_is_refused(
     check_refused(tmp_path, "optimizer-states-unfit", arguments, tiers=tiers)
 
 
+@pytest.mark.parametrize("dtype", ["I32", "U32"])
+@pytest.mark.parametrize(
+    ("arguments", "state", "which", "code"),
+    [
+        (adamw, "param", "one", "model-misfit"),
+        (adamw, "param", "all", "model-misfit"),
+        (adamw, "exp_avg", "one", "no-whole-checkpoint"),
+        (adamw, "exp_avg", "all", "optimizer-states-unfit"),
+        (rmsprop, "square_avg", "one", "no-whole-checkpoint"),
+        (rmsprop, "square_avg", "all", "optimizer-states-unfit"),
+    ],
+)
+def test_integers_in_the_place_of_floating_numbers_are_refused(
+    tmp_path: Path, arguments: Any, state: str, which: str, code: str, dtype: str
+) -> None:
+    """The engine is as it was, and the whole checkpoint loads after it with the dtypes that it has."""
+    saved_by(tmp_path / "whole", arguments)
+
+    def change(values: dict[str, Any]) -> None:
+        parameters = [each["states"] for each in values["tensors"] if each["kind"] == "parameter"]
+        stored = [states for states in parameters if state in states]
+        for states in stored if which == "all" else stored[:1]:
+            states[state]["dtype"] = dtype
+
+    forge(saved_by(tmp_path / "forged", arguments), change)
+    with engine_of(seed=1, arguments=arguments) as engine:
+        take_steps(engine, 1)
+        before = whole_states(engine)
+        with refused(code):
+            engine.load(tmp_path / "forged")
+        assert_same_bits(whole_states(engine), before)
+        engine.load(tmp_path / "whole")
+        assert all(each.dtype.is_floating_point for each in whole_states(engine).values())
+        take_steps(engine, 1)
+
+
 @pytest.mark.parametrize("tiers", [{}, {"optimizer": "host"}])
 def test_a_tensor_in_the_place_of_a_number_is_refused(tmp_path: Path, tiers: dict[str, str]) -> None:
     def change(values: dict[str, Any]) -> None:

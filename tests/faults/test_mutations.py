@@ -256,6 +256,9 @@ def check_model(whole: Path, place: Path, draw: random.Random) -> None:
         path.write_text(json.dumps(mutated(json.loads(path.read_text()), draw)))
     else:
         draw.choice([mutate_text, replace_file])(path, draw)
+    if path.is_symlink():  # the files of a model may be links of the user's own
+        path.unlink()
+        path.symlink_to("/dev/null")
     config = Config.from_dict({"model": {"path": str(folder)}})
 
     def build() -> None:
@@ -274,6 +277,7 @@ def check_model(whole: Path, place: Path, draw: random.Random) -> None:
 
 def check_deepspeed(whole: Path, place: Path, draw: random.Random) -> None:
     """A checkpoint of DeepSpeed's, of which a file, or the pickle in it, is another."""
+    whole = candidates(whole / draw.choice(DEEPSPEED_KINDS))[0]
     folder = fresh(whole, place / whole.name)
     path = draw.choice(sorted(folder.rglob("*.pt")))
     action = draw.random()
@@ -430,7 +434,7 @@ def run(tmp_path: Path, seed: int, number: int, kind_only: str = "") -> None:
         (check_checkpoint, whole / "step-00000100"),
         (check_hub, whole / "hub"),
         (check_model, whole / "hub"),
-        *((check_deepspeed, candidates(FOLDER / kind)[0]) for kind in DEEPSPEED_KINDS),
+        (check_deepspeed, FOLDER),
         (check_cache, whole / "cache"),
         (check_plan, whole / "plan"),
         (check_run, whole / "run"),
@@ -449,7 +453,7 @@ def run(tmp_path: Path, seed: int, number: int, kind_only: str = "") -> None:
 
 
 def test_some_mutations_are_read_or_refused(tmp_path: Path) -> None:
-    run(tmp_path, 0, 60)
+    run(tmp_path, 0, 36)
 
 
 @pytest.mark.full

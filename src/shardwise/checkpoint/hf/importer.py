@@ -160,10 +160,10 @@ def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:
 
 def _check_equal(folder: Path, tensor: FileTensor, other: FileTensor) -> None:
     """Refuse two files that have one tensor with different values: which of them is meant, nothing says."""
-    are_same = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+    are_equal = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
     with ChunkReader(folder) as reader:
-        pairs = zip(_chunks(reader, tensor), _chunks(reader, other), strict=True) if are_same else ()
-        if are_same and all(torch.equal(first.view(torch.uint8), second.view(torch.uint8)) for first, second in pairs):
+        pairs = zip(_chunks(reader, tensor), _chunks(reader, other), strict=True) if are_equal else ()
+        if are_equal and all(torch.equal(first.view(torch.uint8), second.view(torch.uint8)) for first, second in pairs):
             return
     raise CheckpointError(
         "tensor-in-two-files",
