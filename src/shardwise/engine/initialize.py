@@ -47,7 +47,7 @@ from shardwise.layout.opaque import beside_parameters
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
 from shardwise.runtime.optimizers import schedule_of
-from shardwise.tensor.plan_layout import with_own_dtype
+from shardwise.tensor.plan_layout import check_plain, with_own_dtype
 from shardwise.tensor.prove_plan import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
@@ -86,6 +86,7 @@ def initialize(
         LaunchError, CommError: not all ranks come, or call it, within `run.timeout_s`; or another rank has failed.
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
+    check_plain(model)
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     if config.optimizer.name == "none":
         model.requires_grad_(False)

@@ -103,6 +103,7 @@ class RunRecorder:
         """Begin to measure the next step of a loop that calls `log`."""
         self._meter.begin(may_meter=self._engine.num_steps < self.state.total_steps)
 
+    @checked
     def steps(self, loader: Iterable[Item]) -> Iterator[Item]:
         """Yield what a loader yields, pass after pass, until the last step is taken or a pass yields nothing."""
         is_over = False
@@ -125,6 +126,7 @@ class RunRecorder:
         if self._display is not None:
             say(self._console, line)
 
+    @checked
     def log(self, result: StepResult, eval_loss: float | None = None) -> None:
         """Record the step just taken; every rank calls it after each step.
 
