@@ -21,7 +21,7 @@ FILE: Final = click.Path(path_type=Path)
 COUNT: Final = click.IntRange(1)
 
 
-class Finite(click.FloatRange):
+class _Finite(click.FloatRange):
     """Reads a number of a range; NaN, which is neither below nor above any limit, and infinity are none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -31,7 +31,9 @@ class Finite(click.FloatRange):
         return number
 
 
-AMOUNT: Final = Finite(0.0, min_open=True)
+AMOUNT: Final = _Finite(0.0, min_open=True)
+SHARE: Final = _Finite(0, 0.9)
+SECONDS: Final = _Finite(0)
 
 
 class _Folder(click.ParamType):

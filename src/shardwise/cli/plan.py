@@ -19,7 +19,8 @@ from shardwise.cli.command import (
     COUNT,
     OUTPUT,
     OUTPUT_OR_DASH,
-    Finite,
+    SECONDS,
+    SHARE,
     as_written,
     settings,
     show_dry_run,
@@ -107,11 +108,11 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--budget", type=AMOUNT, metavar="USD", help="of the run: how many tokens it buys")
 @click.option("--best", type=click.Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
-    "--simulate", type=Finite(0), default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
+    "--simulate", type=SECONDS, default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
 )
 @click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
 @click.option("--top", type=COUNT, help="layouts to show (default: 3, with --more 5)")
-@click.option("--margin", type=Finite(0, 0.9), help="share of memory kept free (default: 0.06)")
+@click.option("--margin", type=SHARE, help="share of memory kept free (default: 0.06)")
 @click.option("--json", type=OUTPUT_OR_DASH, help="write all of it as JSON; - for the terminal")
 @click.option("--html", type=OUTPUT, help="write it as a page, as shardwise report does")
 @click.option("--write", type=OUTPUT, help="write the best as a config for shardwise train")
