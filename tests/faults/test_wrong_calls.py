@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise
 from harness.refusals import refused
-from shardwise.attention import BlockLayout, block_sparse_attention
+from shardwise.attention import BlockLayout, FixedSparsityConfig, block_sparse_attention
 from shardwise.config.errors import CodedError
+from shardwise.planner.search import Limits
 from shardwise.train.loaders import EngineDataLoader, StreamLoader
 
 CPU = {"run": {"device": "cpu"}, "optimizer": {"name": "sgd", "lr": 0.1}}
@@ -60,6 +62,27 @@ def with_loss(loss_fn: Any) -> None:
         engine.train_step([batch()])
     finally:
         engine.close()
+
+
+def embedded(tokens: Tensor) -> None:
+    """Take a step of an embedding of four tokens."""
+    engine = start(nn.Embedding(4, 2), loss_fn=loss_of)
+    try:
+        engine.train_step([tokens])
+    finally:
+        engine.close()
+
+
+def inside(context: Any) -> Any:
+    with context as value:
+        return value
+
+
+def cut(number: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(number)))
+
+
+QUIET = Console(file=io.StringIO())
 
 
 class WithInts(nn.Module):
@@ -128,6 +151,9 @@ INITIALIZE: dict[str, Call] = {
     "a tensor": lambda w: start(torch.ones(2)),
     "a function": lambda w: start(lambda x: x),
     "DataParallel": lambda w: start(nn.DataParallel(Net())),
+    "a scripted model": lambda w: start(torch.jit.trace(Net(), batch())),
+    "a lazy model": lambda w: start(nn.LazyLinear(2)),
+    "an engine by hand": lambda w: shardwise.Engine(Net()),
     "no parameters": lambda w: start(nn.ReLU()),
     "parameters of integers": lambda w: start(WithInts()).train_step([batch()]),
     "config None in place of the model": lambda w: shardwise.initialize(CPU, Net()),
@@ -200,6 +226,10 @@ TRAIN: dict[str, Call] = {
     "a set": lambda w: w.engine.train_step({1}),
     "a class": lambda w: w.engine.train_step(list),
     "a loader": lambda w: w.engine.train_step(torch.utils.data.DataLoader([batch()])),
+    "a token beyond the vocabulary": lambda w: embedded(torch.full((2,), 9)),
+    "tokens as floats": lambda w: embedded(torch.ones(2)),
+    "plain forward of a width": lambda w: w.engine.forward(batch(5)),
+    "plain forward by name": lambda w: w.engine.forward(input_ids=batch()),
     "an empty list": lambda w: w.engine.train_step([]),
     "two batches": lambda w: w.engine.train_step([batch(), batch()]),
     "two arguments": lambda w: w.engine.train_step([batch()], [batch()]),
@@ -512,6 +542,10 @@ PLANNER: dict[str, Call] = {
     "settings value": lambda w: planned(settings=["mesh.tp=x"]),
     "limits number": lambda w: planned(limits=3),
     "limits dict": lambda w: planned(limits={"num": 3}),
+    "limits best": lambda w: planned(limits=Limits(num_best=0)),
+    "limits text": lambda w: planned(limits=Limits(num_best="3")),
+    "limits margin": lambda w: planned(limits=Limits(margin_share=2.0)),
+    "limits nan": lambda w: planned(limits=Limits(margin_share=float("nan"))),
     "plan unknown argument": lambda w: planned(batch=64),
     "plan three by position": lambda w: shardwise.plan("tiny", "h100:1", 64),
     "simulate nothing": lambda w: shardwise.simulate(),
@@ -589,6 +623,7 @@ PLANS: dict[str, Call] = {
     "propose nothing": lambda w: shardwise.propose_plan(),
     "propose None": lambda w: shardwise.propose_plan(None, batch(), 2),
     "propose class": lambda w: shardwise.propose_plan(Net, batch(), 2),
+    "propose wrapped": lambda w: shardwise.propose_plan(nn.DataParallel(Net()), batch(), 2),
     "propose text": lambda w: shardwise.propose_plan("gpt2", batch(), 2),
     "propose tp 0": lambda w: shardwise.propose_plan(Net(), batch(), 0),
     "propose tp negative": lambda w: shardwise.propose_plan(Net(), batch(), -2),
@@ -642,6 +677,7 @@ PLANS: dict[str, Call] = {
     "measure nothing": lambda w: shardwise.measure_units(),
     "measure class": lambda w: shardwise.measure_units(Net, batch()),
     "measure runs 0": lambda w: shardwise.measure_units(Net(), batch(), num_runs=0),
+    "measure no runs": lambda w: shardwise.measure_units(cut(2), batch(), num_runs=0),
     "measure runs text": lambda w: shardwise.measure_units(Net(), batch(), num_runs="5"),
     "measure units text": lambda w: shardwise.measure_units(Net(), batch(), units="first"),
     "measure units unknown": lambda w: shardwise.measure_units(Net(), batch(), units=["second"]),
@@ -716,6 +752,8 @@ FEED: dict[str, Call] = {
     "progress flops negative": lambda w: shardwise.progress(w.engine, 4, flops_per_token=-1.0),
     "progress console text": lambda w: shardwise.progress(w.engine, 4, console="stderr"),
     "progress unknown": lambda w: shardwise.progress(w.engine, total=4),
+    "a record of nothing": lambda w: inside(shardwise.progress(w.engine, 4, console=QUIET)).log(3),
+    "steps of nothing": lambda w: inside(shardwise.progress(w.engine, 4, console=QUIET)).steps(3),
     "timeline nothing": lambda w: shardwise.save_timeline(),
     "timeline engine": lambda w: shardwise.save_timeline(None, w.folder / "a.json"),
     "timeline path": lambda w: shardwise.save_timeline(w.engine, None),
@@ -765,6 +803,8 @@ MODELS: dict[str, Call] = {
     "k list": lambda w: attended(k=[1]),
     "v shape": lambda w: attended(v=torch.ones(1, 2, 32, 4)),
     "v dtype": lambda w: attended(v=Q.double()),
+    "structure's length": lambda w: FixedSparsityConfig(num_heads=2).layout("100"),
+    "structure without length": lambda w: FixedSparsityConfig(num_heads=2).layout(),
     "layout None": lambda w: attended(layout=None),
     "layout tensor": lambda w: attended(layout=torch.ones(2, 2)),
     "layout length": lambda w: attended(*[torch.ones(1, 2, 48, 8)] * 3),
@@ -954,15 +994,6 @@ def own_optimizer(model: nn.Module, scheduled: bool = False) -> object:
 def several(world: World) -> object:
     loss = world.engine.model(batch()).square().mean()
     return shardwise.backward(loss, (world.engine,), count=np.float32(2))
-
-
-def inside(context: Any) -> object:
-    with context as value:
-        return value
-
-
-def cut(number: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(number)))
 
 
 RIGHT: dict[str, Call] = {

@@ -410,7 +410,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
     engine = make_engine(0)
     for to, path, code, value in (
         ("nvme", None, "no-swap-folder", "to='nvme'"),
-        ("disk", None, "release-target", "to='disk'"),
+        ("disk", None, "argument-choice", "to='disk'"),
         ("host", tmp_path, "release-path-for-host", "to='host'"),
     ):
         with refused(code, value):

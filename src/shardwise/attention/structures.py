@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.attention.block_layout import BlockFunction, BlockLayout, blocks_of_function, pack
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 
 Attention: TypeAlias = Literal["unidirectional", "bidirectional"]
@@ -81,6 +82,7 @@ class SparsityConfig:
         heads = self._heads(num_blocks)
         return heads.long().expand(self.num_heads, num_blocks, num_blocks).clone()
 
+    @checked
     def layout(self, seq_len: int) -> BlockLayout:
         """Return the layout of a sequence, with one head where all have the same; kept for the lengths used last.
 

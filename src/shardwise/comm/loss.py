@@ -113,6 +113,18 @@ def read_loss(
     return LossSum(total.reshape(()), _on_device(count, total).detach().reshape(()), is_counted)
 
 
+def check_loss(loss: Tensor) -> None:
+    """Refuse a loss that has no gradient.
+
+    Raises:
+        ConfigError: it is not one number, or leads to no trained parameter.
+    """
+    if loss.numel() != 1:
+        raise ConfigError("no-scalar-loss", f"the loss has shape {tuple(loss.shape)}; give one number, such as its sum")
+    if not loss.requires_grad:
+        raise ConfigError("loss-without-graph", "the loss leads to no trained parameter; leave out detach(), no_grad()")
+
+
 def _on_device(count: Tensor | float, total: Tensor) -> Tensor:
     """Move a count to the loss's device; copying a number would hold up the host until the device has done all its
     work.

@@ -353,13 +353,16 @@ def check(function: str, name: str, value: Any, annotation: Any) -> None:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Check each call of a function by its annotations, before it does anything.
+    """Check each call of a function, or each construction of a class, by its annotations, before it does anything.
 
     Under `contextmanager` and the like it stands outermost, so that a wrong call is refused where it is written.
 
     Raises:
         ConfigError: from the function: an argument is missing, unknown, or not what its annotation says.
     """
+    if isinstance(function, type):
+        function.__init__ = checked(function.__init__)  # type: ignore[misc]
+        return function
     border = _Border(function)
 
     @functools.wraps(function)

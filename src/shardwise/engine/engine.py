@@ -44,6 +44,7 @@ class Engine:
         checkpoints: saves and loads.
     """
 
+    @checked
     def __init__(self, inputs: EngineInputs) -> None:
         self.step_context, self.runner, self._cleanup = build(inputs)
         context, follows_config = self.step_context, inputs.optimizer is None and inputs.scheduler is None

@@ -47,7 +47,7 @@ from shardwise.layout.opaque import beside_parameters
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
 from shardwise.runtime.optimizers import schedule_of
-from shardwise.tensor.plan_layout import with_own_dtype
+from shardwise.tensor.plan_layout import check_plain, with_own_dtype
 from shardwise.tensor.prove_plan import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
@@ -87,10 +87,7 @@ def initialize(
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    if config.optimizer.name == "none":
-        model.requires_grad_(False)
-    if scheduler is None:
-        schedule_of(config)  # refused before ranks meet
+    _prepare(model, config, has_scheduler=scheduler is not None)
     device_kind = _device_kind(config)
     world_size = ensure_process_group(device_kind, config.run.timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
@@ -113,6 +110,15 @@ def initialize(
     with explain_out_of_memory(memory, config, where):
         engine = Engine(inputs)
     return engine if weights is None else _with_weights(engine, weights, names)
+
+
+def _prepare(model: nn.Module, config: Config, has_scheduler: bool) -> None:
+    """Refuse before ranks meet what cannot be, and freeze a model that is to be evaluated only."""
+    check_plain(model)
+    if config.optimizer.name == "none":
+        model.requires_grad_(False)
+    if not has_scheduler:
+        schedule_of(config)
 
 
 def _with_weights(engine: Engine, weights: str | Path, names: Names | None) -> Engine:

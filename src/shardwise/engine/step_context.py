@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.comm.collectives import Comm, CommFactory
 from shardwise.comm.consistency import BatchCheck
-from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, NonFiniteLossError, first_nonfinite_module
+from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, NonFiniteLossError, check_loss, first_nonfinite_module
 from shardwise.comm.mesh import CommGroups
 from shardwise.comm.watchdog import Watchdog
 from shardwise.config.errors import EngineError
@@ -255,6 +255,7 @@ class StepContext:
         self.status.check()
         self.refuse_unless_trainable()
         if self.is_plain and not self.losses.knows(loss):
+            check_loss(loss)
             # Both kinds of a plain step's backwards have gradients of one scale, so they may take turns.
             scale = 1.0 if self.own_backward_scale is None else self.own_backward_scale
             if not self.status.is_in_backward:  # one in another's hook is a part of that
@@ -587,8 +588,7 @@ def backpropagate(
         is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
         retain_graph: as torch's.
     """
-    if not loss.requires_grad:
-        raise ConfigError("loss-without-graph", "the loss leads to no trained parameter; leave out detach(), no_grad()")
+    check_loss(loss)
     # In a hook of a backward of these engines, such as one that fills a cache of features, it is a part of that one.
     begun = [context for context in contexts if not context.status.is_in_backward]
     for context in begun:

@@ -182,7 +182,12 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
     context.num_forwards += 1
     context.num_samples += taken.num_samples
     with _forward_phase(context), context.sharding.serving(), _numbers_for(context, taken, args):
-        output = context.model(*args, **share.inputs)
+        try:
+            output = context.model(*args, **share.inputs)
+        except Exception as error:
+            if not (args and share.inputs):
+                refuse_misfit(error, context.model, args or share.inputs)
+            raise
         settle_unless_trained(context)
         if context.split_values is not None:
             output = context.split_values.results.take(output)

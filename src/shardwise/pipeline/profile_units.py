@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.loss import LossFn
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
+from shardwise.config.sections import Positive
 from shardwise.layout.stage_units import find_stage_units
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.module_hooks import watch_calls
@@ -34,9 +36,9 @@ def measure_units(
     model: nn.Module,
     batch: Any,
     *,
-    loss_fn: Callable[[Any, Any], Any] | None = None,
+    loss_fn: LossFn | None = None,
     units: Sequence[str] | None = None,
-    num_runs: int = 5,
+    num_runs: Positive = 5,
 ) -> dict[str, float]:
     """Return the seconds that each unit of a model takes forward and backward, for `pipeline.unit_seconds`.
 

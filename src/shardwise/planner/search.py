@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
+from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.candidates import (
     ParallelismCandidate,
@@ -61,6 +63,7 @@ _NUM_SHARES: Final = 20
 _MEMORY_COST: Final = 4
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Say when a search ends.
@@ -72,9 +75,9 @@ class Limits:
             strategies may be left.
     """
 
-    num_best: int = 10
-    margin_share: float = USUAL_MARGIN
-    max_prices: int = 100_000
+    num_best: Positive = 10
+    margin_share: BelowOne = USUAL_MARGIN
+    max_prices: Positive = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)

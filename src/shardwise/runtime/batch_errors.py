@@ -18,8 +18,9 @@ from shardwise.config.errors import CodedError, EngineError
 _OF_OPERANDS: Final = re.compile(
     r"shapes? cannot be multiplied|size mismatch|must match the|same reduction dim|same dtype, but got|at least 1D"
     r"|[Ee]xpected .*(dim|size|channel|input|type|tensor|shape)|is invalid for input of size|normalized_shape"
-    r"|must be Tensor, not|no data!"
+    r"|must be Tensor, not|no data!|index out of range in self"
 )
+_OF_TORCH: Final = (RuntimeError, NotImplementedError, TypeError, IndexError)
 _MAX_SHOWN: Final = 4
 
 
@@ -36,7 +37,7 @@ def refuse_misfit(error: BaseException, model: nn.Module, inputs: Any) -> None:
     """
     if isinstance(error, CodedError) or getattr(error, "__notes__", None):
         return
-    is_of_torch = type(error) in (RuntimeError, NotImplementedError, TypeError) and _OF_OPERANDS.search(str(error))
+    is_of_torch = type(error) in _OF_TORCH and _OF_OPERANDS.search(str(error)) is not None
     if not is_of_torch and not (type(error) is TypeError and not _binds(model, inputs)):
         return
     said = " ".join(str(error).split())[:200] or type(error).__name__

@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
@@ -55,10 +57,7 @@ def plan_layout(
             the model cannot be cut into the stages, or it cannot have the config's attention, or attention over split
             sequences.
     """
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "wrapped-model", f"the model is wrapped in {type(model).__name__}, which shards nothing; give model.module"
-        )
+    check_plain(model)
     num_ranks = MeshShape.from_config(config.mesh).world_size
     if not 0 <= rank < num_ranks:
         raise ConfigError(
@@ -77,6 +76,22 @@ def plan_layout(
     found = find_plan(model, degree, plan, sequence_parallel)
     _LOG.info("split over tp=%d:\n%s", degree, found)
     return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline, fused=fused)
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuse a model in a form in which its parameters cannot be sharded.
+
+    Raises:
+        ConfigError: it is wrapped, scripted, or has parameters without a shape.
+    """
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "wrapped-model", f"the model is wrapped in {type(model).__name__}, which shards nothing; give model.module"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("scripted-model", "the model is compiled by torch.jit; give the module that it was made from")
+    if any(isinstance(each, UninitializedParameter) for each in model.parameters()):
+        raise ConfigError("lazy-parameters", "the model has parameters without a shape; run it once on a batch before")
 
 
 def _fused(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None) -> dict[str, FusedDim]:

@@ -105,6 +105,7 @@ class RunRecorder:
         """Begin to measure the next step of a loop that calls `log`."""
         self._meter.begin(may_meter=self._engine.num_steps < self.state.total_steps)
 
+    @checked
     def steps(self, loader: Iterable[Item]) -> Iterator[Item]:
         """Yield what a loader yields, pass after pass, until the last step is taken or a pass yields nothing."""
         is_over = False
@@ -142,6 +143,7 @@ class RunRecorder:
                 self._unwritten[name] = f"{name}: {error.strerror or error}"
                 self.note(f"not written: {self._folder}/{self._unwritten[name]}; the run goes on without it")
 
+    @checked
     def log(self, result: StepResult, eval_loss: float | None = None) -> None:
         """Record the step just taken; every rank calls it after each step.
 

@@ -341,8 +341,6 @@ def check_choices(include: Sequence[str], target: ReleaseTarget) -> None:
         raise ConfigError(
             "unknown-release-state", f"include has no state {unknown[0]!r}; there are {', '.join(STATES)}"
         )
-    if target.place not in ("host", "nvme"):
-        raise ConfigError("release-target", f"to={target.place!r} is no place for states; choose host or nvme")
     if target.path is not None and target.place == "host":
         raise ConfigError(
             "release-path-for-host", f"path={str(target.path)!r} is for files, and to='host' makes none; set to='nvme'"

@@ -39,6 +39,7 @@ from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.tensor.autoplan.feature_groups import FlowAnalysis, LayerSet
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.autoplan.trace import ModelTrace, ModuleCall, TracedOp, record
+from shardwise.tensor.plan_layout import check_plain
 from shardwise.tensor.plan_table import NO_TENSOR
 from shardwise.tensor.prove_plan import check_provable, propose_fix, small_copy, warn, with_proof
 from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
@@ -66,6 +67,7 @@ def propose_plan(model: nn.Module, batch: Any, tp: Ranks, small: tuple[nn.Module
         ConfigError: the model decides on the values of tensors, or nothing in it can be split; or a small model's
             outputs and gradients, computed in float64 by all ranks of the plan, are not those of the whole.
     """
+    check_plain(model)
     with torch.device("cpu"):  # the caller's default may be another, such as meta
         try:
             plan = _propose(model, batch, tp)
