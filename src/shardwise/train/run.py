@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -198,31 +198,16 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        with ExitStack() as stack:
-            announce = (
-                stack.enter_context(progress(_MAKING.format(model_name(config)), console.file))
-                if env.rank == 0
-                else log.info
-            )
+        with _saying(_MAKING.format(model_name(config)), env, console) as announce:
             trainer = build_trainer(config, open_data(shard_path, config))
             log.info("%s", trainer.engine.layout.mesh)
             checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
-            if resume is not None:
-                announce(f"loading the checkpoint of {resume}")
+            announce("loading the checkpoint" if resume is not None else "predicting memory and time of a step")
             resumed = None if resume is None else checkpoints.resume(resume)
-            if resumed is not None:
-                log.info("resumed from %s at step %d", resumed.path, resumed.step)
             if env.rank == 0:
-                announce("predicting memory and time of a step")
                 prediction = predict(trainer, folder, env.cache)
         if env.rank == 0:
-            if resumed is not None:
-                take_over_metrics(config, folder, resumed)
-                for note in resumed.notes:
-                    say(console, note)
-            if config.mesh.pp > 1:
-                say(console, find_partition(trainer.model.skeleton(), config).describe())
-            trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
+            _begin_folder(trainer, folder, resumed, console)
         recorder = RunRecorder(
             trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
         )
@@ -300,6 +285,23 @@ def _train(
         exported=exported,
         pipeline=pipeline,
     )
+
+
+def _saying(doing: str, env: RankEnv, console: Console) -> AbstractContextManager[Callable[[str], None]]:
+    """Say on rank 0 what is being done before the first step, if that takes long."""
+    return progress(doing, console.file) if env.rank == 0 else nullcontext(lambda doing: None)
+
+
+def _begin_folder(trainer: Trainer, folder: Path, resumed: Resumed | None, console: Console) -> None:
+    """Write and say on rank 0 what comes before the first step."""
+    config = trainer.config
+    if resumed is not None:
+        take_over_metrics(config, folder, resumed)
+        for note in resumed.notes:
+            say(console, note)
+    if config.mesh.pp > 1:
+        say(console, find_partition(trainer.model.skeleton(), config).describe())
+    trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
 
 
 def _first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
