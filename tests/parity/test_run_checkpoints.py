@@ -238,7 +238,7 @@ def losses(records: list[dict]) -> list[tuple]:
 
 
 def test_the_end_is_saved_into_the_runs_folder_and_the_summary_says_how_to_go_on(train, tmp_path):
-    code, shown, records = train()
+    code, shown, _ = train()
     assert code == 0
     assert names(tmp_path / "run-1" / "checkpoints") == ["latest", "step-00000008"]
     assert "checkpoints    step-00000008" in shown
