@@ -152,7 +152,7 @@ def near(path: str | Path) -> str:
     if there is None or os.path.lexists(wanted):
         return ""
     name, *inner = wanted.relative_to(there).parts
-    stems: dict[str, list[str]] = {}  # endings that many names share bring none of them near
+    stems: dict[str, list[str]] = {}  # an ending that many names have says nothing
     try:
         for each in sorted(os.listdir(there)):
             stems.setdefault(Path(each).stem.lower(), []).append(each)

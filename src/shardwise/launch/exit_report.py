@@ -39,7 +39,7 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 # Before the traceback of a thread, or of what fails while objects are deleted.
-_IGNORED = re.compile(r"Exception (ignored )?in\b")
+_NOT_THE_END = re.compile(r"Exception (ignored )?in\b")
 _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ \w+ \w+: ")
 # What this library says: a line of its log, an error with its code, the end of a rank.
 _CODED = re.compile(r"\[[a-z\d]+(-[a-z\d]+)+\]$")
@@ -141,7 +141,7 @@ def _reason(log_lines: Sequence[str]) -> str:
     """
     lines = [_RANK_PREFIX.sub("", line) for line in log_lines]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    starts = [index for index in starts if index == 0 or not _IGNORED.match(lines[index - 1])]
+    starts = [index for index in starts if index == 0 or not _NOT_THE_END.match(lines[index - 1])]
     if starts:
         after = lines[starts[-1] + 1 :]
         end = next((index for index, line in enumerate(after) if not line.startswith(" ")), len(after))

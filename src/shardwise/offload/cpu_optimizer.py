@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Barrier
@@ -81,6 +82,28 @@ class CpuOptimizer:
     has_counter: bool
     kernel: Callable[[Options, PieceTensors], None]
 
+    def first_values(self, options: Options) -> Mapping[str, float]:
+        """Return `tensor_states`.
+
+        Raises:
+            ConfigError: the rule reads an option that the optimizer lacks.
+        """
+        with self._explained(options):
+            return self.tensor_states(options)
+
+    @contextmanager
+    def _explained(self, options: Options, states: States = ()) -> Iterator[None]:
+        """Say of a name that a rule asks for in vain whose it is; the rule of another optimizer may be copied here."""
+        try:
+            yield
+        except KeyError as error:
+            kept = ", ".join(sorted({*options, *(name for each in states for name in each)} - {"params"}))
+            raise ConfigError(
+                "rule-of-other-optimizer",
+                f"the rule of {self.kind.__name__} asks for {error}, which is no option and no state of it ({kept}); "
+                "give it a tensor_states and a kernel of its own in offload/cpu_optimizer.py",
+            ) from error
+
     def update(
         self,
         options: Options,
@@ -100,7 +123,8 @@ class CpuOptimizer:
             step: how many steps they have taken before.
             is_first: whether they have no state yet.
         """
-        self.kernel(_on_host(options), PieceTensors(list(params), list(grads), states, step, is_first))
+        with self._explained(options, states):
+            self.kernel(_on_host(options), PieceTensors(list(params), list(grads), states, step, is_first))
 
 
 def rule_of(optimizer: Optimizer, *, is_matrix: bool = False) -> CpuOptimizer:
@@ -145,7 +169,7 @@ def needed_states(optimizer: Optimizer, options: Options) -> frozenset[str] | No
     They are `step`, a number, and tensors as long as the parameter. None where `rule_of` does not know the optimizer.
     """
     rule = _MATRIX_RULE if options.get(IS_MATRIX) else _RULES.get(type(optimizer))
-    return None if rule is None else frozenset([*rule.tensor_states(options), *(["step"] if rule.has_counter else [])])
+    return None if rule is None else frozenset([*rule.first_values(options), *(["step"] if rule.has_counter else [])])
 
 
 def _on_host(options: Options) -> dict[str, Any]:

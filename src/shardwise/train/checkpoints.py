@@ -116,6 +116,7 @@ class RunCheckpoints:
             ) from None
         self._trainer.go_on_from(report.extra or {})
         self._saved_step = report.step
+        log.info("resumed from %s at step %d", report.path, report.step)
         notes = [f"not whole, so not used: {line}" for line in report.damaged]
         if self._trainer.engine.comm.rank == 0 and self.root.is_dir():
             notes += [f"renamed {folder}, which is of a later step" for folder in rename_later(self.root, report.step)]

@@ -113,9 +113,9 @@ def planned_job(config: Config, cluster: Cluster, vocab_size: int) -> PlanJob:
     """Return a run as the planner knows it.
 
     Args:
-        config: of the run.
-        cluster: on which it runs.
-        vocab_size: of the tokenizer, which a preset's model follows.
+        config: of the run, resolved.
+        cluster: that it runs on.
+        vocab_size: the tokenizer's, which a preset's model follows.
     """
     job = job_of(config, cluster)
     return job if config.model.path is not None else replace(job, shape=replace(job.shape, vocab_size=vocab_size))

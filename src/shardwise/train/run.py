@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -201,18 +201,16 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        is_first = env.rank == 0
-        making = progress(_MAKING.format(model_name(config)), console.file) if is_first else nullcontext(log.info)
-        with making as announce:
+        with _saying(_MAKING.format(model_name(config)), env, console) as announce:
             trainer = build_trainer(config, open_data(shard_path, config, is_checked=True))
             log.info("%s", trainer.engine.layout.mesh)
             checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
-            resumed = None if resume is None else _resume(checkpoints, resume, announce)
+            announce("loading the checkpoint" if resume is not None else "predicting memory and time of a step")
+            resumed = None if resume is None else checkpoints.resume(resume)
             if env.rank == 0:
-                announce("predicting memory and time of a step")
                 prediction = predict(trainer, folder, env.cache)
         if env.rank == 0:
-            _introduce(trainer, folder, resumed, console)
+            _begin_folder(trainer, folder, resumed, console)
         recorder = RunRecorder(
             trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
         )
@@ -239,25 +237,6 @@ def run_rank(
     if not trainer.was_stopped:
         return 0
     return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
-
-
-def _resume(checkpoints: RunCheckpoints, resume: Path, announce: Callable[[str], None]) -> Resumed:
-    announce(f"loading the checkpoint of {resume}")
-    resumed = checkpoints.resume(resume)
-    log.info("resumed from %s at step %d", resumed.path, resumed.step)
-    return resumed
-
-
-def _introduce(trainer: Trainer, folder: Path, resumed: Resumed | None, console: Console) -> None:
-    """Say what the run begins with, and write the tokenizer."""
-    config = trainer.config
-    if resumed is not None:
-        take_over_metrics(config, folder, resumed)
-        for note in resumed.notes:
-            say(console, note)
-    if config.mesh.pp > 1:
-        say(console, find_partition(trainer.model.skeleton(), config).describe())
-    trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
 
 
 def _train(
@@ -309,6 +288,23 @@ def _train(
         exported=exported,
         pipeline=pipeline,
     )
+
+
+def _saying(doing: str, env: RankEnv, console: Console) -> AbstractContextManager[Callable[[str], None]]:
+    """Say on rank 0 what is being done before the first step, if that takes long."""
+    return progress(doing, console.file) if env.rank == 0 else nullcontext(lambda doing: None)
+
+
+def _begin_folder(trainer: Trainer, folder: Path, resumed: Resumed | None, console: Console) -> None:
+    """Write and say on rank 0 what comes before the first step."""
+    config = trainer.config
+    if resumed is not None:
+        take_over_metrics(config, folder, resumed)
+        for note in resumed.notes:
+            say(console, note)
+    if config.mesh.pp > 1:
+        say(console, find_partition(trainer.model.skeleton(), config).describe())
+    trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
 
 
 def _first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:

@@ -91,7 +91,7 @@ class GroupStep:
     def train(self, piece: ParamPiece, options: Options) -> None:
         """Step a piece from now on, under options of the optimizer."""
         self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once)
-        for name, value in self.rule.tensor_states(options).items():
+        for name, value in self.rule.first_values(options).items():
             self._initial[name] = value
             if name not in self.states:
                 self.states[name] = GroupState(name, self.group, self.pieces, self.dtype, self.tiers)

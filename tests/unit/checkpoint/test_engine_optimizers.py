@@ -16,6 +16,7 @@ from harness.refusals import refused
 from harness.states import Net, assert_same_bits, engine_of, options, take_steps, whole_states
 from shardwise.checkpoint.training_state import optimizer_options, restore_options
 from shardwise.runtime.memory_tracker import Category
+from shardwise.runtime.optimizers import Lion
 
 Arguments = Callable[[nn.Module], dict[str, Any]]
 
@@ -105,6 +106,7 @@ OPTIMIZERS: dict[str, Arguments] = {
     "adadelta": given(torch.optim.Adadelta),
     "adamax": given(torch.optim.Adamax),
     "counting": given(Counting),
+    "lion": given(Lion),
     "factory": lambda model: {"optimizer": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5)},
 }
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {

@@ -1,4 +1,4 @@
-"""What a user who mistypes a name, or is used to another tool, is shown."""
+"""What a user who has mistyped a path, or is used to another tool, is shown."""
 
 import pytest
 

@@ -16,10 +16,11 @@ from harness.refusals import refused
 from shardwise.config.resolve import OptimizerConfig
 from shardwise.layout.layout import optimizer_states
 from shardwise.offload import cpu_optimizer as blocks
-from shardwise.offload.cpu_optimizer import StepPiece, StepThreads, rule_of, step_pieces
-from shardwise.runtime.optimizers import Lion, build_optimizer
+from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, StepThreads, has_rule, rule_of, step_pieces
+from shardwise.runtime.optimizers import Lion, build_optimizer, optimizer_names
 
-NAMES = ("adam", "adamw", "sgd", "adagrad", "lion")
+# All that have a rule; Muon's steps whole matrices.
+NAMES = tuple(name for name, kind in optimizer_names().items() if has_rule(kind) and name != "muon")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUM_STEPS = 3
 
@@ -280,3 +281,20 @@ class OwnAdamW(AdamW):
 def test_other_optimizers_are_refused(kind: type[Optimizer]) -> None:
     with refused("host-step-optimizer", "Adam, AdamW, SGD, Adagrad and Lion", f"got {kind.__name__};"):
         rule_of(kind([torch.ones(1)]))
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sq", "amsgrad"])
+def test_a_rule_that_was_copied_from_another_optimizer_says_what_it_asks_for_in_vain(name: str) -> None:
+    """Adam's kernel asks for a second moment, and for an option that Lion lacks."""
+    options = Lion([torch.zeros(1)]).param_groups[0]
+    adam = rule_of(Adam([torch.zeros(1)]))
+    copied = CpuOptimizer(Lion, lambda options: {"exp_avg": 0.0}, False, adam.kernel)
+    states = [dict.fromkeys(("exp_avg", *(["exp_avg_sq"] if name == "amsgrad" else [])), torch.zeros(1))]
+    given = {**options, "amsgrad": False, "decoupled_weight_decay": True, "eps": 1.0}
+    if name == "amsgrad":
+        del given["amsgrad"]
+    with refused("rule-of-other-optimizer", f"the rule of Lion asks for '{name}'", "exp_avg"):
+        copied.update(given, [torch.zeros(1)], [torch.ones(1)], states, 0.0, True)
+    wrong = CpuOptimizer(Lion, lambda options: {"exp_avg": options["initial"]}, False, adam.kernel)
+    with refused("rule-of-other-optimizer", "asks for 'initial'"):
+        wrong.first_values(options)
