@@ -523,8 +523,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new file, and return when its bytes are on disk."""
-    with path.open("x", encoding="utf-8") as file:
+    """Write a file, and return when its bytes are on disk."""
+    with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -208,8 +208,9 @@ def _refuse_taken(path: Path | None) -> None:
     if path is None or not path.is_file():
         return
     try:
-        is_ours = path.read_text(encoding="utf-8").startswith(_WRITTEN_BY)
-    except (OSError, UnicodeDecodeError):
+        with path.open("rb") as file:
+            is_ours = file.read(len(_WRITTEN_BY)) == _WRITTEN_BY.encode()
+    except OSError:
         is_ours = False
     if not is_ours:
         raise ConfigError("output-taken", f"--write {path} is there already, and not from a plan; give another path")

@@ -6,6 +6,7 @@ as wide as asked \\x1b[31m
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 import threading
@@ -43,7 +44,7 @@ class Terminal(Console):
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise BrokenPipeError; rich would exit."""
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, "who reads the output has closed it")
 
 
 class Escaped:
