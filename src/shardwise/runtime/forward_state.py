@@ -87,7 +87,7 @@ class _Place:
 class _QuietPlace:
     """Attributes of a module that its forward does not write; others may put something else in their place.
 
-    Those of a module of torch, and the parameters of any module, which `torch.func.functional_call` replaces for a call.
+    Those of a module of torch, and the parameters of any module, which `functional_call` of torch replaces for a call.
     """
 
     def __init__(self, attributes: dict[str, Any]) -> None:
