@@ -64,6 +64,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    """It finds its own rate."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.Adafactor(model.parameters(), lr=None, relative_step=True, scale_parameter=True)
+
+
 def clear(model: nn.Module, optimizer: Any, step: int) -> None:
     if step == 1:
         optimizer.state.clear()
@@ -99,12 +105,18 @@ def clamp(model: nn.Module, optimizer: Any, step: int) -> None:
         model[0].weight.mul_(0.9)
 
 
+def set_rate(model: nn.Module, optimizer: Any, step: int) -> None:
+    """The script computes the rate of each step, as one without a schedule does."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
 def follow_plateau(model: nn.Module, optimizer: Any, step: int) -> None:
     """The script steps a schedule that needs a metric itself."""
     optimizer.plateau.step(1.0 + step)
 
 
-CHANGES: Final = [clamp, clear, make_again, drop_each, prune, replace]
+CHANGES: Final = [clamp, clear, make_again, drop_each, prune, replace, set_rate]
 
 
 def add_head(model: nn.Module, optimizer: Any, step: int) -> None:
@@ -171,6 +183,7 @@ def run_all(rank: int, world_size: int, folder: str) -> list[str]:
     ]
     cases = [(adamw, change, sections) for change in CHANGES for sections in (STAGES[3], *away)]
     cases += [(only_first, add_head, sections) for sections in (*STAGES, *away)]
+    cases += [(adafactor, clamp, sections) for sections in STAGES]
     cases += [(averaged, swap, sections) for sections in STAGES]
     wrong = []
     for make, change, sections in cases:

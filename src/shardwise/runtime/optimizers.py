@@ -177,8 +177,18 @@ def schedule_of(config: Config) -> Callable[[int], float]:
 
 
 def own_scheduler(config: Config, optimizer: Optimizer) -> LambdaLR:
-    """Make the config's schedule over all of the optimizer's parameter groups, those too that are added later."""
-    return _OwnSchedule(optimizer, schedule_of(config))
+    """Make the config's schedule over all of the optimizer's parameter groups, those too that are added later.
+
+    Where it names none, rates are the script's, which may set them between steps.
+    """
+    section, factor = config.scheduler, schedule_of(config)
+    is_constant = section.name in (None, "constant") and section.total_steps is None and section.warmup_steps == 0
+    return _OwnSchedule(optimizer, _unchanged if is_constant else factor)
+
+
+def _unchanged(step: int) -> float:
+    """Is the factor of a schedule that leaves rates as they are; an optimizer that finds its own has None."""
+    return 1.0
 
 
 class _OwnSchedule(LambdaLR):
@@ -190,6 +200,8 @@ class _OwnSchedule(LambdaLR):
             group["initial_lr"] = rate.clone() if isinstance(rate, Tensor) else rate
             self.base_lrs.append(group["initial_lr"])
             self.lr_lambdas.append(self.lr_lambdas[0])
+        if self.lr_lambdas[0] is _unchanged:
+            return [group["lr"] for group in self.optimizer.param_groups]
         return super().get_lr()
 
 
