@@ -227,7 +227,10 @@ def train(values, tmp_path):
         folder, shown = tmp_path / f"run-{number}", io.StringIO()
         console = Console(file=shown, width=100)
         code = run.run_rank(config, folder, shard_path, env=lone_rank(), stop=stop, console=console, resume=resume)
-        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+        path, others = folder / "metrics.jsonl", set(folder.parent.glob("run-*/metrics.jsonl"))
+        lines = path.read_text().splitlines() if path.exists() else []
+        earlier = {line for other in others - {path} for line in other.read_text().splitlines()}
+        lines = [line for line in lines if line not in earlier]  # those of the runs before come first
         return code, shown.getvalue(), [json.loads(line) for line in lines]
 
     return start
@@ -238,7 +241,7 @@ def losses(records: list[dict]) -> list[tuple]:
 
 
 def test_the_end_is_saved_into_the_runs_folder_and_the_summary_says_how_to_go_on(train, tmp_path):
-    code, shown, _ = train()
+    code, shown, records = train()
     assert code == 0
     assert names(tmp_path / "run-1" / "checkpoints") == ["latest", "step-00000008"]
     assert "checkpoints    step-00000008" in shown
@@ -246,7 +249,7 @@ def test_the_end_is_saved_into_the_runs_folder_and_the_summary_says_how_to_go_on
     assert f"shardwise checkpoint export {tmp_path / 'run-1' / 'checkpoints'}" in shown
     code, shown, more = train({"run": {"steps": 16}}, resume=tmp_path / "run-1" / "checkpoints")
     assert code == 0
-    assert [record["step"] for record in more] == list(range(1, 17)), "the steps before the resume are kept"
+    assert [record["step"] for record in records + more] == list(range(1, 17))
     assert f"resumed from step 8 of {tmp_path / 'run-1' / 'checkpoints'}" in shown
     assert "8 steps in" in shown
     assert shown.index("saving step 16") < shown.index("evaluating"), "what comes after the last step may be killed"
@@ -338,7 +341,7 @@ def test_where_no_checkpoint_is_whole_the_run_ends_in_a_line(train, tmp_path, ca
     code, _, none = train(resume=root)
     assert (code, none) == (1, [])
     err = capsys.readouterr().err
-    assert err.count("\n") == 1
+    assert err.count("\n") == 2, "why, and how to go on"
     assert f"no checkpoint in {root} is whole" in err
 
 
@@ -361,7 +364,7 @@ def test_another_model_and_other_data_are_refused_in_a_line(train, tmp_path, mon
     err = capsys.readouterr().err
     assert what in err
     assert "strict" not in err, "which the command line has not"
-    assert err.count("\n") == 1
+    assert err.count("\n") == 2, "why, and how to go on"
 
 
 def fail_to_write(monkeypatch) -> None:
@@ -379,7 +382,7 @@ def test_a_full_disk_at_the_end_hides_nothing_of_what_was_learned(train, tmp_pat
     assert "--resume" not in shown
     assert math.isfinite(records[-1]["eval_loss"])
     err = capsys.readouterr().err
-    assert err.count("\n") == 1
+    assert err.count("\n") == 2, "why, and how to go on"
     assert "checkpoint of step 8 failed on rank 0: " in err
     assert "No space left on device" in err
     assert step_folders(tmp_path / "run-1" / "checkpoints") == []
@@ -400,11 +403,11 @@ def test_a_last_save_that_lacks_a_rank_ends_the_run_at_once(train, monkeypatch, 
 
 def test_a_save_that_fails_in_the_background_ends_the_run_in_a_line(train, monkeypatch, capsys):
     fail_to_write(monkeypatch)
-    code, _, records = train({"checkpoint": {"every": 2}, "run": {"steps": 10000}})
+    code, _, records = train({"checkpoint": {"every": 2, "on_failure": "stop"}, "run": {"steps": 10000}})
     assert code == 1
     assert 2 <= len(records) < 10000
     err = capsys.readouterr().err
-    assert err.count("\n") == 1
+    assert err.count("\n") == 2, "why, and how to go on"
     assert "checkpoint of step 2 failed on rank 0: " in err
 
 
