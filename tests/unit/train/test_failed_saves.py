@@ -89,9 +89,8 @@ class FullDisk:
         def refuse(*_, **__):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        for module in (recorder, rank_watch):
+        for module in (recorder, rank_watch, recording):
             monkeypatch.setattr(module, "write_whole", refuse)
-        monkeypatch.setattr(recording.Path, "write_text", refuse)
         monkeypatch.setattr(sinks, "to_json_line", refuse)
 
 
@@ -104,7 +103,6 @@ def test_a_full_folder_of_the_run_is_said_once_and_costs_no_step_and_no_checkpoi
         see(self, record)
 
     monkeypatch.setattr(recorder.RunRecorder, "see", seen)
-    monkeypatch.setattr("shardwise.checkpoint.commit.write_text", lambda path, text: path.open("w").write(text))
     code, shown = train(steps=4, record_timeline=2, sinks=["jsonl"], checkpoint={"every": 2})
     assert code == 0
     assert "step 4/4" in shown
