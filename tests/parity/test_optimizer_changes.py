@@ -70,6 +70,27 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return transformers.Adafactor(model.parameters(), lr=None, relative_step=True, scale_parameter=True)
 
 
+def with_means(model: nn.Module) -> torch.optim.Optimizer:
+    """A hook after each step keeps an average of the model's parameters."""
+    optimizer = adamw(model)
+    means = [param.detach().clone() for param in model.parameters()]
+
+    @torch.no_grad()
+    def average(*_: Any) -> None:
+        for mean, param in zip(means, model.parameters(), strict=True):
+            mean.lerp_(param, 0.5)
+
+    optimizer.register_step_post_hook(average)
+    optimizer.means = means
+    return optimizer
+
+
+@torch.no_grad()
+def take_means(model: nn.Module, optimizer: Any, step: int) -> None:
+    for param, mean in zip(model.parameters(), optimizer.means, strict=True) if step == 3 else ():
+        param.copy_(mean)
+
+
 def clear(model: nn.Module, optimizer: Any, step: int) -> None:
     if step == 1:
         optimizer.state.clear()
@@ -185,6 +206,7 @@ def run_all(rank: int, world_size: int, folder: str) -> list[str]:
     cases += [(only_first, add_head, sections) for sections in (*STAGES, *away)]
     cases += [(adafactor, clamp, sections) for sections in STAGES]
     cases += [(averaged, swap, sections) for sections in STAGES]
+    cases += [(with_means, take_means, sections) for sections in (*STAGES, *away)]
     wrong = []
     for make, change, sections in cases:
         where = f"{change.__name__} {sections}"

@@ -401,6 +401,8 @@ class StepContext:
         loss = loss_sum / (count or 1.0) if self.is_loss_known else math.nan
         errors = self._codec_errors()
         self._end_step()
+        if not skipped:
+            self.sharded.hooks.call_late()
         return StepResult(self.num_steps, loss, count, grad_norm, learning_rate, skipped, scale, errors)
 
     def _codec_errors(self) -> dict[str, float]:

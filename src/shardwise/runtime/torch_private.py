@@ -73,6 +73,7 @@ __all__ = [
     "returned",
     "set_data",
     "set_unsharded_storage",
+    "step_post_hooks",
     "step_pre_hooks",
     "uncompiled",
     "unseen_by_op_modes",
@@ -391,6 +392,11 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def step_pre_hooks(optimizer: Optimizer) -> tuple[OrderedDict[int, Any], Mapping[int, Any]]:
     """Return the hooks before an optimizer's step, and those before the steps of all; there is no public list."""
     return cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks), _optimizers._global_optimizer_pre_hooks
+
+
+def step_post_hooks(optimizer: Optimizer) -> OrderedDict[int, Any]:
+    """Return the hooks after an optimizer's step; there is no public list."""
+    return cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
 
 
 PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)

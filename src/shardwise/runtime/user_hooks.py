@@ -6,6 +6,7 @@ output, such as to keep a feature for the loss, must also happen where the loss 
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -240,3 +241,20 @@ def show_call(module: nn.Module, call: HookedCall) -> None:
         if is_users(hook):
             result = hook(module, args, kwargs, output) if takes_kwargs else hook(module, args, output)
             output = output if result is None else result
+
+
+def reads_first_argument(hook: Any) -> bool:
+    """Say whether a hook may read the first argument that it is given: any but a function that never names it.
+
+    >>> reads_first_argument(lambda optimizer, *_: optimizer.state), reads_first_argument(lambda *_: None)
+    (True, False)
+    """
+    inner = inspect.unwrap(hook)  # such as of `torch.no_grad`
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    if code is None:
+        return True
+    num_before = int(inspect.ismethod(hook))
+    place = num_before if code.co_argcount > num_before else code.co_argcount + code.co_kwonlyargcount
+    name = code.co_varnames[place] if len(code.co_varnames) > place else None
+    read = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")]
+    return name is None or any(each == name or (isinstance(each, tuple) and name in each) for each in read)

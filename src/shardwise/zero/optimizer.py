@@ -101,7 +101,7 @@ class ShardedOptimizer:
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
-        self._hooks = StepHooks(self.optimizer, lambda: (own := this()) is None or own.is_stepping)
+        self.hooks = StepHooks(self.optimizer, lambda: (own := this()) is None or own.is_stepping)
         self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
         self._own_methods = follow_calls(self.optimizer, self.add_group, self.change_weights, self._clear_by_script)
 
@@ -393,7 +393,7 @@ class ShardedOptimizer:
         with timeline.span(ActionKind.STEP, None):
             self._step_matrices(factor, used)
             self._step_whole(factor, used)
-            if self._own_steps and self._hooks.are_there:
+            if self._own_steps and self.hooks.are_there:
                 self._show_to_hooks(factor, used)
             self._step_on_device(self._gradients, used, factor)
             self._gradients.clear()
@@ -405,7 +405,7 @@ class ShardedOptimizer:
                 if (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought}, used, factor)
         self.track_states()
-        self._hooks.end_step()
+        self.hooks.end_step()
         self._stepped.clear()
         self._clear_gradients()
         return stepping
@@ -417,7 +417,7 @@ class ShardedOptimizer:
             for group in self._own_steps
             if group.grads is not None and group.grads.holds_sum
         }
-        self._hooks.show(self.pieces, flats, factor, used)
+        self.hooks.show(self.pieces, flats, factor, used)
 
     def step_in_backward(self, group: ParamGroup, factor: float) -> None:
         """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
@@ -462,7 +462,7 @@ class ShardedOptimizer:
 
     def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[StepChunk]:
         holds = group.grads is not None and group.grads.holds_sum
-        factor = self._hooks.factor(group, factor)
+        factor = self.hooks.factor(group, factor)
         return self._own_steps[group].chunks(factor, used, self.options_of) if holds else []
 
     def _is_whole(self, group: ParamGroup) -> bool:
@@ -471,13 +471,13 @@ class ShardedOptimizer:
 
     def can_step_alone(self, group: ParamGroup) -> bool:
         """Say whether the group can be stepped before the others."""
-        return self._is_offloaded(group) and not self._is_whole(group) and not self._hooks.are_there
+        return self._is_offloaded(group) and not self._is_whole(group) and not self.hooks.are_there
 
     def _step_matrices(self, factor: float, used: Mapping[str, bool]) -> None:
         """Step the groups of matrices; what is stored off the device is brought there, and written back."""
         if self._matrix_step is None:
             return
-        self._hooks.refuse()
+        self.hooks.refuse()
         gradient_of = self._final_gradients(factor)
         self._matrix_step.step(used, MatrixPieces(gradient_of, self._momentum_of, self.options_of))
         for group in [group for group in self._gradients if group.spec.is_matrix]:
@@ -530,7 +530,7 @@ class ShardedOptimizer:
         gradients = {group: each for group, each in gradients.items() if group not in encoded}
         stepped = [piece.view for piece in self.pieces if used[piece.name] and piece.group in gradients]
         is_mixed = lacks_some_momentum(self.optimizer, stepped)
-        is_scaled = not (is_mixed or self._hooks.are_there) and scale_in_step(self.optimizer, factor)
+        is_scaled = not (is_mixed or self.hooks.are_there) and scale_in_step(self.optimizer, factor)
         if not is_scaled:
             for gradient in gradients.values():
                 gradient.mul_(factor)
@@ -548,12 +548,13 @@ class ShardedOptimizer:
         for piece in self.pieces:
             piece.view.grad = None
         for group, gradient in encoded.items():
-            self._own_steps[group].step(gradient, self._hooks.factor(group, factor), used, self.options_of)
+            self._own_steps[group].step(gradient, self.hooks.factor(group, factor), used, self.options_of)
 
     def _call_step(self) -> None:
         self.is_stepping = True
         try:
-            self.optimizer.step()
+            with self.hooks.late_ones_held():
+                self.optimizer.step()
         finally:
             self.is_stepping = False
 
@@ -574,7 +575,7 @@ class ShardedOptimizer:
     def close(self) -> None:
         """Forget all states; the optimizer's groups get back the model's own parameters that it trained."""
         self.clear()
-        self._hooks.close()
+        self.hooks.close()
         for name in self._own_methods:
             delattr(self.optimizer, name)
         self._own_methods = ()

@@ -1,9 +1,13 @@
-"""Shows hooks before the optimizer's step the gradients of what the library steps: off the device, or encoded."""
+"""Shows hooks before the optimizer's step the gradients of what the library steps: off the device, or encoded.
+
+Hooks after the step that do not read the optimizer may read the model, so they wait until its parameters are new.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +17,8 @@ from torch.optim import Optimizer
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.state_shards import FlatState
-from shardwise.runtime.torch_private import step_pre_hooks
+from shardwise.runtime.torch_private import step_post_hooks, step_pre_hooks
+from shardwise.runtime.user_hooks import reads_first_argument
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import ParamPiece
 
@@ -96,6 +101,26 @@ class StepHooks:
         for piece, flat, _, gradient in left:
             if piece.group in self._changed and gradient is not None:
                 flat.write(piece.start, gradient.detach().reshape(-1))
+
+    @contextmanager
+    def late_ones_held(self) -> Iterator[None]:
+        """Keep the hooks after the step that do not read the optimizer from running: `call_late` does."""
+        hooks = step_post_hooks(self._optimizer)
+        held = {key: hook for key, hook in hooks.items() if not reads_first_argument(hook)}
+        for key in held:
+            del hooks[key]
+        try:
+            yield
+        finally:
+            hooks.update(held)
+            for key in sorted(hooks) if held else ():
+                hooks.move_to_end(key)
+
+    def call_late(self) -> None:
+        """Call the hooks that a step holds."""
+        for hook in list(step_post_hooks(self._optimizer).values()):
+            if not reads_first_argument(hook):
+                hook(self._optimizer, (), {})
 
     def factor(self, group: ParamGroup, factor: float) -> float:
         """Return what is still to be multiplied with a group's gradients."""
