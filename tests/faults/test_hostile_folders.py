@@ -165,7 +165,7 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path, values: Any, capsys: pyte
 
 
 def test_a_full_disk_names_the_page(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def full(path: object) -> Any:
+    def full(*_: object) -> Any:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shardwise.config.written_files.create", full)
@@ -213,7 +213,7 @@ def test_what_is_no_folder_has_no_disk(place: str, capsys: pytest.CaptureFixture
         read_disk(Path(place))
     for flag in ("--nvme-path", "--dir"):
         assert main(["doctor", "--quick", flag, place]) == 2
-        assert "[not-a-folder]" in capsys.readouterr().err
+        assert "is not a folder" in capsys.readouterr().err
 
 
 def test_a_link_to_nothing_has_no_disk(tmp_path: Path) -> None:

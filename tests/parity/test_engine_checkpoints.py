@@ -686,7 +686,7 @@ def test_foreign_manifests_are_damaged_not_a_key_error() -> None:
     other = '{"format":"other-checkpoint","version":2}'
     for body in ('{"weight_map":{}}', "[1,2]", "not JSON", other):
         each = with_body(text, body)
-        with refused("not-a-manifest", "manifest.json"):
+        with refused("not-json" if body == "not JSON" else "not-a-manifest", "manifest.json"):
             Manifest.from_text(each, "manifest.json")
     torn = with_body(text, '{"format":"shardwise-checkpoint","version":1,"tensors":[{}]}')
     with refused("manifest-malformed", "manifest.json", "step: Field required"):

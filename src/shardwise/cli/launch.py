@@ -68,7 +68,7 @@ def launch(**given: Any) -> int:
 
 
 def _note(words: str) -> None:
-    print(f"shardwise: {printable(words)}", file=sys.stderr)
+    print(printable(f"shardwise: {words}"), file=sys.stderr)
 
 
 def _tell_secrets(names: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ def _hosts(arguments: SimpleNamespace, num_ranks: int) -> Mapping[str, int]:
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError("hosts-and-hostfile", "--hosts and --hostfile both name hosts; drop one")
     if arguments.hostfile is not None:
-        found = read_hostfile(read_text(arguments.hostfile, "give a file of lines HOST slots=N").splitlines())
+        found = read_hostfile(read_text(arguments.hostfile, "give --hostfile lines HOST slots=N").splitlines())
         return dict.fromkeys(found, num_ranks) if arguments.gpus else found
     if arguments.hosts is None:
         return {}

@@ -106,7 +106,8 @@ def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
         is_of_hub = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
         if not real.is_relative_to(home) and not is_of_hub:
             raise OSError(errno.EINVAL, f"it is a link to {real}, out of its folder", str(path))
-        path = real
+        # The folder as it was given: another process's root, such as /proc/7/root, has no other name.
+        path = Path(folder, real.relative_to(home)) if real.is_relative_to(home) else real
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if folder is None else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:

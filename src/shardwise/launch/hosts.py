@@ -55,7 +55,7 @@ def exported(environ: Mapping[str, str]) -> dict[str, str]:
     chosen = {name: value for name, value in environ.items() if name.startswith(EXPORTED)}
     good = {name: value for name, value in chosen.items() if checks.is_variable(name) and checks.is_text(value)}
     if odd := [shown_value(name) for name in chosen if name not in good]:
-        print(f"shardwise: the hosts do not get {', '.join(odd)}, which no shell can set", file=sys.stderr)
+        print(printable(f"shardwise: the hosts do not get {', '.join(odd)}, which no shell can set"), file=sys.stderr)
     return good
 
 

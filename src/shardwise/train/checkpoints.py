@@ -26,7 +26,8 @@ from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, Dama
 from shardwise.checkpoint.match import LENIENT_FIX
 from shardwise.config.errors import system_code, with_code
 from shardwise.config.resolve import BatchConfig, Config, ConfigError, TiersConfig, read_toml
-from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.config.untrusted_files import UntrustedFileError, open_regular, read_json
+from shardwise.config.written_files import write_whole
 from shardwise.engine.checkpoint_api import saves_from_files
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import nearest_legal
@@ -229,9 +230,10 @@ def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
         return
     for run in runs:
         with suppress(OSError):
-            lines = [line for line in (run / METRICS_NAME).open("rb") if 0 < _step_in(line) <= resumed.step]
+            with open(open_regular(run / METRICS_NAME, run), "rb") as file:
+                lines = [line for line in file if 0 < _step_in(line) <= resumed.step]
             if lines and _step_in(lines[-1]) == resumed.step:
-                own.write_bytes(b"".join(lines))
+                write_whole(own, b"".join(lines))
                 return
 
 

@@ -134,7 +134,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     if exit_code == _REFUSED and is_untouched(folder):
         shutil.rmtree(folder, ignore_errors=True)
     elif exit_code:
-        print(f"shardwise: {how_to_go_on(config, folder, resume)}", file=sys.stderr, flush=True)
+        write_line(f"shardwise: {how_to_go_on(config, folder, resume)}", to_stderr=True)
     return exit_code
 
 

@@ -160,7 +160,7 @@ def test_a_profile_of_another_schema_or_that_cannot_be_written_leaves_nothing(tm
     found = find_profile(tmp_path, "cpu", 2)
     assert found is not None
     assert found.num_ranks == 1  # of two as near the smaller one
-    monkeypatch.setattr("shardwise.planner.profile.os.fsync", lambda file: 1 / 0)
+    monkeypatch.setattr("os.fsync", lambda file: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_profile(replace(PROFILE, num_ranks=8), tmp_path)
     assert sorted(each.name for each in (tmp_path / "profiles").iterdir()) == ["cpu-1.json", "cpu-3.json"]

@@ -145,10 +145,11 @@ def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:
                 "index-names-absent-file", f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again"
             )
         for tensor in read_header(folder / file, num_known):
+            if weight_map.get(tensor.name, file) != file:
+                continue  # another file's counts
             if tensor.name in found:
                 _check_equal(folder, found[tensor.name], tensor)
-            if weight_map.get(tensor.name) == file:
-                listed.discard(tensor.name)
+            listed.discard(tensor.name)
             found.setdefault(tensor.name, tensor)
     yield from found.items()
     for name in sorted(listed):
