@@ -224,7 +224,7 @@ def test_the_library_neither_pickles_nor_unpickles() -> None:
     # DeepSpeed's checkpoints are read by the loader that runs nothing, its scripts write files of torch.save, and its
     # Ulysses sends batches of any objects between the ranks of one job.
     reads, allowed = (
-        "checkpoint/deepspeed.py",
+        "checkpoint/torch_files.py",
         {
             "compat/deepspeed/runtime/engine.py": "torch.save(",
             "compat/deepspeed/utils/zero_to_fp32.py": "torch.save(",

@@ -328,7 +328,7 @@ def test_all_ranks_raise_where_one_fails_to_start(ranks: WorkerPool, num_ranks: 
     for rank, found in enumerate(ranks(num_ranks).run(initialize_failing, stage, 1)):
         code, message = found["refusal"]
         assert code == ("no-optimizer-made" if rank == 1 else "other-rank-start")
-        assert message == "no optimizer" if rank == 1 else all(value in message for value in ("rank 1", "no optimizer"))
+        assert all(value in message for value in ("no optimizer", *(["rank 1"] if rank == 0 else [])))
         assert (found["same"], found["kinds"], found["hooks"]) == (True, True, 0)
 
 

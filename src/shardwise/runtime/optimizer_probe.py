@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError
-from shardwise.runtime.torch_private import step_post_hooks, step_pre_hooks, unseen_by_op_modes
+from shardwise.runtime.torch_private import step_hooks, unseen_by_op_modes
 from shardwise.runtime.user_hooks import reads_first_argument
 
 # Gradients that are small and large beside the parameters, so that limits of norms and ratios are met on both sides.
@@ -305,7 +305,7 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any], by_old: dict[int, list[n
             _copied(inner, memo, by_old)
     # A schedule replaces `step` by a function that steps the optimizer itself, which must not move.
     made.__dict__.update({key: _copy_of(each, memo) for key, each in attributes.items() if key != "step"})
-    for hooks in (step_pre_hooks(made)[0], step_post_hooks(made)):  # others, such as an average's, would act in earnest
+    for hooks in step_hooks(made)[:2]:  # others, such as an average's, would act in earnest
         for key in [key for key, hook in hooks.items() if not reads_first_argument(hook)]:
             del hooks[key]
     return made

@@ -20,7 +20,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as _modules
-from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
@@ -73,8 +72,7 @@ __all__ = [
     "returned",
     "set_data",
     "set_unsharded_storage",
-    "step_post_hooks",
-    "step_pre_hooks",
+    "step_hooks",
     "uncompiled",
     "unseen_by_op_modes",
     "version",
@@ -388,17 +386,13 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return skip(call)
 
 
+def step_hooks(optimizer: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any], Mapping[int, Any]]:
+    """Return the hooks before an optimizer's step, those after it, and those before all steps; no list is public."""
+    before_all = _optimizers._global_optimizer_pre_hooks
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, before_all
+
+
 # Gamma and Dirichlet distributions draw by these; public torch has the distributions alone.
-def step_pre_hooks(optimizer: Optimizer) -> tuple[OrderedDict[int, Any], Mapping[int, Any]]:
-    """Return the hooks before an optimizer's step, and those before the steps of all; there is no public list."""
-    return cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks), _optimizers._global_optimizer_pre_hooks
-
-
-def step_post_hooks(optimizer: Optimizer) -> OrderedDict[int, Any]:
-    """Return the hooks after an optimizer's step; there is no public list."""
-    return cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
-
-
 PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
 
 # What asks a parameter for an alias: `Module.state_dict` for what is saved, and `nn.Parameter` for a new parameter.

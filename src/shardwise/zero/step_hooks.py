@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.state_shards import FlatState
-from shardwise.runtime.torch_private import step_post_hooks, step_pre_hooks
+from shardwise.runtime.torch_private import step_hooks
 from shardwise.runtime.user_hooks import reads_first_argument
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import ParamPiece
@@ -52,11 +52,11 @@ class StepHooks:
     @property
     def are_there(self) -> bool:
         """Say whether other code has registered hooks."""
-        return self._has_own or bool(step_pre_hooks(self._optimizer)[1])
+        return self._has_own or bool(step_hooks(self._optimizer)[2])
 
     @property
     def _has_own(self) -> bool:
-        return len(step_pre_hooks(self._optimizer)[0]) > 1
+        return len(step_hooks(self._optimizer)[0]) > 1
 
     def refuse(self) -> None:
         """Raise where hooks would not see the gradients of matrices.
@@ -82,7 +82,7 @@ class StepHooks:
             factor: turns them into the mean.
             used: whether each parameter, by name, has a gradient; becomes false where hooks take it away.
         """
-        step_pre_hooks(self._optimizer)[0].move_to_end(self._handle.id)  # it calls `take`
+        step_hooks(self._optimizer)[0].move_to_end(self._handle.id)  # it calls `take`
         self._used = used
         self._shown = [(each, flats[each.group], factor) for each in pieces if used[each.name] and each.group in flats]
         for piece, flat, _ in self._shown:
@@ -105,7 +105,7 @@ class StepHooks:
     @contextmanager
     def late_ones_held(self) -> Iterator[None]:
         """Keep the hooks after the step that do not read the optimizer from running: `call_late` does."""
-        hooks = step_post_hooks(self._optimizer)
+        hooks = step_hooks(self._optimizer)[1]
         held = {key: hook for key, hook in hooks.items() if not reads_first_argument(hook)}
         for key in held:
             del hooks[key]
@@ -118,7 +118,7 @@ class StepHooks:
 
     def call_late(self) -> None:
         """Call the hooks that a step holds."""
-        for hook in list(step_post_hooks(self._optimizer).values()):
+        for hook in list(step_hooks(self._optimizer)[1].values()):
             if not reads_first_argument(hook):
                 hook(self._optimizer, (), {})
 

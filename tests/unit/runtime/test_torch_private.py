@@ -37,7 +37,7 @@ from shardwise.runtime.torch_private import (
     returned,
     set_data,
     set_unsharded_storage,
-    step_pre_hooks,
+    step_hooks,
     uncompiled,
     unseen_by_op_modes,
     version,
@@ -478,7 +478,7 @@ def test_cpu_flash_attention_backward_adds_up_over_parts_of_the_keys() -> None:
     torch.testing.assert_close(torch.cat([parts[0][1], parts[1][1]], 2), whole[1])
 
 
-def test_step_pre_hooks_are_those_of_the_optimizer_and_of_all() -> None:
+def test_step_hooks_are_those_of_the_optimizer_and_of_all() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     handles = [optimizer.register_step_pre_hook(lambda *_: None) for _ in range(2)]
-    assert [list(hooks) for hooks in step_pre_hooks(optimizer)] == [[each.id for each in handles], []]
+    assert [list(hooks) for hooks in step_hooks(optimizer)] == [[each.id for each in handles], [], []]
