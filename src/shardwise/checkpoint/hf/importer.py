@@ -125,8 +125,13 @@ def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
     return values
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:
-    """Yield the tensors of all files, by name, in their order."""
+def _entries(folder: Path, follows_index: bool = True) -> Iterator[tuple[str, FileTensor]]:
+    """Yield the tensors of all files, by name, in their order.
+
+    Args:
+        folder: of Hugging Face.
+        follows_index: a tensor in two files counts where the index has it; else both must be equal.
+    """
     if (folder / WEIGHTS_NAME).is_file():
         yield from ((tensor.name, tensor) for tensor in read_header(folder / WEIGHTS_NAME))
         return
@@ -145,11 +150,12 @@ def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:
                 "index-names-absent-file", f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again"
             )
         for tensor in read_header(folder / file, num_known):
-            if weight_map.get(tensor.name, file) != file:
-                continue  # another file's counts
+            if follows_index and weight_map.get(tensor.name, file) != file:
+                continue
             if tensor.name in found:
                 _check_equal(folder, found[tensor.name], tensor)
-            listed.discard(tensor.name)
+            if weight_map.get(tensor.name) == file:
+                listed.discard(tensor.name)
             found.setdefault(tensor.name, tensor)
     yield from found.items()
     for name in sorted(listed):
@@ -188,7 +194,7 @@ def check_numbers(folder: Path, wanted: Sequence[WantedState]) -> None:
     if not any((folder / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
         return
     kinds = {name: each.kind for each in wanted for name in (each.name, *each.aliases)}
-    for name, tensor in _entries(folder):
+    for name, tensor in _entries(folder, follows_index=False):
         if kinds.get(name, number_kind(tensor.dtype)) != number_kind(tensor.dtype):
             raise CheckpointError(
                 "numbers-of-another-kind",
