@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.config.resolve import shown_value
 from shardwise.config.sections import MAX_LAYERS
 from shardwise.config.untrusted_files import UntrustedFileError
 
@@ -25,7 +26,6 @@ _MAX_WIDTH: Final = 10**7
 _MAX_EXPERTS: Final = 4096
 _MAX_TOKENS: Final = 10**9
 _MAX_LABELS: Final = 10**6
-_MAX_SHOWN: Final = 40
 _FIX: Final = "take the config.json of the model"
 
 # The least and the most of each size. Those that decide how many modules are built are the tightest.
@@ -86,7 +86,7 @@ def check_model_config(values: Mapping[str, Any], where: str) -> None:
         UntrustedFileError: one is; the message names it, and what it may be.
     """
     for key, value, wrong in _wrong_values(values, is_whole=True):
-        raise UntrustedFileError("hf-config-value", f"{where}: {key}={_shown(value)} {wrong}; {_FIX}")
+        raise UntrustedFileError("hf-config-value", f"{where}: {key}={shown_value(value)} {wrong}; {_FIX}")
 
 
 def runs_own_code(values: Mapping[str, Any]) -> bool:
@@ -125,11 +125,3 @@ def _wrong_values(values: Mapping[str, Any], is_whole: bool) -> Iterator[tuple[s
 
 def _is_size(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # a number of more digits than Python writes
-        return f"an integer of {value.bit_length():,} bits"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
