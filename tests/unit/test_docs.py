@@ -162,9 +162,14 @@ def test_links_lead_to_files() -> None:
 
 
 def spans(page: Path) -> list[str]:
-    """The texts in backticks of a page, outside its blocks of code."""
-    prose = "\n".join(line for line in outside_blocks(page).split("\n") if not line.startswith("    "))
-    return re.findall("`([^`]+)`", prose)
+    """The texts in backticks of a page, outside its blocks of code; those of a list's indented lines are among them."""
+    prose, is_list = [], False
+    for line in outside_blocks(page).split("\n"):
+        if line and not line.startswith(" "):
+            is_list = re.match(r"(-|\d+\.) ", line) is not None
+        if is_list or not line.startswith("    "):
+            prose.append(line.strip())
+    return re.findall("`([^`]+)`", "\n".join(prose))
 
 
 def test_paths_lead_to_files() -> None:

@@ -68,27 +68,6 @@ ALLOWED = re.compile(
     r"|sweeps?( of layouts|, mean|, tau| at a few)",
     re.IGNORECASE,
 )
-# Verbs that begin docstrings of classes and modules only, what begins no sentence without a subject, and the verbs of
-# sentences with one, up to the first clause.
-OTHER_VERBS = frozenset(
-    re.findall(
-        r"\S+",
-        """
-    answer be bound bundle carry combine connect coordinate defer define drive escape execute fold has identify
-    implement interpolate is locate lower manage match offer pair place pool project provide repeat represent reuse
-    sample serve shrink stand state suggest track translate work
-    """,
-    )
-)
-NO_VERBS = frozenset(
-    ("a", "all", "an", "as", "each", "no", "of", "one", "that", "the", "they", "this", "those", "what")
-)
-FINITE = re.compile(
-    r"\b(is|are|has|have|can|cannot|does|did|may|was|says?|plans|computes|compares?|records|composes|runs?|starts|finds|"
-    r"joins|reads?|handles|go|stores?|carry|gets?|keep|measure|replace|names|cast|counts|report|takes|makes|trains|holds|"
-    r"leaves|failed|ran|get)\b"
-)
-CLAUSE = re.compile(r"\b(?:that|which|whose|where|who|when|as|what|how|if|since)\b|[;:(]")
 CODE = re.compile(r"(?=.{3,40}$)[a-z0-9]+(-[a-z0-9]+){1,4}")
 # Codes of rules that several packages state; any other code is of one package.
 SHARED_CODES = frozenset(
@@ -199,69 +178,6 @@ def test_the_words_are_those_of_the_glossary() -> None:
         for word in words_in(line)
         if word in WORDS
     ]
-    assert not found, "\n".join(found)
-
-
-def first_sentences(tree: ast.Module) -> Iterator[tuple[str, bool, str]]:
-    """Yield of each public docstring whose it is, whether that is a function's, and the first sentence."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            name, text = getattr(node, "name", "the module"), " ".join((ast.get_docstring(node) or "").split())
-            if text and not name.startswith("_"):
-                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-                yield name, is_function, re.split(r"(?<=[.!?]) ", text)[0]
-
-
-def test_docstrings_begin_with_a_sentence_that_has_a_verb() -> None:
-    """A function's begins with an imperative; a class's or module's with such a verb, or with a subject and one."""
-    found = [(path, *each) for path in FILES for each in first_sentences(tree_of(path))]
-    first = [re.split(r"[^A-Za-z]", sentence.lower())[0] for *_, sentence in found]
-    verbs = {word for word, each in zip(first, found, strict=True) if each[2]}
-    wrong = verbs & NO_VERBS | {word for word in verbs if re.search(r"[^s]s$", word)}
-    assert not wrong, f"the docstring of a function begins with {wrong}, not with an imperative"
-    verbs |= OTHER_VERBS
-    verbs |= {ending for verb in verbs for ending in (f"{verb}s", f"{verb}es", re.sub("y$", "ies", verb))}
-    fragments = [
-        f"{path.relative_to(SOURCE)}: {name}: {sentence}"
-        for word, (path, name, _, sentence) in zip(first, found, strict=True)
-        if word not in verbs or re.match(r"[A-Za-z]+ of\b", sentence)
-        if not FINITE.search(CLAUSE.split(sentence)[0])
-    ]
-    assert not fragments, "\n".join(["a docstring begins with a sentence that has a verb:", *fragments])
-
-
-def is_command(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(".command")
-
-
-def public_functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]:
-    """The public functions and methods of a module, each with its docstring; a constructor has its class's too.
-
-    A command's arguments are left out: the help of each option says what it is.
-    """
-    for node in tree.body:
-        owner = node if isinstance(node, ast.ClassDef) else None
-        for each in owner.body if owner is not None else [node]:
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
-                map(is_command, each.decorator_list)
-            ):
-                is_init = owner is not None and each.name == "__init__"
-                if (is_init or not each.name.startswith("_")) and not (owner and owner.name.startswith("_")):
-                    of_class = ast.get_docstring(owner) or "" if is_init and owner is not None else ""
-                    yield each, f"{of_class}\n{ast.get_docstring(each) or ''}"
-
-
-def test_public_functions_of_three_arguments_say_what_they_are() -> None:
-    """A docstring names each argument, or says whose they are."""
-    found = []
-    for path in FILES:
-        for node, text in public_functions(tree_of(path)):
-            arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            arguments = [each for each in arguments if each not in ("self", "cls")]
-            if len(arguments) >= 3 and not any("overload" in ast.unparse(each) for each in node.decorator_list):
-                missing = [each for each in arguments if not re.search(rf"\b{each}\b", text)]
-                if missing and not re.search(r"[Aa]rguments\b.* are\s+those\s+of", text):
-                    found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {node.name} has no word about {missing}")
     assert not found, "\n".join(found)
 
 
