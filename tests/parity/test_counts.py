@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}},
     "pp": {"mesh": {"pp": 2}},
     "cp": {"mesh": {"cp": 2}},
-    "host": {"zero": {"stage": 2}, "tiers": {"optimizer": "host", "step_in_backward": True}},
+    "host": {"zero": {"stage": 2}, "tiers": {"optimizer": "host"}},
 }
 Batch = dict[str, Tensor]
 

@@ -57,7 +57,6 @@ def tiers_of(where: str, folder: Path, **more: Any) -> dict[str, Any]:
             "stage": [1, 2, 3],
             "ranks": [1, 2],
             "accumulation": [1, 2],
-            "in_backward": [True, False],
             "share": [0.0, 0.4],
         },
         lambda row: row["stage"] == 3 or WHERE[row["where"]][0] == "device",
@@ -66,7 +65,7 @@ def tiers_of(where: str, folder: Path, **more: Any) -> dict[str, Any]:
 def test_states_and_updates_are_the_bits_of_the_device(
     ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    more = {"step_in_backward": options["in_backward"], "optimizer_on_device": options["share"]}
+    more = {"optimizer_on_device": options["share"]}
     sections = {
         "zero": {"stage": options["stage"]},
         "batch": {"accumulation": options["accumulation"]},

@@ -432,28 +432,6 @@ def test_newton_schulz_has_the_bits_of_torchs(shape: tuple[int, int], in_bf16: b
     assert torch.equal(ours, whole)
 
 
-def test_groups_stepped_in_the_backward_leave_matrices_to_the_step(ranks: WorkerPool) -> None:
-    sections = {
-        "zero": {"stage": 2},
-        "tiers": {"optimizer": "host", "grads": "host", "step_in_backward": True},
-        "optimizer": {**MUON, "clip_norm": None},
-    }
-    plain = {"zero": {"stage": 2}, "optimizer": {**MUON, "clip_norm": None}}
-    expected = merge_ranks(ranks(2).run(train_by_steps, plain))
-    check_parity(merge_ranks(ranks(2).run(train_by_steps, sections)), expected)
-
-
-def train_by_steps(rank: int, world_size: int, sections: dict[str, Any]) -> Trace:
-    case = CASES["transformer"]
-    with initialize(case.build(torch.float64), make_config(1, sections), loss_fn=case.loss) as engine:
-        batches = make_batches(case, num_steps=4, world_size=world_size, num_micro_batches=1)
-        results = [engine.train_step(step[rank]) for step in batches]
-        assert engine.step_context.step_in_backward.is_allowed == ("tiers" in sections)
-        names = [name for name, _ in engine.module.named_parameters()]
-        parameters = {name: engine.read(name) for name in names}
-    return Trace([each.loss for each in results], [each.grad_norm for each in results], {}, parameters)
-
-
 class Blocks(nn.Module):
     """Two blocks of matrices that are large enough to be encoded."""
 

@@ -324,7 +324,7 @@ def clipped_in_a_hook(model: nn.Module) -> torch.optim.Optimizer:
 STORED: Final = [
     {"zero": {"stage": 0}},
     {"tiers": {"optimizer": "host"}},
-    {"tiers": {"optimizer": "host", "grads": "host", "step_in_backward": True}},
+    {"tiers": {"optimizer": "host", "grads": "host"}},
     {"zero": {"stage": 3}, "tiers": {"optimizer": "nvme", "grads": "nvme"}},
 ]
 

@@ -438,14 +438,7 @@ class Comm(ABC):
             name: for counts and messages.
             known: numbers of the host, summed too and returned after the values.
         """
-        return self._start_scalars(values, known, dist.ReduceOp.SUM, name)()
-
-    def start_sum_scalars(self, values: Tensor, name: str) -> Callable[[], list[float]]:
-        """Start to sum a small fp64 vector in place; return the function that waits for the sums.
-
-        On CUDA it waits for them alone, not for what is enqueued after them.
-        """
-        return self._start_scalars(values, (), dist.ReduceOp.SUM, name)
+        return self._reduce_scalars(values, known, dist.ReduceOp.SUM, name)
 
     def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Return the element-wise maximum of a small fp64 vector over the ranks, on the host.
@@ -455,7 +448,7 @@ class Comm(ABC):
             name: for counts and messages.
             known: as for `sum_scalars`.
         """
-        return self._start_scalars(values, known, dist.ReduceOp.MAX, name)()
+        return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
 
     def broadcast(self, buffer: Tensor, name: str) -> None:
         """Give every rank what rank 0 of the group holds."""
@@ -526,34 +519,26 @@ class Comm(ABC):
         numel = full.numel() // self.world_size
         return full[self.rank * numel : (self.rank + 1) * numel]
 
-    def _start_scalars(
+    def _reduce_scalars(
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
-    ) -> Callable[[], list[float]]:
+    ) -> list[float]:
         if known:
             given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
-        reduced, found, there = started.as_work(), values, Event(None)
+        started.as_work().wait()  # on CUDA the stream waits, not the host
+        found, copied = values, Event(None)
         if self.device.type == "cuda":
-            reduced.wait()  # the stream waits, not the host
             found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             found.copy_(values, non_blocking=True)
-            there = Event.record(self.device)
-
-        def read() -> list[float]:
-            reduced.wait()
-            self.comm_log.begin(call)  # on CUDA, here the host waits
-            try:
-                there.wait_on_host()
-                if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
-                    return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
-                return found.tolist()
-            finally:
-                self.comm_log.end()
-
-        return read
+            copied = Event.record(self.device)
+        with self.comm_log.running(call):  # on CUDA, here the host waits
+            copied.wait_on_host()
+        if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
+            return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
+        return found.tolist()
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Collective:
         return self.checked(self.comm_log.add(op, name, self._ranks, buffer, passes))

@@ -290,11 +290,6 @@ class LossAccumulator:
             return torch.zeros(0, dtype=torch.float64, device=tensor.device)
         return self._own_sums()[:1] * (1.0 if tensor.rank == 0 else -1.0 / (tensor.world_size - 1))
 
-    def start_sum(self, name: str) -> Callable[[], list[float]]:
-        """Start `sum_over_ranks`; return the function that waits for it."""
-        values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
-        return self._comms.all.start_sum_scalars(self._before(values), name)
-
     def _before(self, values: Tensor) -> Tensor:
         """Put loss and count of this rank, where they count, before further values."""
         return torch.cat([self._own_sums() if self._comms.tensor.rank == 0 else values.new_zeros(2), values])

@@ -119,6 +119,8 @@ _KINDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "unknown-choice": frozenset({"literal_error"}),
     }
 )
+# Keys of what is no more: configs that earlier runs and checkpoints have left still name them.
+_WITHOUT_EFFECT: Final = frozenset(("tiers.step_in_backward",))
 _MAX_SHOWN = 120
 # A path of Linux has at most so many bytes, and no other text is as long.
 _MAX_TEXT_BYTES = 4095
@@ -174,8 +176,13 @@ class Config(Section):
             raise ConfigError(
                 "not-a-config", f"{shown_value(values)} is not a config; give a table of sections, such as zero"
             )
-        _refuse_unknown_keys(cls, values, prefix="")
-        written = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
+        written = {
+            name: {key: value for key, value in section.items() if f"{name}.{key}" not in _WITHOUT_EFFECT}
+            if isinstance(section, Mapping)
+            else section
+            for name, section in values.items()
+        }
+        _refuse_unknown_keys(cls, written, prefix="")
         return cls(**written)
 
     @classmethod

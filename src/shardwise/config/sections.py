@@ -236,8 +236,6 @@ class TiersConfig(Section):
     """Memory of the inputs of recomputed blocks."""
     nvme_path: str | None = None
     """Folder on the disk that stores states; needed for "nvme"."""
-    step_in_backward: bool = True
-    """Whether groups are stepped as soon as their gradients are there; only where nothing is clipped."""
     pin_memory: bool = True
     """Whether host memory is pinned, which copies to and from a GPU need to be asynchronous."""
     bind_cores: bool = False

@@ -57,7 +57,6 @@ from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.startup import agree_on_tied, broadcast_buffers, broadcast_params_across_stages, broadcast_scales
-from shardwise.zero.step_in_backward import StepInBackward, may_step_in_backward
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,6 @@ def _make_context(
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
     if inputs.scheduler is not None:
         check_scheduler(inputs.scheduler, sharded.optimizer)
-    step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
     split_values, hooks_once = _follow_hooks(inputs, comms, draws, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     context = StepContext(
@@ -218,7 +216,6 @@ def _make_context(
         activations=activations,
         sharding=sharding,
         sharded=sharded,
-        step_in_backward=step_in_backward,
         optimizer_plan=optimizer_plan,
         scheduler=inputs.scheduler or own_scheduler(config, sharded.optimizer),
         batches=deque(maxlen=config.batch.accumulation),
@@ -228,7 +225,7 @@ def _make_context(
         hooks_once=hooks_once,
     )
     _connect(context, cleanup)
-    _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
+    _undo_at_end(cleanup, (sharded.close, context.losses.clear, context.batches.clear))
     cleanup.callback(note_engine(context))
     cleanup.callback(context.note_update)
     return context, pipes

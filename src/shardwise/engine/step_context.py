@@ -50,7 +50,6 @@ from shardwise.zero.optimizer_plan import OptimizerPlan
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.startup import regroup
 from shardwise.zero.state_access import EngineState
-from shardwise.zero.step_in_backward import StepInBackward
 
 
 @dataclass(eq=False)
@@ -77,7 +76,6 @@ class StepContext:
     activations: ActivationStore | None
     sharding: ShardingState
     sharded: ShardedOptimizer
-    step_in_backward: StepInBackward
     optimizer_plan: OptimizerPlan
     scheduler: Scheduler
     batches: deque[Any]  # of this step, to search them for values that are not finite
@@ -341,17 +339,6 @@ class StepContext:
         self.sharding.is_last = self.syncs and is_boundary
         self.sharding.will_reduce = self.syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self.sharding.prepare_backward()
-        if self.step_in_backward.is_armed and self.step_in_backward.is_allowed and self.sharding.is_last:
-            read = self.losses.start_sum("count of the step")
-            is_refused = self.sharding.has_foreign_gradients
-
-            def read_factor() -> float | None:
-                loss_sum, count = read()
-                is_known = count > 0 and math.isfinite(count) and (math.isfinite(loss_sum) or self.losses.is_plain)
-                return self._to_mean(count) if is_known and not is_refused else None
-
-            self.note_update()
-            self.step_in_backward.begin(read_factor)
 
     def step(self, forward: Callable[[Any], object]) -> StepResult:
         """Update the parameters by the clipped mean gradient, and advance the schedule.
@@ -369,8 +356,7 @@ class StepContext:
             self.before_update()
         self._check_gradients()
         self.sharding.finish()
-        self.step_in_backward.end()
-        loss_sum, count, square_sum, used, has_stepped = self._agree(self.sharded.square_sums())
+        loss_sum, count, square_sum, used = self._agree(self.sharded.square_sums())
         if (error := self.losses.count_error(count, f"step {self.num_steps + 1}")) is not None:
             self.zero_grad()
             raise error
@@ -384,7 +370,7 @@ class StepContext:
         can_skip = on_nonfinite == "skip" or (has_loss and self.scaler.can_shrink)
         skipped = count == 0 or (can_skip and not is_taken)
         if not (is_taken or skipped):
-            self._fail_nonfinite(loss_sum, grad_norm, has_stepped, forward)
+            self._fail_nonfinite(loss_sum, grad_norm, forward)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if skipped:
             self.sharded.clear()
@@ -425,9 +411,6 @@ class StepContext:
         self.sharding.abandon()
         for parameter in self._untrained():
             parameter.grad = None  # else it is added to the first one after the parameter is unfrozen
-        self.step_in_backward.end()
-        if self.sharded.has_stepped_in_backward:
-            self.status.mix()
         self.sharded.clear()
         self.status.end_backward()
         if not keeps_forwards:
@@ -470,11 +453,11 @@ class StepContext:
         """Return the factor that turns accumulated sums of gradients into the mean over all that counts."""
         return self.losses.normaliser / ((count or 1.0) * self.scaler.scale)
 
-    def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool], bool]:
+    def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
         """Sum over the ranks what all of them must know.
 
         Returns:
-            loss, count, squared norm, which parameters were used, and whether any rank has stepped some of them.
+            loss, count, squared norm, and which parameters were used.
         """
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
@@ -484,16 +467,15 @@ class StepContext:
         was_used = dict(zip(self.sharded.names, self.sharded.used(), strict=True))
         names = self.layout.trained_names
         flags = [was_used.get(name, False) for name in names]
-        stepped = [self.sharded.has_stepped_in_backward] if self.step_in_backward.is_allowed else []
         scale = [self.losses.normaliser * self.losses.is_first] if self.layout.pipeline is not None else []
-        summed = self.take_asking(self.losses.sum_with(own, "step", [*flags, *stepped, *scale, *self.own_asking()]))
+        summed = self.take_asking(self.losses.sum_with(own, "step", [*flags, *scale, *self.own_asking()]))
         if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
             self.losses.normaliser = summed.pop() or self.losses.normaliser
         loss_sum, count, square_sum, *counts = summed
         if self.comms.tensor.world_size > 1:
             self._check_one_loss(counts.pop(0), loss_sum)
         used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
-        return loss_sum, count, square_sum, used, bool(stepped) and counts[-1] > 0
+        return loss_sum, count, square_sum, used
 
     def _check_one_loss(self, deviation: float, loss_sum: float) -> None:
         """Raise where the ranks of a tensor-parallel group have computed different losses.
@@ -533,15 +515,9 @@ class StepContext:
         self.timeline.close_step()
         self.codec_errors.prepare(self.num_steps)
 
-    def _fail_nonfinite(
-        self, loss_sum: float, grad_norm: float, has_stepped: bool, forward: Callable[[Any], object]
-    ) -> None:
-        if has_stepped:
-            self.status.mix()
-            left = "some parameters were stepped before that was known: load a checkpoint, tiers.step_in_backward=false"
-        else:
-            module = first_nonfinite_module(self.model, self.batches, forward, self.comm)
-            left = f"{module}; parameters and optimizer are as before the step"
+    def _fail_nonfinite(self, loss_sum: float, grad_norm: float, forward: Callable[[Any], object]) -> None:
+        module = first_nonfinite_module(self.model, self.batches, forward, self.comm)
+        left = f"{module}; parameters and optimizer are as before the step"
         self.zero_grad()
         raise NonFiniteLossError(
             "loss-not-finite",

@@ -234,11 +234,10 @@ class SequentialRunner:
             return run_model(context, taken, lambda output: taken.loss(context, output))
 
     def train(self, batches: Sequence[Any]) -> StepResult:
-        """Take a step; during the last backward parameters may be stepped as soon as their gradients are final."""
+        """Take a step."""
         context = self._context
         for index, batch in enumerate(batches, 1):
             loss = context.open_loss(batch, self.forward(batch))
-            context.step_in_backward.is_armed = index == len(batches)
             context.backward(loss, is_boundary=index == len(batches))
         return context.step(self.forward)
 

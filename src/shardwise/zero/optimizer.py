@@ -83,7 +83,6 @@ class ShardedOptimizer:
         self._has_shapes = False  # the pieces, which are whole, have the parameters' shapes
         self._states_dtype = resources.states_dtype
         self._codec_errors = resources.codec_errors
-        self._stepped: dict[ParamGroup, Task] = {}  # in the backward, before `step`
         self._gradients: dict[ParamGroup, Tensor] = {}
         self._groups: list[ParamGroup] = []
         self.pieces: list[ParamPiece] = []
@@ -406,7 +405,6 @@ class ShardedOptimizer:
                     self._step_on_device({group: brought}, used, factor)
         self.track_states()
         self.hooks.end_step()
-        self._stepped.clear()
         self._clear_gradients()
         return stepping
 
@@ -419,31 +417,18 @@ class ShardedOptimizer:
         }
         self.hooks.show(self.pieces, flats, factor, used)
 
-    def step_in_backward(self, group: ParamGroup, factor: float) -> None:
-        """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
-        if self._is_offloaded(group):
-            names = (place.name for place in group.spec.params)
-            self._stepped |= self._submit(
-                [(group, each) for each in self._chunks(group, factor, dict.fromkeys(names, True))]
-            )
-
-    @property
-    def has_stepped_in_backward(self) -> bool:
-        """Say whether groups are stepped, or being stepped, before `step`."""
-        return bool(self._stepped)
-
     def _step_pipeline(self, factor: float, used: Mapping[str, bool]) -> dict[ParamGroup, Task]:
-        """Start to update all offloaded groups that are not being updated, each in time for the next forward.
+        """Start to update all offloaded groups, each in time for the next forward.
 
         Chunks that are still in memory from the last pass over NVMe come first, since the others would push them out.
         """
         chunks = [
             (group, chunk)
             for group in self._groups
-            if self._is_offloaded(group) and group not in self._stepped and not self._is_whole(group)
+            if self._is_offloaded(group) and not self._is_whole(group)
             for chunk in self._chunks(group, factor, used)
         ]
-        stepping = self._stepped | self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
+        stepping = self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
         for group in filter(self._is_offloaded, self._own_steps):
             if group not in stepping and not self._is_whole(group):
                 stepping[group] = self._tiers.worker.submit(lambda: None)
@@ -468,10 +453,6 @@ class ShardedOptimizer:
     def _is_whole(self, group: ParamGroup) -> bool:
         """Say whether the group's parameters are stepped whole, by their owners."""
         return self.whole is not None or (self._matrix_step is not None and group.spec.is_matrix)
-
-    def can_step_alone(self, group: ParamGroup) -> bool:
-        """Say whether the group can be stepped before the others."""
-        return self._is_offloaded(group) and not self._is_whole(group) and not self.hooks.are_there
 
     def _step_matrices(self, factor: float, used: Mapping[str, bool]) -> None:
         """Step the groups of matrices; what is stored off the device is brought there, and written back."""
@@ -560,10 +541,6 @@ class ShardedOptimizer:
 
     def clear(self) -> None:
         """Forget the gradients."""
-        for group, task in self._stepped.items():
-            task.wait()
-            group.is_stepped = False
-        self._stepped.clear()
         self._gradients.clear()
         self._clear_gradients()
 

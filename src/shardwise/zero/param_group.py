@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork
-from shardwise.config.errors import EngineError
 from shardwise.construction.shards import make_plain
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
@@ -72,7 +71,6 @@ class ParamGroup:
         grads: the gradients; None where the group is frozen.
         state: which part of `full` is valid.
         is_pinned: the parameters stay present until they are unpinned.
-        is_stepped: the group has taken its step in the backward that is under way.
         gradient_handles: what takes the parameters' gradients.
         writes: what other code writes into the parameters.
         is_lent: graphs or views outside of the unit may share the memory of `full`. It dies with them: it is never
@@ -94,7 +92,7 @@ class ParamGroup:
         self.parameters = tuple(parameters)
         self.is_released_between_uses = stage.unshard_for_use and not spec.is_stored_whole
         self.state = ParamState.UNSHARDED
-        self.is_pinned = self.is_stepped = self.is_lent = False
+        self.is_pinned = self.is_lent = False
         self.gradient_handles: list[GradientHandle] = []
         self._comms = comms
         self._tracker = tracker
@@ -192,8 +190,6 @@ class ParamGroup:
         if self.state is not ParamState.SHARDED:
             return
         self._unshard_start_s = self._timeline.now()
-        if self.is_released_between_uses:
-            self._refuse_if_stepped()
         name = f"unshard {self.spec.name}"
         if self.gathering.has_copies:
             self._gather = self._start_copying()
@@ -241,7 +237,7 @@ class ParamGroup:
 
     def prefetch(self) -> None:
         """Start what `unshard` would have to wait for on the host, if the last step is over."""
-        is_stepping = self.is_stepped or not (self._stepping is None or self._stepping.is_done)
+        is_stepping = self._stepping is not None and not self._stepping.is_done
         if self.is_released and not is_stepping:
             self.shard.prefetch()
 
@@ -298,7 +294,7 @@ class ParamGroup:
             gather_updates: called before the parameters are used, if they are stored whole: gathers groups up to this
                 one in the order of all ranks.
         """
-        self._stepping, self.is_stepped = stepping, False
+        self._stepping = stepping
         if self._take_over(is_narrowed=True):
             self._gather_updates = gather_updates
         self._show_if_pinned()
@@ -374,7 +370,7 @@ class ParamGroup:
 
     def follow_writes(self) -> None:
         """Take over what has been written into the present parameters since they were gathered, if something has."""
-        if self.state is ParamState.UNSHARDED and not self.is_stepped and self.writes.are_followed:
+        if self.state is ParamState.UNSHARDED and self.writes.are_followed:
             with torch.no_grad():
                 self.take_written()
 
@@ -513,14 +509,6 @@ class ParamGroup:
                 "parameter-released",
                 f"parameter {self.spec.params[index].name} is released: under ZeRO-3 a state dict has values inside "
                 "`with engine.gathered():`, which all ranks enter; engine.save and engine.export_weights need none",
-            )
-
-    def _refuse_if_stepped(self) -> None:
-        if self.is_stepped:
-            raise EngineError(
-                "parameters-after-step",
-                f"the parameters of {self.spec.name} are needed again in a backward that has stepped them already; "
-                "set tiers.step_in_backward=false",
             )
 
     def _show_if_pinned(self) -> None:

@@ -10,13 +10,13 @@ and those of all groups before it in the order are there.
 >>> order.mark_done("blocks.1"), order.take_ready()
 (None, ['blocks.1', 'blocks.0'])
 >>> order.note_gradient("blocks.0"), order.take_until(3), order.late
-(True, ['root'], ['blocks.0'])
+(None, ['root'], ['blocks.0'])
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 import torch
@@ -36,14 +36,12 @@ class ReductionOrder(Generic[Group]):
     Attributes:
         groups: those with gradients, in the order of their reductions.
         late: those that got a gradient after their reduction in this backward; they are reduced once more at its end.
-        ever_late: those that have ever been late.
         final: those whose gradients a schedule has reduced for the last time before the step.
     """
 
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self.groups: list[Group] = []
         self.late: list[Group] = []
-        self.ever_late: set[Group] = set()
         self.final: set[Group] = set()
         self._position: dict[Group, int] = {}
         self._done: set[Group] = set()
@@ -54,7 +52,6 @@ class ReductionOrder(Generic[Group]):
         """Replace the groups."""
         self.groups = list(groups)
         self._position = {group: position for position, group in enumerate(self.groups)}
-        self.ever_late &= set(self.groups)
         self._done &= set(self.groups)
 
     def start_backward(self) -> None:
@@ -66,16 +63,10 @@ class ReductionOrder(Generic[Group]):
         """Note that groups get no more gradients in this backward, as far as can be known."""
         self._done.update(groups)
 
-    def note_gradient(self, group: Group) -> bool:
-        """Note a gradient; say whether it is the first that came after the reduction of its group.
-
-        Such a group is used outside its unit, before it.
-        """
-        if self._position[group] >= self._num_taken or group in self.late:
-            return False
-        self.late.append(group)
-        self.ever_late.add(group)
-        return True
+    def note_gradient(self, group: Group) -> None:
+        """Note a gradient: one that comes after the reduction of its group is of a use outside its unit, before it."""
+        if self._position[group] < self._num_taken and group not in self.late:
+            self.late.append(group)
 
     def take_ready(self) -> list[Group]:
         """Return the next groups that are done, as far as all before them are."""
@@ -111,14 +102,9 @@ class ReductionOrder(Generic[Group]):
 
 
 class RunningReductions:
-    """Keeps at most two reductions under way: one may wait for its second collective while the next one starts.
-
-    Attributes:
-        on_reduced: is given each group whose reduction has ended.
-    """
+    """Keeps at most two reductions under way: one may wait for its second collective while the next one starts."""
 
     def __init__(self) -> None:
-        self.on_reduced: Callable[[ParamGroup], None] | None = None
         self._groups: deque[ParamGroup] = deque()
 
     def add(self, group: ParamGroup) -> None:
@@ -136,7 +122,4 @@ class RunningReductions:
             self._end_first()
 
     def _end_first(self) -> None:
-        group = self._groups.popleft()
-        group.finish_reduce()
-        if self.on_reduced is not None:
-            self.on_reduced(group)
+        self._groups.popleft().finish_reduce()

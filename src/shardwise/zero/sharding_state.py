@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.config.errors import EngineError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
@@ -276,12 +275,7 @@ class ShardingState:
         assert group.grads is not None, "the parameter is trained"
         self._begin_backward()
         self.has_foreign_gradients |= self._began_in is not Phase.PRE_BACKWARD
-        if self.reductions.note_gradient(group) and group.is_stepped:
-            raise EngineError(
-                "gradient-after-step",
-                f"a parameter of {group.spec.name} got a gradient after its step in this backward, because it is "
-                "used outside its block; set tiers.step_in_backward=false",
-            )
+        self.reductions.note_gradient(group)
         group.grads.add(index, gradient, self.will_reduce)
         if group.grads.is_complete:
             unit = self._unit_of[group.spec.unit]
@@ -406,7 +400,6 @@ class ShardingState:
 
     def abandon(self) -> None:
         """Leave a pass that did not reach its end."""
-        self.reducing.on_reduced = None  # what is left of it shall not be stepped
         self._enter(Phase.IDLE)
         self._holds_unreduced = self.has_foreign_gradients = False
         self.reductions.late.clear()
@@ -462,8 +455,7 @@ class ShardingState:
     def _prefetch_units(self) -> None:
         for name in self.order.next_units():
             for group in self._unit_of[name].used_groups:
-                if not group.is_stepped:
-                    group.unshard()
+                group.unshard()
         for name in self.order.upcoming(NUM_PREFETCHED):
             for group in self._unit_of[name].groups:
                 group.prefetch()

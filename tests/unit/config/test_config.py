@@ -505,3 +505,11 @@ def test_a_profile_begins_before_it_ends():
         Config.from_dict({"run": {"profile_steps": [13, 10]}}).resolve(1)
     with pytest.raises(ConfigError):
         Config.from_dict({"run": {"sinks": ["comet"]}})
+
+
+def test_what_earlier_runs_have_written_is_read() -> None:
+    """A key of a mechanism that is no more has no effect; elsewhere it is as unknown as any other."""
+    config = Config.from_dict({"tiers": {"step_in_backward": True, "optimizer": "host"}})
+    assert config == Config.from_dict({"tiers": {"optimizer": "host"}})
+    with refused("unknown-key", "zero.step_in_backward"):
+        Config.from_dict({"zero": {"step_in_backward": True}})

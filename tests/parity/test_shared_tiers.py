@@ -1,4 +1,4 @@
-"""Groups that are stepped during the backward, beside those that are not."""
+"""Groups that are stepped on the host, beside those that are stepped on the device."""
 
 from __future__ import annotations
 
@@ -22,6 +22,5 @@ def train(rank: int, world_size: int, tiers: dict[str, Any]) -> list[float]:
 
 
 def test_a_share_that_is_stepped_on_the_device_waits_for_the_step(ranks: WorkerPool) -> None:
-    """What is not stepped in the backward may be gathered again at once."""
     pool = ranks(2)
     assert pool.run(train, {"optimizer": "host", "optimizer_on_device": 0.5}) == pool.run(train, {})
