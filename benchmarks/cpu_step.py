@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from shardwise.offload.cpu_optimizer import StepPiece, StepThreads, rule_of, step_pieces
+from shardwise.offload.cpu_optimizer import StepPiece, StepThreads, step_pieces
+from shardwise.optim.rules import rule_of
 from step_time import machine
 
 STEP_BYTES = 28  # a parameter of an fp32 step: master and two moments read and written, gradient read

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shardwise.layout.codec import BLOCK_NUMEL, Encoded, codec_of
-from shardwise.offload.cpu_optimizer import StepPiece, rule_of, step_pieces
+from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
+from shardwise.optim.rules import rule_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -8,8 +8,9 @@ from triton.runtime import driver
 
 from harness.compiled_kernels import NoGpu, spilled_bytes
 from shardwise.layout.codec import BLOCK_NUMEL, codec_of
-from shardwise.offload.cpu_optimizer import StepPiece, rule_of
-from shardwise.runtime.optimizers import Lion
+from shardwise.offload.cpu_optimizer import StepPiece
+from shardwise.optim.elementwise import Lion
+from shardwise.optim.rules import rule_of
 from shardwise.zero.triton_step import launch_of
 
 if __name__ == "__main__":
@@ -23,7 +24,7 @@ if __name__ == "__main__":
         Lion(params),
     ):
         options = optimizer.param_groups[0]
-        codecs = {name: codec_of(name, "int8") for name in rule_of(optimizer).tensor_states(options)}
+        codecs = {name: codec_of(name, "int8") for name in rule_of(optimizer).first_values(options)}
         states = {name: codec.empty(BLOCK_NUMEL, values.device) for name, codec in codecs.items() if codec is not None}
         piece = StepPiece(options, values, values, states, 1.0, False, None)
         print(type(optimizer).__name__.lower(), spilled_bytes(launch_of(type(optimizer), piece, 1.0)))

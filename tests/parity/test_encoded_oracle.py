@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.layout.codec import BLOCK_NUMEL, codec_of
-from shardwise.offload.cpu_optimizer import StepPiece, rule_of, step_pieces
+from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
+from shardwise.optim.rules import rule_of
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

@@ -26,8 +26,8 @@ from shardwise import Config, Layout, initialize
 from shardwise.layout.layout import build_layout
 from shardwise.layout.matrices import assign_owners, held_ranges, matrices_of, newton_schulz_flops, rounds_of
 from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
+from shardwise.optim.muon import advance_momentum, apply_update, orthogonalize, update_scale
 from shardwise.runtime.memory_tracker import Category
-from shardwise.runtime.muon import advance_momentum, apply_update, orthogonalize, update_scale
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.zero import matrix_step
 

@@ -14,7 +14,7 @@ from harness.models import CASES
 from harness.pool import WorkerPool
 from shardwise import init, initialize
 from shardwise.layout.matrices import held_ranges
-from shardwise.runtime.muon import orthogonalize
+from shardwise.optim.muon import orthogonalize
 from shardwise.zero import matrix_step
 
 transformers = pytest.importorskip("transformers")

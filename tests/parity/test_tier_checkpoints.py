@@ -23,17 +23,15 @@ from harness.states import States, assert_same_bits, whole_states
 from shardwise import Engine, initialize
 from shardwise.checkpoint import file_ranges as spans
 from shardwise.offload import tiers
+from shardwise.optim.rules import RULES
 from shardwise.zero import group_step as streamed
 from shardwise.zero import param_group as params
 
 pytestmark = pytest.mark.begin
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
-    "adamw": {"name": "adamw"},
+    **{rule.name: {"name": rule.name} for rule in RULES if rule.kernel and not rule.matrix_states},
     "momentum": {"name": "sgd", "momentum": 0.9},
-    "sgd": {"name": "sgd"},
-    "adagrad": {"name": "adagrad"},
-    "lion": {"name": "lion"},
 }
 # Shrinking an example that fails would start processes for minutes.
 QUICK_TO_FAIL = settings(

@@ -17,6 +17,7 @@ from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import Engine, initialize
+from shardwise.optim.rules import RULES
 from shardwise.zero import group_step as streamed
 
 NUM_STEPS = 4
@@ -28,12 +29,10 @@ PRECISIONS = {
     "fp16": {"param": "fp16"},
 }
 OPTIMIZERS = {
-    "adamw": {"name": "adamw"},
+    **{rule.name: {"name": rule.name} for rule in RULES if rule.kernel and not rule.matrix_states},
     "adam": {"name": "adam", "weight_decay": 0.1},
     "sgd": {"name": "sgd", "momentum": 0.9},
     "plain sgd": {"name": "sgd"},
-    "adagrad": {"name": "adagrad"},
-    "lion": {"name": "lion"},
 }
 TIERS = ["device", "host", "nvme"]
 

@@ -35,13 +35,14 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.offload.activations import ActivationStore, build_store
 from shardwise.offload.tiers import Tiers
+from shardwise.optim.schedules import own_scheduler
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.module_hooks import call_after_forward
-from shardwise.runtime.optimizers import check_scheduler, own_scheduler
+from shardwise.runtime.optimizer_probe import check_scheduler
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.recompute import replace_forwards
 from shardwise.runtime.streams import Streams

@@ -23,7 +23,7 @@ from shardwise.engine.steps import evaluate, forward_plain
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
 from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
-from shardwise.runtime.optimizers import check_scheduler
+from shardwise.runtime.optimizer_probe import check_scheduler
 from shardwise.zero import state_access as access
 from shardwise.zero.memory_release import ReleaseTarget, Target
 

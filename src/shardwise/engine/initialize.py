@@ -45,8 +45,8 @@ from shardwise.launch.host import (
 from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.opaque import beside_parameters
 from shardwise.layout.tensor_plan import TensorPlan
+from shardwise.optim.schedules import schedule_of
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
-from shardwise.runtime.optimizers import schedule_of
 from shardwise.tensor.plan_layout import check_plain, with_own_dtype
 from shardwise.tensor.prove_plan import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory

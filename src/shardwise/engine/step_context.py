@@ -35,10 +35,10 @@ from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import HostWorkError
+from shardwise.optim.schedules import advance
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
-from shardwise.runtime.optimizers import advance
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import LossScaler, torch_dtype
 from shardwise.runtime.timeline import Timeline

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.precision import DTYPE_BYTES, StatesDtype, StoredDtype
+from shardwise.optim.rules import STORED_STATES
 
 BLOCK_NUMEL: Final = 256
 """Elements that share a scale."""
@@ -40,8 +41,7 @@ NUM_DROPPED: Final = 15
 """Last bits of a float by which no code is found: its sign, exponent and 8 bits of its mantissa tell codes apart."""
 
 _NUM_KEYS: Final = 2**17
-# These states of torch's optimizers are sums or means of squares.
-_UNSIGNED: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+_UNSIGNED: Final = frozenset(state.name for state in STORED_STATES if not state.is_signed)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Final, Literal, TypeVar
 
 from torch import nn
@@ -55,41 +54,9 @@ from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, Sto
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.wire_codec import WireCodec
 from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage, node_ranks, secondary_ranks
+from shardwise.optim.rules import matrix_state_names, state_names
 
 Key = TypeVar("Key")
-
-# The tensors, each with the parameter's shape, that torch's optimizers of these names keep beside the master.
-OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "adamw": ("exp_avg", "exp_avg_sq"),
-        "adam": ("exp_avg", "exp_avg_sq"),
-        "nadam": ("exp_avg", "exp_avg_sq"),
-        "radam": ("exp_avg", "exp_avg_sq"),
-        "adamax": ("exp_avg", "exp_inf"),
-        "adadelta": ("square_avg", "acc_delta"),
-        "asgd": ("ax",),
-        "rprop": ("prev", "step_size"),
-        "adagrad": ("sum",),
-        "rmsprop": ("square_avg", "momentum_buffer"),
-        "sgd": ("momentum_buffer",),
-        "lion": ("exp_avg",),
-        "muon": ("exp_avg", "exp_avg_sq"),
-    }
-)
-
-
-# The same, of parameters that an optimizer steps as whole matrices.
-MATRIX_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"muon": ("momentum_buffer",)})
-
-
-def optimizer_states(config: OptimizerConfig) -> tuple[str, ...]:
-    """Return the tensors that the optimizer keeps for each parameter beside the master; () for an unknown optimizer.
-
-    Parameters that it steps as whole matrices have those of `MATRIX_STATES` in their place.
-    """
-    names = OPTIMIZER_STATES.get(config.name.lower(), ())
-    return tuple(name for name in names if name != "momentum_buffer" or config.kept_momentum > 0)
-
 
 TIERS: Final[tuple[Tier, ...]] = ("device", "host", "nvme")
 
@@ -463,7 +430,7 @@ def build_layout(
         )
     units = find_units(model, config.zero.blocks)
     read = read_parameters(model, units, wide_parameters(model, config.precision))
-    if config.optimizer.name.lower() in MATRIX_STATES:
+    if matrix_state_names(config.optimizer.name):
         matrices, known = find_matrices(model, units), fused or {}
         read = tuple(
             replace(each, is_matrix=True, fused=known.get(each.name))
@@ -518,8 +485,8 @@ def states_of(
     if policy.gather != "param":
         kept_by: Final = "stored whole" if stage.unshard_for_use else "all"
         states.append(StateSpec("exact", "param", policy.param, stage.optimizer, exact_of=kept_by))
-    of_matrices = MATRIX_STATES.get(optimizer.name.lower(), ())
-    kept = [(name, False if of_matrices else None) for name in optimizer_states(optimizer)]
+    of_matrices = matrix_state_names(optimizer.name)
+    kept = [(name, False if of_matrices else None) for name in state_names(optimizer)]
     states += [
         StateSpec(
             name,

@@ -25,8 +25,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
 from shardwise.layout.slicing import Rect
 from shardwise.layout.tensor_plan import TensorPlan
-
-NUM_ITERATIONS: Final = 5  # of Newton-Schulz, as Keller Jordan's and torch's
+from shardwise.optim.muon import NUM_ITERATIONS
 
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NOT_LINEAR: Final = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS)

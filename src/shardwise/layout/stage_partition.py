@@ -35,7 +35,7 @@ from typing import Final, Literal
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.layout.layout import MATRIX_STATES, states_of
+from shardwise.layout.layout import states_of
 from shardwise.layout.matrices import find_matrices
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ParamEntry, find_units, wide_parameters
@@ -43,6 +43,7 @@ from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, precision_policy
 from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
 from shardwise.layout.zero_stages import Placement, effective_stage
+from shardwise.optim.rules import matrix_state_names
 from shardwise.schedule.registry import placement_of
 
 Balance = Literal["both", "time", "memory"]
@@ -496,7 +497,7 @@ def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
     policy, wide = precision_policy(config.precision), wide_parameters(model, config.precision)
 
-    has_matrices = config.optimizer.name.lower() in MATRIX_STATES
+    has_matrices = bool(matrix_state_names(config.optimizer.name))
     matrices = find_matrices(model, find_units(model, config.zero.blocks)) if has_matrices else frozenset()
 
     def sizes(policy: PrecisionPolicy, is_matrix: bool) -> dict[str, float]:

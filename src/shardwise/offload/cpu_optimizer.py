@@ -1,11 +1,7 @@
-"""Step parameters on the CPU as torch's optimizers do, for states that are stored outside the optimizer.
+"""Step parameters on the CPU by an optimizer's row, for states that are stored outside torch's optimizer.
 
-A rule knows which states an optimizer keeps, and updates lists of 1-D CPU tensors by torch's own kernels, so that the
-result is that of a step of the optimizer itself, to rounding.
-
->>> rule = rule_of(torch.optim.SGD([torch.zeros(1)], momentum=0.5))
->>> rule.tensor_states({"momentum": 0.5}), rule.has_counter
-({'momentum_buffer': 0.0}, False)
+The work is cut into blocks that fit the cache, and shared between threads. What is encoded is decoded, stepped and
+encoded again a block at a time.
 """
 
 from __future__ import annotations
@@ -14,248 +10,21 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Barrier
-from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
+from torch.optim import Optimizer
 
-from shardwise.config.resolve import ConfigError
 from shardwise.layout.codec import BLOCK_NUMEL as CODEC_BLOCK
 from shardwise.layout.codec import Encoded
+from shardwise.optim.elementwise import StepTensors
+from shardwise.optim.optimizers import fused_grad_scale
+from shardwise.optim.rules import OptimizerRule
 from shardwise.runtime.codec_errors import CodecErrors
-from shardwise.runtime.muon import IS_MATRIX, MOMENTUM, MuonWithAdamW
-from shardwise.runtime.optimizers import Lion, fused_grad_scale, lion
-
-Options = Mapping[str, Any]
-States = Sequence[Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class PieceTensors:
-    """Holds what one call of a kernel updates: tensors that share their options and the number of steps taken.
-
-    Attributes:
-        params: 1-D, fp32 or fp64.
-        grads: of the same lengths and dtypes; they may be overwritten.
-        states: for each of `params` by name, of its length and dtype; before the first step at their first values.
-        step: how many steps they have taken before.
-        is_first: no step has been taken, so that SGD's momentum starts as the gradient itself.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: States
-    step: float
-    is_first: bool
-
-    def all(self, name: str) -> list[Tensor]:
-        """Return one state of all tensors."""
-        return [states[name] for states in self.states]
-
-    def counters(self) -> list[Tensor]:
-        """Return a counter for each tensor; torch's functions increment it before they use it."""
-        return [torch.tensor(float(self.step), device=param.device) for param in self.params]
-
-
-@dataclass(frozen=True)
-class CpuOptimizer:
-    """Steps tensors as one class of optimizer does; the functions take a parameter group's options.
-
-    Attributes:
-        kind: the class.
-        tensor_states: the names of the states that are as long as the parameter, with their values before any step.
-        has_counter: whether a 0-d fp32 `step` is kept for each parameter.
-        kernel: updates in place.
-    """
-
-    kind: type[Optimizer]
-    tensor_states: Callable[[Options], Mapping[str, float]]
-    has_counter: bool
-    kernel: Callable[[Options, PieceTensors], None]
-
-    def first_values(self, options: Options) -> Mapping[str, float]:
-        """Return `tensor_states`.
-
-        Raises:
-            ConfigError: the rule reads an option that the optimizer lacks.
-        """
-        with self._explained(options):
-            return self.tensor_states(options)
-
-    @contextmanager
-    def _explained(self, options: Options, states: States = ()) -> Iterator[None]:
-        """Say of a name that a rule asks for in vain whose it is; the rule of another optimizer may be copied here."""
-        try:
-            yield
-        except KeyError as error:
-            kept = ", ".join(sorted({*options, *(name for each in states for name in each)} - {"params"}))
-            raise ConfigError(
-                "rule-of-other-optimizer",
-                f"the rule of {self.kind.__name__} asks for {error}, which is no option and no state of it ({kept}); "
-                "give it a tensor_states and a kernel of its own in offload/cpu_optimizer.py",
-            ) from error
-
-    def update(
-        self,
-        options: Options,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: States,
-        step: float,
-        is_first: bool,
-    ) -> None:
-        """Take one step in place.
-
-        Args:
-            options: of the tensors' parameter group.
-            params: 1-D, fp32 or fp64, on the CPU.
-            grads: of the same lengths and dtypes; they may be overwritten.
-            states: by name, for each of `params`; before the first step at the values of `tensor_states`.
-            step: how many steps they have taken before.
-            is_first: whether they have no state yet.
-        """
-        with self._explained(options, states):
-            self.kernel(_on_host(options), PieceTensors(list(params), list(grads), states, step, is_first))
-
-
-def rule_of(optimizer: Optimizer, *, is_matrix: bool = False) -> CpuOptimizer:
-    """Return the rule by which an optimizer steps.
-
-    Args:
-        optimizer: of torch.
-        is_matrix: whether it steps whole matrices: then the rule knows the states alone.
-
-    Raises:
-        ConfigError: it is of another class, a subclass included, since that may step otherwise.
-    """
-    if is_matrix:
-        return _MATRIX_RULE
-    if not has_rule(type(optimizer)):
-        refuse_without_rule(type(optimizer))
-    return _RULES[type(optimizer)]
-
-
-def has_rule(kind: type[Optimizer]) -> bool:
-    """Say whether `rule_of` knows a class of optimizers; of a subclass it does not, since that may step otherwise."""
-    return kind in _RULES
-
-
-def refuse_without_rule(kind: type[Optimizer], *, is_element_wise: bool = True) -> NoReturn:
-    """Raise for an optimizer whose states can be neither encoded nor on NVMe.
-
-    Raises:
-        ConfigError: always.
-    """
-    why = "" if is_element_wise else ", whose step needs whole tensors"
-    raise ConfigError(
-        "host-step-optimizer",
-        "a step of states on NVMe or of encoded ones is one of Muon, Adam, AdamW, SGD, Adagrad and Lion; got "
-        f"{kind.__name__}{why}; use one of these, or tiers.optimizer=device or host and precision.states=master",
-    )
-
-
-def needed_states(optimizer: Optimizer, options: Options) -> frozenset[str] | None:
-    """Return the states that the optimizer reads of a parameter that it has stepped under these options.
-
-    They are `step`, a number, and tensors as long as the parameter. None where `rule_of` does not know the optimizer.
-    """
-    rule = _MATRIX_RULE if options.get(IS_MATRIX) else _RULES.get(type(optimizer))
-    return None if rule is None else frozenset([*rule.first_values(options), *(["step"] if rule.has_counter else [])])
-
-
-def _on_host(options: Options) -> dict[str, Any]:
-    """Return the options with their tensors, such as a learning rate, on the CPU."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(moved(each) for each in value)
-        return value.cpu() if isinstance(value, Tensor) else value
-
-    return {name: moved(value) for name, value in options.items() if name != "params"}
-
-
-def _fused(options: Options) -> dict[str, Any]:
-    """Return the choice of torch's fused kernels, the fastest on a CPU, with the learning rate as they take it."""
-    return {"fused": True, "foreach": False, "lr": float(options["lr"])}
-
-
-def _step_adam(options: Options, parts: PieceTensors) -> None:
-    beta1, beta2 = options["betas"]
-    adam(
-        parts.params,
-        parts.grads,
-        parts.all("exp_avg"),
-        parts.all("exp_avg_sq"),
-        parts.all("max_exp_avg_sq") if options.get("amsgrad") else [],
-        parts.counters(),
-        **_fused(options),
-        decoupled_weight_decay=options["decoupled_weight_decay"],
-        amsgrad=options["amsgrad"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        maximize=options["maximize"],
-    )
-
-
-def _step_sgd(options: Options, parts: PieceTensors) -> None:
-    has_momentum = options["momentum"] != 0
-    kept = parts.all("momentum_buffer") if has_momentum and not parts.is_first else []
-    buffers: list[Tensor | None] = [*kept] if kept else [None] * len(parts.params)
-    names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
-    sgd(parts.params, parts.grads, buffers, **_fused(options), **{name: options[name] for name in names})
-    if has_momentum and parts.is_first:
-        for kept_buffer, first in zip(parts.all("momentum_buffer"), buffers, strict=True):
-            if first is not None:  # for typing: torch fills the list
-                kept_buffer.copy_(first)
-
-
-def _step_adagrad(options: Options, parts: PieceTensors) -> None:
-    names = ("weight_decay", "lr_decay", "eps", "maximize")
-    chosen = {name: options[name] for name in names}
-    adagrad(parts.params, parts.grads, parts.all("sum"), parts.counters(), **_fused(options), **chosen)
-
-
-def _step_lion(options: Options, parts: PieceTensors) -> None:
-    names = ("lr", "betas", "weight_decay", "maximize")
-    lion(parts.params, parts.grads, parts.all("exp_avg"), **{name: options[name] for name in names})
-
-
-def _adam_states(options: Options) -> dict[str, float]:
-    return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options.get("amsgrad") else [])), 0.0)
-
-
-_RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(
-    {
-        Adam: CpuOptimizer(Adam, _adam_states, True, _step_adam),
-        AdamW: CpuOptimizer(AdamW, _adam_states, True, _step_adam),
-        SGD: CpuOptimizer(
-            SGD, lambda options: {"momentum_buffer": 0.0} if options["momentum"] else {}, False, _step_sgd
-        ),
-        Adagrad: CpuOptimizer(
-            Adagrad, lambda options: {"sum": options["initial_accumulator_value"]}, True, _step_adagrad
-        ),
-        MuonWithAdamW: CpuOptimizer(MuonWithAdamW, _adam_states, True, _step_adam),
-        Lion: CpuOptimizer(Lion, lambda options: {"exp_avg": 0.0}, False, _step_lion),
-    }
-)
-
-
-def _refuse_pieces(options: Options, parts: PieceTensors) -> None:
-    raise AssertionError("a matrix is stepped whole, by its owner")
-
-
-_MATRIX_RULE: Final = CpuOptimizer(MuonWithAdamW, lambda options: {MOMENTUM: 0.0}, False, _refuse_pieces)
 
 # Elements that one call of a kernel steps: few enough for a core's cache, many enough for the cost of a call to vanish.
 BLOCK_NUMEL: Final = 768 * 1024
@@ -309,7 +78,7 @@ class StepPiece:
 
 
 def step_pieces(
-    rule: CpuOptimizer,
+    rule: OptimizerRule,
     pieces: Sequence[StepPiece],
     factor: float,
     threads: StepThreads | None = None,
@@ -368,7 +137,7 @@ def _blocks(pieces: Sequence[StepPiece], capacity: int) -> Iterator[list[StepPie
 
 @torch.no_grad()
 def _work_off(
-    blocks: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, capacity: int, factor: float, errors: CodecErrors | None
+    blocks: Iterator[Sequence[StepPiece]], rule: OptimizerRule, capacity: int, factor: float, errors: CodecErrors | None
 ) -> None:
     scratch = None
     for block in blocks:
@@ -378,7 +147,7 @@ def _work_off(
 
 
 def _step_block(
-    rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor, factor: float, errors: CodecErrors | None
+    rule: OptimizerRule, block: Sequence[StepPiece], scratch: Tensor, factor: float, errors: CodecErrors | None
 ) -> None:
     grads, start = [], 0
     for part in block:
@@ -386,7 +155,7 @@ def _step_block(
         start += part.grad.numel()
     first = block[0]
     masters, states = [part.master for part in block], [_decoded(part) for part in block]
-    rule.update(first.options, masters, grads, states, first.step, first.is_first)
+    rule.update(first.options, StepTensors(masters, grads, states, first.step, first.is_first))
     for part, values in zip(block, states, strict=True):
         for name, state in part.states.items():
             if isinstance(state, Encoded):

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from shardwise.config.resolve import ConfigError
+from shardwise.optim.rules import num_states
 from shardwise.planner.configs import KEYS
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.schedule.registry import RECIPES
@@ -225,7 +226,8 @@ def is_legal(job: PlanJob, strategy: Strategy) -> bool:
 
 def are_states_crowded(job: PlanJob, base: Strategy) -> bool:
     """Say whether the states take much of the devices' memory, even where all devices share them."""
-    state_bytes = 16.0 if base.param in ("bf16", "fp16") else 20.0
+    _, moments = num_states(job.optimizer)
+    state_bytes = (8.0 if base.param in ("bf16", "fp16") else 12.0) + 4.0 * moments
     return state_bytes * job.shape.num_params / job.cluster.num_gpus > _CROWDED_SHARE * job.cluster.gpu.memory_bytes
 
 

@@ -14,12 +14,13 @@ from itertools import groupby
 from typing import Any
 
 from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
-from shardwise.layout.layout import MATRIX_STATES, TIERS, Layout, assign_tiers, states_of
+from shardwise.layout.layout import TIERS, Layout, assign_tiers, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned_to_blocks, build_groups, whole_below
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import PrecisionPolicy, precision_policy
 from shardwise.layout.zero_stages import ZeroStage, effective_stage, secondary_ranks
+from shardwise.optim.rules import matrix_state_names
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
     SkeletonParam,
@@ -241,7 +242,7 @@ class CompactLayout:
         self, params: Sequence[SkeletonParam], strategy: Strategy, unit: str, below: int
     ) -> tuple[GroupSpec, ...]:
         """Return the groups of some parameters on one data rank: trained ones, frozen ones, those kept whole."""
-        trains_all, has_matrices = self.job.trains_all, unit != ROOT and self.job.optimizer.lower() in MATRIX_STATES
+        trains_all, has_matrices = self.job.trains_all, unit != ROOT and bool(matrix_state_names(self.job.optimizer))
         entries = [
             ParamEntry(
                 each.name,

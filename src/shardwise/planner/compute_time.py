@@ -14,7 +14,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.layout.matrices import NUM_ITERATIONS
+from shardwise.optim.muon import NUM_ITERATIONS
+from shardwise.optim.rules import num_states
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime
@@ -60,8 +61,8 @@ _EMBEDDING = (2.0, 4.0)
 _ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its input's gradient
 # Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
 _LOSS_BYTES = (8.0, 16.0)
-# Bytes of an element that Adam steps in fp32: gradient, master and two moments are read, three written; and the cast.
-_STEP_BYTES, _STEP_CAST_BYTES = 28.0, 2.0
+# Bytes of the cast of an element that is stepped in fp32.
+_STEP_CAST_BYTES = 2.0
 # Kernels that a block's forward launches, and where element-wise ones are fused; more for each adapted layer; those of
 # the backward of weights are a third.
 _NUM_KERNELS, _NUM_COMPILED_KERNELS, _NUM_ADAPTER_KERNELS = 40.0, 14.0, 4.0
@@ -133,7 +134,9 @@ class ComputeTimeModel:
         """Return the seconds of the optimizer's step over `numel` elements that are stored on the device."""
         profile = self.job.cluster.profile
         measured = profile.step_bytes_per_s if profile is not None else 0.0
-        width = _STEP_BYTES + (0.0 if strategy.param == "fp32" else _STEP_CAST_BYTES)
+        _, moments = num_states(self.job.optimizer)
+        # Gradient, master and states are read, all but the gradient written, in fp32.
+        width = 4.0 * (3 + 2 * moments) + (0.0 if strategy.param == "fp32" else _STEP_CAST_BYTES)
         return numel * width / (measured or self._bandwidth)
 
     def orthogonalize_s(self, shape: Sequence[int]) -> float:

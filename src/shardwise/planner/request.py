@@ -23,6 +23,7 @@ from typing import Any, Final
 from shardwise.config.resolve import Config, ConfigError, Dtype, is_config, read_toml
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, preset
+from shardwise.optim.optimizers import optimizer_kind
 from shardwise.planner.candidates import SearchSpace, divisors
 from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
@@ -30,7 +31,6 @@ from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, r
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
 from shardwise.runtime.format import format_count
-from shardwise.runtime.optimizers import optimizer_kind
 
 # Names that people know our presets by.
 _ALIASES: Mapping[str, str] = MappingProxyType(

@@ -21,6 +21,7 @@ from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.optim.rules import num_states
 from shardwise.planner.candidates import (
     ParallelismCandidate,
     PlacementCandidate,
@@ -441,8 +442,8 @@ def least_states_bytes(
     param_bytes = DTYPE_BYTES[base.param]
     grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
     of_moment = {"master": max(4, param_bytes), "bf16": 2, "int8": 1}[job.states]
-    num_moments = 1 if job.optimizer == "muon" else 2 * job.optimizer.startswith("adam")  # the least of a parameter
-    optimizer_bytes = num_moments * of_moment + 4 * (param_bytes < 4)
+    least, _ = num_states(job.optimizer)
+    optimizer_bytes = least * of_moment + 4 * (param_bytes < 4)
     states = (
         (placement.params_tier, PACKED_BYTES if job.lora.base == "nf4" else param_bytes, 3),
         (placement.grads_tier, job.trains_all * grad_bytes, 3 if candidate.pp > 1 else 2),

@@ -16,7 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-NAMES: Final = ("gather", "reduce", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+from shardwise.optim.rules import STORED_STATES
+
+NAMES: Final = ("gather", "reduce", *(state.name for state in STORED_STATES))
 """What may be encoded: parameters and gradients that are sent, and the optimizer's states."""
 
 

@@ -344,6 +344,27 @@ def inner_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield from inner_optimizers(each)
 
 
+def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
+    """Raise for a schedule of another optimizer, which would change nothing.
+
+    Args:
+        scheduler: any; a schedule names its optimizer in an attribute.
+        optimizer: the engine's.
+
+    Raises:
+        ConfigError: it is of another one.
+    """
+    found: Any = getattr(scheduler, "optimizer", None)
+    while not isinstance(found, Optimizer) and hasattr(found, "optimizer"):  # such as one that wraps it
+        found = found.optimizer
+    if isinstance(found, Optimizer) and found is not optimizer and found not in inner_optimizers(optimizer):
+        raise ConfigError(
+            "scheduler-of-another",
+            f"the scheduler {type(scheduler).__name__} changes the rates of another {type(found).__name__} than the "
+            "engine's optimizer; make it from the optimizer that is given to initialize, or from engine.optimizer",
+        )
+
+
 def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
     for value in vars(optimizer).values():
         several = value.values() if isinstance(value, dict) and not isinstance(value, defaultdict) else value

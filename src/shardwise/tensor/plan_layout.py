@@ -24,7 +24,7 @@ from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import check_context
 from shardwise.dropout import ShardRegion, may_drop_by_function
-from shardwise.layout.layout import MATRIX_STATES, Layout, build_layout
+from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.matrices import fused_dims
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.opaque import is_opaque
@@ -33,6 +33,7 @@ from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.layout.stage_partition import partition_model
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.models.apply_attention import check_attention
+from shardwise.optim.rules import matrix_state_names
 from shardwise.tensor.hf_plans import find_plan
 from shardwise.tensor.plan_table import table_plan
 
@@ -96,7 +97,7 @@ def check_plain(model: nn.Module) -> None:
 
 def _fused(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None) -> dict[str, FusedDim]:
     """Return what the plan knows of fused weights, in every layout the same: without tensor parallelism, too."""
-    if config.optimizer.name.lower() not in MATRIX_STATES:
+    if not matrix_state_names(config.optimizer.name):
         return {}
     found: TensorPlan | None = None
     with suppress(ConfigError):  # without a plan such weights are one matrix

@@ -18,9 +18,10 @@ from shardwise.checkpoint.commit import step_folders
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.host import usable_bytes
-from shardwise.layout.layout import OPTIMIZER_STATES, Layout
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.optim.rules import named_rule
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec
 from shardwise.planner.job import PlanJob
@@ -129,7 +130,7 @@ def checkpoint_bytes(config: Config, layout: Layout, num_params: int) -> int:
         layout: of a rank.
         num_params: of the whole model.
     """
-    if config.optimizer.name.lower() not in OPTIMIZER_STATES:
+    if named_rule(config.optimizer.name) is None:
         return 0
     # A master stands for its parameter.
     weights = "master" if any(state.name == "master" for state in layout.states) else "param"

@@ -36,12 +36,12 @@ from shardwise.launch.host import usable_bytes
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
+from shardwise.optim.optimizers import optimizer_kind
 from shardwise.planner.configs import strategy_of
 from shardwise.planner.results import layout_words
 from shardwise.report.page import leaves
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.fp8_linears import check_fp8
-from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.job_model import HuggingFaceModel, job_model, model_name

@@ -31,9 +31,10 @@ from shardwise.launch.local import launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate, MeshShape
+from shardwise.optim.muon import FUSED, IS_MATRIX
+from shardwise.optim.optimizers import build_optimizer
+from shardwise.optim.schedules import own_scheduler
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.runtime.muon import FUSED, IS_MATRIX
-from shardwise.runtime.optimizers import build_optimizer, own_scheduler
 from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error
 from shardwise.verify.job import VerifyJob, small_layout
 from shardwise.verify.model import build_for_engine, build_whole, loss_of, make_batch

@@ -36,7 +36,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Chunk as Rectangle
 from shardwise.layout.slicing import LocalTensor, intersect
-from shardwise.offload.cpu_optimizer import needed_states
+from shardwise.optim.rules import needed_states
 from shardwise.runtime.optimizer_probe import inner_optimizers
 from shardwise.runtime.state_shards import PARAM, FlatState, ScalarState, StateShard, TensorFlatState, is_flat
 from shardwise.zero.param_group import ParamGroup

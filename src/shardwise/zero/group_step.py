@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.precision import StatesDtype
-from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, step_pieces
+from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
 from shardwise.offload.storage import DeviceStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
+from shardwise.optim.rules import OptimizerRule
 from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.state_shards import FlatState
 from shardwise.runtime.streams import Event
@@ -71,7 +72,7 @@ class GroupStep:
 
     group: ParamGroup
     pieces: Sequence[ParamPiece]
-    rule: CpuOptimizer
+    rule: OptimizerRule
     tiers: Tiers
     dtype: StatesDtype
     has_states_at_once: bool
@@ -290,7 +291,7 @@ class GroupStep:
             tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
 
 
-def _step_on_gpu(rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:
+def _step_on_gpu(rule: OptimizerRule, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:
     """Step by one kernel a piece where Triton is installed; return the pieces that the kernel does not know."""
     if find_spec("triton") is None:
         return pieces

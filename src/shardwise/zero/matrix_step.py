@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, rounds_of
 from shardwise.layout.slicing import Rect
-from shardwise.runtime.muon import advance_momentum, apply_update, compute_dtype, orthogonalize, update_scale
+from shardwise.optim.muon import advance_momentum, apply_update, compute_dtype, orthogonalize, update_scale
 from shardwise.runtime.state_shards import FlatState
 from shardwise.zero.owner_exchange import OwnerExchange
 from shardwise.zero.param_group import ParamGroup

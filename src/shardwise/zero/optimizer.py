@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
-from shardwise.offload.cpu_optimizer import has_rule, refuse_without_rule, rule_of
 from shardwise.offload.step_pipeline import StepChunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
+from shardwise.optim.muon import MOMENTUM, MuonWithAdamW
+from shardwise.optim.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
+from shardwise.optim.rules import refuse_without_rule, rule_of, rule_of_kind
 from shardwise.runtime.memory_tracker import Category
-from shardwise.runtime.muon import MOMENTUM, MuonWithAdamW
 from shardwise.runtime.optimizer_probe import StepScope
-from shardwise.runtime.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.runtime.torch_private import note_step
@@ -241,7 +241,7 @@ class ShardedOptimizer:
         scope, kind = self._plan.scope, self._plan.kind
         tiers = {group.spec.tiers.optimizer for group in groups}
         is_stored = tiers > {"device"} or "device" not in tiers or self._states_dtype != "master"
-        if scope is StepScope.ELEMENT and (not groups or not is_stored or has_rule(kind)):
+        if scope is StepScope.ELEMENT and (not groups or not is_stored or rule_of_kind(kind) is not None):
             return
         if is_stored and (self._states_dtype != "master" or "nvme" in tiers):
             refuse_without_rule(kind, is_element_wise=scope is StepScope.ELEMENT)

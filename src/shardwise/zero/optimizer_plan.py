@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from shardwise.config.arguments import described
 from shardwise.config.errors import CodedError
 from shardwise.config.resolve import ConfigError, OptimizerConfig
-from shardwise.layout.layout import MATRIX_STATES, Layout
-from shardwise.offload.cpu_optimizer import has_rule
-from shardwise.runtime.muon import IS_MATRIX, MuonWithAdamW
+from shardwise.layout.layout import Layout
+from shardwise.optim.muon import IS_MATRIX, MuonWithAdamW
+from shardwise.optim.optimizers import build_optimizer, optimizer_kind
+from shardwise.optim.rules import matrix_state_names, rule_of_kind
 from shardwise.runtime.optimizer_probe import StepScope, inner_optimizers, other_states, step_scope
-from shardwise.runtime.optimizers import build_optimizer, optimizer_kind
 from shardwise.runtime.precision import torch_dtype
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -63,7 +63,7 @@ class OptimizerPlan:
     @property
     def may_step_whole(self) -> bool:
         """Say whether parameters may be stepped by owners: of an optimizer of matrices, or one that no tier knows."""
-        is_known = self.scope is StepScope.ELEMENT and has_rule(self.kind)
+        is_known = self.scope is StepScope.ELEMENT and rule_of_kind(self.kind) is not None
         return not is_known or self.kind is MuonWithAdamW
 
     def groups_of(self, layout: Layout) -> list[NamedGroup]:
@@ -150,7 +150,7 @@ def plan_optimizer(
             NamedGroup(decayed, {"weight_decay": config.weight_decay}),
             NamedGroup(others, {"weight_decay": 0.0}),
         ]
-        if config.name.lower() in MATRIX_STATES:
+        if matrix_state_names(config.name):
             matrices = tuple(place.name for group in layout.groups if group.is_matrix for place in group.params)
             named.append(NamedGroup(matrices, {"weight_decay": config.weight_decay, IS_MATRIX: True}))
         return named

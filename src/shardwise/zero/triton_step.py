@@ -14,24 +14,15 @@ from typing import Any, Final, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from shardwise.attention.triton.launch import KernelLaunch
 from shardwise.layout.codec import BLOCK_NUMEL, NUM_DROPPED, Encoded, code_table, code_values
 from shardwise.offload.cpu_optimizer import StepPiece
-from shardwise.runtime.muon import MuonWithAdamW
-from shardwise.runtime.optimizers import Lion
+from shardwise.optim.rules import rule_of_kind
 
-_STATES: Final[Mapping[type[Optimizer], tuple[str, ...]]] = MappingProxyType(
-    {
-        Adam: ("exp_avg", "exp_avg_sq"),
-        AdamW: ("exp_avg", "exp_avg_sq"),
-        MuonWithAdamW: ("exp_avg", "exp_avg_sq"),
-        SGD: ("momentum_buffer",),
-        Adagrad: ("sum",),
-        Lion: ("exp_avg",),
-    }
-)
+# How many states each case of the kernel steps; `OptimizerRule.gpu_kernel` names the case.
+_NUM_STATES: Final[Mapping[str, int]] = MappingProxyType({"adam": 2, "sgd": 1, "adagrad": 1, "lion": 1})
 _ROWS: Final = 8
 _NUM_WARPS: Final = 8
 _BLOCK = tl.constexpr(BLOCK_NUMEL)
@@ -84,9 +75,10 @@ class StepShape(NamedTuple):
 
 def can_step(kind: type[Optimizer], piece: StepPiece) -> bool:
     """Say whether the kernel can step a piece: its states are those of the kernel, in int8, and its master is fp32."""
-    encoded = [state for state in piece.states.values() if isinstance(state, Encoded) and state.scales is not None]
-    names = tuple(piece.states)
-    return names == _STATES.get(kind) and len(encoded) == len(names) and piece.master.dtype == torch.float32
+    rule = rule_of_kind(kind)
+    num_encoded = sum(isinstance(state, Encoded) and state.scales is not None for state in piece.states.values())
+    is_case = rule is not None and len(piece.states) == _NUM_STATES.get(rule.gpu_kernel)
+    return is_case and num_encoded == len(piece.states) and piece.master.dtype == torch.float32
 
 
 def step_piece(kind: type[Optimizer], piece: StepPiece, factor: float) -> None:
@@ -104,8 +96,10 @@ def step_piece(kind: type[Optimizer], piece: StepPiece, factor: float) -> None:
 def launch_of(kind: type[Optimizer], piece: StepPiece, factor: float) -> KernelLaunch:
     """Return the launch that steps a piece; the arguments are those of `step_piece`."""
     states = [state for state in piece.states.values() if isinstance(state, Encoded)]
-    numbers, is_nesterov = _numbers(kind, piece, factor)
-    shape = StepShape("adam" if len(states) == 2 else kind.__name__.lower(), piece.is_first, is_nesterov, _ROWS)
+    rule = rule_of_kind(kind)
+    assert rule is not None, "`can_step` was true"
+    numbers, is_nesterov = _numbers(rule.gpu_kernel, piece, factor)
+    shape = StepShape(rule.gpu_kernel, piece.is_first, is_nesterov, _ROWS)
     numel = piece.master.numel()
     arguments = (piece.master, piece.grad, *map(_pointers, (states[0], states[-1])), numbers, numel, shape)
     return KernelLaunch(_step_blocks, (triton.cdiv(numel, _ROWS * BLOCK_NUMEL), 1, 1), arguments, _NUM_WARPS, 1)
@@ -118,19 +112,19 @@ def _pointers(state: Encoded) -> CodedState:
     return CodedState(state.codes, scales, code_values(is_signed, device), code_table(is_signed, device))
 
 
-def _numbers(kind: type[Optimizer], piece: StepPiece, factor: float) -> tuple[StepNumbers, bool]:
+def _numbers(case: str, piece: StepPiece, factor: float) -> tuple[StepNumbers, bool]:
     options = piece.options
     lr, weight_decay = float(options["lr"]), float(options["weight_decay"])
     factor = -factor if options["maximize"] else factor
     step = piece.step + 1
-    if kind is SGD:
+    if case == "sgd":
         momentum, share = float(options["momentum"]), 1 - float(options["dampening"])
         return StepNumbers(factor, lr, momentum, share, decay=weight_decay), bool(options["nesterov"])
-    if kind is Adagrad:
+    if case == "adagrad":
         rate = lr / (1 + (step - 1) * float(options["lr_decay"]))
         return StepNumbers(factor, rate, eps=float(options["eps"]), decay=weight_decay), False
     beta1, beta2 = (float(beta) for beta in options["betas"])
-    if kind is Lion:
+    if case == "lion":
         return StepNumbers(factor, lr, beta1, beta2, shrink=1 - lr * weight_decay), False
     is_decoupled = bool(options["decoupled_weight_decay"])
     return StepNumbers(

@@ -15,8 +15,8 @@ from torch.optim import lr_scheduler
 from harness.refusals import refused
 from harness.states import Net, assert_same_bits, engine_of, options, take_steps, whole_states
 from shardwise.checkpoint.training_state import optimizer_options, restore_options
+from shardwise.optim.elementwise import Lion
 from shardwise.runtime.memory_tracker import Category
-from shardwise.runtime.optimizers import Lion
 
 Arguments = Callable[[nn.Module], dict[str, Any]]
 

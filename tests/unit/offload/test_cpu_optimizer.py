@@ -14,13 +14,14 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
 
 from harness.refusals import refused
 from shardwise.config.resolve import OptimizerConfig
-from shardwise.layout.layout import optimizer_states
 from shardwise.offload import cpu_optimizer as blocks
-from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, StepThreads, has_rule, rule_of, step_pieces
-from shardwise.runtime.optimizers import Lion, build_optimizer, optimizer_names
+from shardwise.offload.cpu_optimizer import StepPiece, StepThreads, step_pieces
+from shardwise.optim.elementwise import Lion, StepTensors
+from shardwise.optim.optimizers import build_optimizer
+from shardwise.optim.rules import RULES, OptimizerRule, StateRule, rule_of, state_names
 
 # All that have a rule; Muon's steps whole matrices.
-NAMES = tuple(name for name, kind in optimizer_names().items() if has_rule(kind) and name != "muon")
+NAMES = tuple(rule.name for rule in RULES if rule.kernel and rule.name != "muon")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUM_STEPS = 3
 
@@ -65,7 +66,7 @@ class Host:
         self.masters = [master.clone() for master in masters]
         self.params = [torch.zeros_like(master, dtype=param_dtype) for master in masters]
         self.states = [
-            {name: torch.full_like(master, value) for name, value in self.rule.tensor_states(options).items()}
+            {name: torch.full_like(master, value) for name, value in self.rule.first_values(options).items()}
             for master, options in zip(masters, self._options(optimizer), strict=True)
         ]
         self.num_steps = 0
@@ -225,7 +226,7 @@ def test_pieces_may_have_taken_different_numbers_of_steps(name: str) -> None:
     optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": params}])
     (group,) = optimizer.param_groups
     rule, counts = rule_of(optimizer), [0, 0]
-    first_values = rule.tensor_states(group)
+    first_values = rule.first_values(group)
     states = [{key: torch.full_like(each, value) for key, value in first_values.items()} for each in masters]
     for used in ([1], [0, 1], [0, 1], [0]):
         grads = tensors([70, 80], torch.float32)
@@ -270,7 +271,7 @@ def test_masters_that_record_gradients_are_stepped_too() -> None:
 def test_states_are_the_layouts(name: str) -> None:
     config = OptimizerConfig(name=name)
     optimizer = build_optimizer(config, [{"params": [torch.ones(1)]}])
-    assert tuple(rule_of(optimizer).tensor_states(optimizer.param_groups[0])) == optimizer_states(config)
+    assert tuple(rule_of(optimizer).first_values(optimizer.param_groups[0])) == state_names(config)
 
 
 class OwnAdamW(AdamW):
@@ -279,7 +280,7 @@ class OwnAdamW(AdamW):
 
 @pytest.mark.parametrize("kind", [NAdam, OwnAdamW])
 def test_other_optimizers_are_refused(kind: type[Optimizer]) -> None:
-    with refused("host-step-optimizer", "Adam, AdamW, SGD, Adagrad and Lion", f"got {kind.__name__};"):
+    with refused("host-step-optimizer", "AdamW, Adam, SGD, Adagrad, Lion and AdEMAMix", f"got {kind.__name__};"):
         rule_of(kind([torch.ones(1)]))
 
 
@@ -288,13 +289,13 @@ def test_a_rule_that_was_copied_from_another_optimizer_says_what_it_asks_for_in_
     """Adam's kernel asks for a second moment, and for an option that Lion lacks."""
     options = Lion([torch.zeros(1)]).param_groups[0]
     adam = rule_of(Adam([torch.zeros(1)]))
-    copied = CpuOptimizer(Lion, lambda options: {"exp_avg": 0.0}, False, adam.kernel)
+    copied = OptimizerRule("lion", Lion, (StateRule("exp_avg"),), False, adam.kernel)
     states = [dict.fromkeys(("exp_avg", *(["exp_avg_sq"] if name == "amsgrad" else [])), torch.zeros(1))]
     given = {**options, "amsgrad": False, "decoupled_weight_decay": True, "eps": 1.0}
     if name == "amsgrad":
         del given["amsgrad"]
     with refused("rule-of-other-optimizer", f"the rule of Lion asks for '{name}'", "exp_avg"):
-        copied.update(given, [torch.zeros(1)], [torch.ones(1)], states, 0.0, True)
-    wrong = CpuOptimizer(Lion, lambda options: {"exp_avg": options["initial"]}, False, adam.kernel)
+        copied.update(given, StepTensors([torch.zeros(1)], [torch.ones(1)], states, 0.0, True))
+    wrong = OptimizerRule("lion", Lion, (StateRule("exp_avg", "initial"),), False, adam.kernel)
     with refused("rule-of-other-optimizer", "asks for 'initial'"):
         wrong.first_values(options)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.config.resolve import OptimizerConfig
+from shardwise.optim.optimizers import build_optimizer
+from shardwise.optim.rules import rules_by_name
 from shardwise.runtime.optimizer_probe import StepScope, step_scope
-from shardwise.runtime.optimizers import build_optimizer, optimizer_names
 
 
 def weights() -> list[nn.Parameter]:
@@ -35,7 +36,7 @@ class Clipped(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize("name", sorted({*optimizer_names()} - {"muon"}))
+@pytest.mark.parametrize("name", sorted({*rules_by_name()} - {"muon"}))
 def test_optimizers_with_names_are_element_wise(name: str) -> None:
     optimizer = build_optimizer(OptimizerConfig(name=name), [{"params": weights()}])
     assert step_scope(optimizer, torch.float32) is StepScope.ELEMENT

@@ -13,8 +13,9 @@ from torch import nn
 
 from harness.paths import ROOT
 from shardwise.layout.codec import BLOCK_NUMEL, Encoded, codec_of
-from shardwise.offload.cpu_optimizer import StepPiece, rule_of, step_pieces
-from shardwise.runtime.optimizers import Lion
+from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
+from shardwise.optim.elementwise import Lion
+from shardwise.optim.rules import rule_of
 
 pytest.importorskip("triton")
 
@@ -32,7 +33,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def states_of(optimizer: torch.optim.Optimizer, numel: int) -> dict[str, Encoded]:
-    names = rule_of(optimizer).tensor_states(optimizer.param_groups[0])
+    names = rule_of(optimizer).first_values(optimizer.param_groups[0])
     codecs = {name: codec_of(name, "int8") for name in names}
     return {name: codec.empty(numel, torch.device("cpu")) for name, codec in codecs.items() if codec is not None}
 
@@ -79,7 +80,7 @@ def test_zero_blocks_stay_zero_and_a_nan_stays_in_its_block() -> None:
 @pytest.mark.parametrize(("name", "amsgrad"), [("bf16", False), ("int8", True)])
 def test_other_states_are_left_to_torch(name: str, amsgrad: bool) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(BLOCK_NUMEL))], amsgrad=amsgrad)
-    names = rule_of(optimizer).tensor_states(optimizer.param_groups[0])
+    names = rule_of(optimizer).first_values(optimizer.param_groups[0])
     kept = {each: codec_of(each, name).empty(BLOCK_NUMEL, torch.device("cpu")) for each in names}  # type: ignore[arg-type, union-attr]
     values = torch.zeros(BLOCK_NUMEL)
     piece = StepPiece(optimizer.param_groups[0], values, values, kept, 0.0, True, None)

@@ -92,7 +92,7 @@ _HOMES: Final = (
     ("launcher.runner", "shardwise.launch.deepspeed", "main DEEPSPEED_ENVIRONMENT_NAME=ENV_FILE_NAME"),
     ("ops.adam.cpu_adam ops.adam.fused_adam", "ops.adam", _ADAM),
     ("ops.adagrad ops.adagrad.cpu_adagrad", "torch.optim", "DeepSpeedCPUAdagrad=Adagrad"),
-    ("ops.lion ops.lion.cpu_lion ops.lion.fused_lion", "shardwise.runtime.optimizers", _LION),
+    ("ops.lion ops.lion.cpu_lion ops.lion.fused_lion", "shardwise.optim.elementwise", _LION),
     ("ops ops.op_builder", "helpers", "__compatible_ops__"),
     ("ops.op_builder", "helpers", "*"),
     ("ops.aio", "helpers", "AsyncIOBuilder"),

@@ -33,7 +33,7 @@ from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
-from shardwise.runtime.optimizers import advance
+from shardwise.optim.schedules import advance
 from shardwise.runtime.precision import to_device
 from shardwise.runtime.torch_private import persistent_buffers
 

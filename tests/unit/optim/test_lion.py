@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from harness.refusals import refused
 from shardwise.config.resolve import OptimizerConfig
-from shardwise.runtime.optimizers import _BLOCK_NUMEL, Lion, build_optimizer, lion
+from shardwise.optim.elementwise import _BLOCK_NUMEL, Lion, StepTensors
+from shardwise.optim.optimizers import build_optimizer
 
 NUM_STEPS = 6
 
@@ -131,7 +132,8 @@ def test_the_kernel_takes_several_parameters_of_a_low_precision() -> None:
     params = [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)]
     grads = [torch.full_like(param, -2.0) for param in params]
     momenta = [torch.zeros_like(param) for param in params]
-    lion(params, grads, momenta, lr=0.5, betas=(0.9, 0.5), weight_decay=0.0)
+    options = {"lr": 0.5, "betas": (0.9, 0.5), "weight_decay": 0.0, "maximize": False}
+    Lion.kernel(options, StepTensors(params, grads, [{"exp_avg": each} for each in momenta], 0, True))
     assert [param.tolist() for param in params] == [[1.5] * 3, [1.5] * 2]
     assert [momentum.tolist() for momentum in momenta] == [[-1.0] * 3, [-1.0] * 2]
 

@@ -15,16 +15,11 @@ from torch.optim import Optimizer
 from harness.refusals import refused
 from shardwise import initialize
 from shardwise.config.resolve import Config, OptimizerConfig, SchedulerConfig
-from shardwise.layout.layout import optimizer_states
-from shardwise.runtime.muon import MuonWithAdamW
-from shardwise.runtime.optimizers import (
-    Lion,
-    build_optimizer,
-    learning_rate_factor,
-    optimizer_names,
-    own_scheduler,
-    schedule_of,
-)
+from shardwise.optim.elementwise import AdEMAMix, Lion
+from shardwise.optim.muon import MuonWithAdamW
+from shardwise.optim.optimizers import build_optimizer
+from shardwise.optim.rules import rules_by_name, state_names
+from shardwise.optim.schedules import learning_rate_factor, own_scheduler, schedule_of
 
 ALL_OF_TORCH = {
     name: kind
@@ -48,7 +43,7 @@ def train(name: str, bounds: list[int], dtype: torch.dtype = torch.float64) -> t
     return torch.cat([piece.detach() for piece in pieces]), optimizer
 
 
-@pytest.mark.parametrize("name", optimizer_names())
+@pytest.mark.parametrize("name", rules_by_name())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_step_on_pieces_is_the_step_on_the_whole(name: str, dtype: torch.dtype) -> None:
     whole, _ = train(name, [], dtype)
@@ -60,8 +55,10 @@ def test_a_step_on_pieces_is_the_step_on_the_whole(name: str, dtype: torch.dtype
 
 def test_every_optimizer_of_torch_is_taken_or_refused_by_name() -> None:
     left_out = {"Adafactor", "LBFGS", "Muon", "SparseAdam"} & set(ALL_OF_TORCH)
-    ours = {Lion, MuonWithAdamW}  # torch's Muon would see pieces
-    assert set(optimizer_names().values()) == {ALL_OF_TORCH[name] for name in set(ALL_OF_TORCH) - left_out} | ours
+    ours = {AdEMAMix, Lion, MuonWithAdamW}  # torch's Muon would see pieces
+    assert {rule.kind for rule in rules_by_name().values()} == {
+        ALL_OF_TORCH[name] for name in set(ALL_OF_TORCH) - left_out
+    } | ours
     for name in left_out - {"Muon"}:
         with refused("optimizer-element-wise", f"optimizer.name='{name}'", "adadelta"):
             build_optimizer(OptimizerConfig(name=name), [])
@@ -96,13 +93,13 @@ def test_kernels_are_fused_where_torch_has_them(name: str) -> None:
     assert train(name, [])[1].defaults["fused"] is True
 
 
-@pytest.mark.parametrize("name", optimizer_names())
+@pytest.mark.parametrize("name", rules_by_name())
 def test_the_layouts_table_of_states_is_what_torch_keeps(name: str) -> None:
     """Compared here, where the optimizers are, since the layout builds none."""
     _, optimizer = train(name, [])
     (state,) = optimizer.state.values()
     kept = {key for key, value in state.items() if isinstance(value, Tensor) and value.numel() == NUMEL}
-    assert set(optimizer_states(OptimizerConfig(name=name))) == kept
+    assert set(state_names(OptimizerConfig(name=name))) == kept
 
 
 # Schedules

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from shardwise.layout.matrices import NUM_ITERATIONS
-from shardwise.layout.param_groups import FusedDim
+NUM_ITERATIONS: Final = 5
+"""Newton-Schulz iterations, as Keller Jordan's and torch's."""
 
-# Options of the optimizer's parameter groups: whether they are stepped by Muon, and of which parts they are made.
+# Options of the optimizer's parameter groups: whether they are stepped by Muon, and of which parts along which dim they
+# are made.
 IS_MATRIX: Final = "is_matrix"
 FUSED: Final = "fused_dim"
 MOMENTUM: Final = "momentum_buffer"
@@ -147,7 +148,7 @@ class MuonWithAdamW(AdamW):
             state[MOMENTUM] = torch.zeros_like(param, memory_format=torch.preserve_format)
         ahead = advance_momentum(state[MOMENTUM], gradient, options["momentum"])
         ahead = ahead.to(compute_dtype(param.dtype, param.device))
-        fused: FusedDim | None = options.get(FUSED)
+        fused = options.get(FUSED)  # a `FusedDim` of the layout
         dim, sizes = (0, (param.shape[0],)) if fused is None else (fused.dim, fused.sizes)
         for part, values in zip(ahead.split(sizes, dim), param.split(sizes, dim), strict=True):
             apply_update(values, orthogonalize(part), update_scale(part.shape), options)
