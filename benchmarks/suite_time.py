@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert before is not None
     runs = [before] if after is None else [before, after]
     print("in all", *(f"{sum(run.values()):.0f} s" for run in runs))
-    for group, num_rows in ((by_package, 100), (Counter, given.files)):
-        print(*table(group(before), None if after is None else group(after), num_rows), sep="\n", end="\n\n")
+    print(*table(by_package(before), None if after is None else by_package(after), 100), sep="\n", end="\n\n")
+    print(*table(before, after, given.files), sep="\n")
 
 
 if __name__ == "__main__":
