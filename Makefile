@@ -10,6 +10,8 @@ HOLD ?= torch==2.13.0
 INDEX ?= https://pypi.org/simple
 # Three processes take the tests file by file, on two cores too, as many tests wait. ARGS="-n0" runs all in one.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Hundreds of processes import the library: each would compile it where the environment forbids to keep bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help train test test-full docs-check site lint types imports check check-locks check-wheel lock clean
 

@@ -78,6 +78,16 @@ def put_long_files_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("begin") is None, -num_tests[item.path], str(item.path)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: to look for garbage in it again and again takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Tests that collect garbage shall not look through half a million objects of modules and items each time."""
     gc.collect()

@@ -1,17 +1,25 @@
-"""The scripts of examples/ run as a user runs them: as programs, at toy size, on one rank or under torchrun."""
+"""The scripts of examples/ run at toy size: one of them as a program, the others in ranks that are there already.
+
+A program imports torch and transformers for seconds, in each of its ranks; under torchrun the others run with `--full`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final
+from unittest.mock import patch
 
 import pytest
 
 from harness.paths import ROOT
+from harness.pool import WorkerPool
 
 pytest.importorskip("transformers")
 EXAMPLES: Final = ROOT / "examples"
@@ -29,8 +37,37 @@ RUNS: Final = {
 PATIENCE_S: Final = 240
 
 
+def run_in_ranks(ranks: WorkerPool, name: str, folder: Path, num_ranks: int, *arguments: str) -> str:
+    """Run a script in an empty folder on ranks of the pool, and return what all of them printed."""
+    ranks(1).run(make_toys, folder)
+    return "".join(ranks(num_ranks).run(run_here, name, folder, arguments))
+
+
+def make_toys(rank: int, world_size: int, folder: Path) -> None:
+    """Make what the scripts take: where ranks have met before they do, transformers writes models on rank 0 alone."""
+    make_toy = runpy.run_path(str(EXAMPLES / "toy.py"))["make_toy"]
+    make_toy(folder / "runs" / "toy")
+    make_toy(folder / "runs" / "toy-4", num_layers=4)
+
+
+def run_here(rank: int, world_size: int, name: str, folder: Path, arguments: tuple[str, ...]) -> str:
+    """Run a script in this process, which has met the others, and return what it printed."""
+    path, before = EXAMPLES / f"{name}.py", Path.cwd()
+    sys.path.insert(0, str(EXAMPLES))  # as Python does for a program
+    os.chdir(folder)
+    try:
+        with (
+            patch.object(sys, "argv", [str(path), "--toy", *arguments]),
+            contextlib.redirect_stdout(io.StringIO()) as said,
+        ):
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        os.chdir(before)
+    return said.getvalue()
+
+
 def run(name: str, folder: Path, num_ranks: int, *arguments: str) -> str:
-    """Run a script in an empty folder, and return what it printed."""
+    """Run a script as a program in an empty folder, and return what it printed."""
     start = [sys.executable]
     if num_ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
@@ -64,11 +101,25 @@ def test_every_script_is_run() -> None:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", RUNS)
-def test_an_example_trains(name: str, tmp_path: Path) -> None:
+def test_an_example_trains(ranks: WorkerPool, name: str, tmp_path: Path) -> None:
     if name == "lora":
         pytest.importorskip("peft")
     num_ranks, arguments = RUNS[name]
-    output = run(name, tmp_path, num_ranks, *arguments)
+    check(name, run_in_ranks(ranks, name, tmp_path, num_ranks, *arguments), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_trains_as_a_program(name: str, tmp_path: Path) -> None:
+    if name == "lora":
+        pytest.importorskip("peft")
+    num_ranks, arguments = RUNS[name]
+    check(name, run(name, tmp_path, num_ranks, *arguments), tmp_path)
+
+
+def check(name: str, output: str, folder: Path) -> None:
+    """Judge a script by the losses, or the rewards, that it printed, and by what it has left in its folder."""
+    arguments = RUNS[name][1]
     losses, num_steps = losses_of(output), int(arguments[-1])
     assert list(losses) == list(range(1, num_steps + 1))
     if name == "rl_loop":  # whose loss is no measure of what it learns
@@ -77,7 +128,7 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     else:
         assert losses[num_steps] < losses[1]
     if name == "lora":
-        check_adapter(tmp_path)
+        check_adapter(folder)
 
 
 def check_adapter(folder: Path) -> None:
@@ -98,14 +149,14 @@ def test_three_axes_train_on_eight_processes(tmp_path: Path) -> None:
     assert losses[3] < losses[1]
 
 
-def test_a_fine_tuning_goes_on_where_it_was(tmp_path: Path) -> None:
-    """A run of 12 steps that is started again, from its checkpoint of step 10, prints the same losses."""
+def test_a_fine_tuning_goes_on_where_it_was(ranks: WorkerPool, tmp_path: Path) -> None:
+    """A program of 12 steps whose script is started again, from its checkpoint of step 10, prints the same losses."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     first = losses_of(run("finetune_hf", tmp_path, 1, "--steps", "12", "--out", "out"))
     (exported,) = tmp_path.glob("out/model-*")
     exported.rename(tmp_path / "first")
-    again = losses_of(run("finetune_hf", tmp_path, 1, "--steps", "12", "--out", "out"))
+    again = losses_of(run_in_ranks(ranks, "finetune_hf", tmp_path, 1, "--steps", "12", "--out", "out"))
     assert again == {step: first[step] for step in (11, 12)}
     weights = [AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "first", exported)]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
