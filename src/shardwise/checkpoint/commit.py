@@ -378,7 +378,8 @@ def _refuse_taken(final: Path) -> None:
     if os.path.lexists(final):
         raise CheckpointError(
             "checkpoint-exists",
-            f"{final} exists and a checkpoint is never overwritten; resume from it, move it away, or {ELSEWHERE}",
+            f"{final} exists and a checkpoint is never overwritten; go on from it (--resume, engine.load), save under "
+            f"a tag, move it away, or {ELSEWHERE}",
         )
 
 

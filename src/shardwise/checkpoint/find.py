@@ -16,10 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from shardwise.checkpoint.commit import candidates, is_checkpoint, read_latest, read_manifest, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import listed_names
+
+# The root in the folder of a run.
+IN_RUN: Final = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,26 @@ def is_root(path: Path) -> bool:
     return step_of(path) is None and not is_checkpoint(path)
 
 
+def root_of(path: Path) -> Path:
+    """Return the folder of checkpoints that a user means, who may give the folder of a run instead."""
+    inner = path / IN_RUN
+    try:
+        return inner if inner.is_dir() and not candidates(path) and candidates(inner) else path
+    except CheckpointError:  # to be said by who reads it
+        return path
+
+
 def find(path: Path, step: int | None = None) -> list[Path]:
     """Return the step folders that a user means, newest first; at least one.
 
     Args:
-        path: a step folder, or a root.
+        path: a step folder, a root, or the folder of a run, which has a root.
         step: only this one; None for all.
 
     Raises:
         CheckpointError: there is none; the message says what there is.
     """
+    path = root_of(path)
     folders = candidates(path)
     wanted = [folder for folder in folders if step in (None, step_of(folder))]
     if not folders:

@@ -71,7 +71,8 @@ examples:
 def checkpoint() -> None:
     """Look at checkpoints, check, compare and rewrite them.
 
-    A checkpoint is a folder such as step-00000100. Where a folder of several is given, the newest is meant.
+    A checkpoint is a folder such as step-00000100. Where a folder of several or of a run is given, the newest is
+    meant.
     """
 
 
@@ -96,8 +97,9 @@ def show(path: Path, step: int | None, tensors: str | None, as_json: bool) -> in
     """Say what a checkpoint holds."""
     from shardwise.checkpoint import show
     from shardwise.checkpoint.commit import read_manifest
-    from shardwise.checkpoint.find import find, is_root, survey
+    from shardwise.checkpoint.find import find, is_root, root_of, survey
 
+    path = root_of(path)
     folders = find(path, step)
     found = survey(path) if is_root(path) and step is None else []
     whole = [(each.folder, each.manifest) for each in found if each.manifest is not None]

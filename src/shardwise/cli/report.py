@@ -67,6 +67,9 @@ def _source(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
             missing = "it has neither a run's config.json nor steps in metrics.jsonl"
             raise ConfigError("not-a-run", f"{path} is no run's folder: {missing}; give the folder of a run")
         return run_source(path, max_bytes)
+    if not path.exists():
+        fix = "give the folder of a run, or a file that shardwise plan has written"
+        raise ConfigError("file-unreadable", f"cannot read {path}: No such file or directory; {fix}")
     if path.suffix == ".json":
         answer = read_json(path, "give what shardwise plan --json wrote", max_bytes=_MAX_ANSWER_BYTES)
         return plan_source(path.stem, answer, None, max_bytes)

@@ -37,6 +37,7 @@ from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, st
 from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.extra_states import read_extra_states, saved_extra_states, set_extra_states
+from shardwise.checkpoint.find import root_of
 from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
@@ -502,7 +503,7 @@ def _checked(extra: Any) -> Any:
 
 def _names(path: str | Path) -> list[str]:
     """Return the checkpoints at `path`, relative to it: each rank may reach them by a path of its own."""
-    return [os.path.relpath(folder, path) for folder in candidates(Path(path))]
+    return [os.path.relpath(folder, path) for folder in candidates(root_of(Path(path)))]
 
 
 def _joined(notes: Mapping[int, str]) -> str:

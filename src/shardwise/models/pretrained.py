@@ -65,6 +65,7 @@ def build_model(config: Any, name: str, *, trusts_code: bool = False) -> nn.Modu
     from transformers import AutoModelForCausalLM
 
     values = config.to_dict()
+    _refuse_unless_causal(config, name, values)
     with _one_line("model-not-buildable", f"{name} is no causal model that can be built", _FIX, values, trusts_code):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trusts_code)
         return model
@@ -88,6 +89,7 @@ def load_model(folder: Path, config: Any, name: str, *, trusts_code: bool = Fals
 
     their_logging.disable_progress_bar()
     values = config.to_dict()
+    _refuse_unless_causal(config, name, values)
     with _one_line("model-not-loadable", f"{name} cannot be loaded", "get the folder again", values, trusts_code):
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", config=config, trust_remote_code=trusts_code, **how
@@ -140,6 +142,19 @@ def _one_line(code: str, what: str, fix: str, values: Mapping[str, Any], trusts_
             ) from None
         lines = [each.strip() for each in str(error).splitlines() if each.strip()] or [type(error).__name__]
         raise ConfigError(code, f"{what}: {' '.join(lines[:2])}; {fix}") from error
+
+
+def _refuse_unless_causal(config: Any, name: str, values: Mapping[str, Any]) -> None:
+    """Refuse a kind of model of which transformers has no causal one; its own error lists all the others."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not runs_own_code(values):
+        what = "an encoder-decoder" if values.get("is_encoder_decoder") else "no causal model"
+        raise ConfigError(
+            "model-not-buildable",
+            f"{name} is {what} (model_type {config.model_type}), and only causal models are taken here; give one, or "
+            "train this one by a script of yours: docs/moving-in.md",
+        )
 
 
 def _check_files(folder: Path) -> None:

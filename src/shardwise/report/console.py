@@ -138,7 +138,7 @@ def _say_now_and_then(words: Sequence[str], is_over: threading.Event, stream: IO
     while not is_over.wait(min(wait_s, threading.TIMEOUT_MAX)):
         newest = words[-1]
         wait_s = EVERY_S if newest != said else 2 * wait_s
-        lasting = "" if newest != said else f": {time.monotonic() - start_s:.0f} s"
+        lasting = "" if newest != said else f": {time.monotonic() - start_s:.0f} s so far"
         said = newest
         with suppress(OSError):
             print(printable(f"{newest}{lasting}"), file=stream, flush=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.checkpoint.commit import rename_later, step_folders, step_of
-from shardwise.checkpoint.find import newest_whole
+from shardwise.checkpoint.find import IN_RUN, newest_whole
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import LENIENT_FIX
 from shardwise.config.errors import system_code, with_code
@@ -40,7 +40,6 @@ from shardwise.train.rank_watch import ENVIRONMENT_NAME
 from shardwise.train.setup import CONFIG_NAME, TOKENIZER_NAME, job_config, runs_in
 
 AUTO: Final = "auto"
-FOLDER_NAME: Final = "checkpoints"
 # These keys of the saved run say where and how it ran, not what it trained.
 _NOT_TAKEN_OVER: Final = frozenset(
     {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
@@ -209,7 +208,7 @@ class RunCheckpoints:
 def checkpoint_root(config: Config, folder: Path) -> Path:
     """Return the folder of the checkpoints of a run in `folder`."""
     path = config.checkpoint.path
-    return folder / FOLDER_NAME if path is None else Path(path).expanduser()
+    return folder / IN_RUN if path is None else Path(path).expanduser()
 
 
 def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
@@ -221,7 +220,7 @@ def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
         resumed: what it goes on from.
     """
     root = resumed.path.parent
-    runs = [root.parent] if root.name == FOLDER_NAME else []
+    runs = [root.parent] if root.name == IN_RUN else []
     runs += [
         run for _, _, run in runs_in(folder.parent) if run != folder and _saved_to(run).resolve() == root.resolve()
     ]
@@ -252,7 +251,7 @@ def go_on_command(root: Path, folder: Path | None) -> str:
     "shardwise train --resume 'runs/my first'"
     """
     # The folder of a run is shorter than that of its checkpoints, and does as well.
-    place = folder if folder is not None and root == folder / FOLDER_NAME else root
+    place = folder if folder is not None and root == folder / IN_RUN else root
     return f"shardwise train --resume {shlex.quote(str(place))}"
 
 
@@ -431,7 +430,7 @@ def _resumed_tiers(config: Config, given: Collection[str]) -> TiersConfig:
 
 def _root_of(path: Path) -> Path:
     """Return the folder of checkpoints that a user means, who may give the run's folder instead."""
-    inner = path / FOLDER_NAME
+    inner = path / IN_RUN
     try:
         if not path.is_dir() or step_of(path) is not None or step_folders(path):
             return path
@@ -439,7 +438,7 @@ def _root_of(path: Path) -> Path:
         return path
     if inner.is_dir():
         return inner
-    runs = [run for _, _, run in runs_in(path) if step_folders(run / FOLDER_NAME)]
+    runs = [run for _, _, run in runs_in(path) if step_folders(run / IN_RUN)]
     if runs:
         raise ConfigError(
             "runs-not-checkpoints", f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?"
@@ -463,7 +462,7 @@ def _newest_root(config: Config) -> Path | None:
 
 def _saved_to(run: Path) -> Path:
     """Return the folder in which a run has saved: its own, if that holds checkpoints, else `checkpoint.path`."""
-    inner = run / FOLDER_NAME
+    inner = run / IN_RUN
     try:
         path = read_json(run / CONFIG_NAME, "")["checkpoint"]["path"]
     except (UntrustedFileError, KeyError, TypeError):

@@ -41,6 +41,8 @@ _NUM_RECENT: Final = 20
 _NUM_BEFORE: Final = 5
 # What a share of the lost time explains it.
 _EXPLAINS: Final = 0.5
+# What a rank does before its step begins, such as to save or to evaluate.
+BETWEEN: Final = "what it did before this step"
 _VERSIONS: Final = ("shardwise", "torch", "numpy", "transformers", "accelerate", "peft", "datasets")
 
 log = logging.getLogger("shardwise")
@@ -83,7 +85,7 @@ class SlowStep:
         step_s: seconds that it took on the slowest rank.
         median_s: of the steps before.
         rank: that the others waited for; None where all of them were slow, or the communication was.
-        part: "data", "forward", "backward", "step", "other", or "communication".
+        part: "data", "forward", "backward", "step", "other", "communication", or `BETWEEN`.
         extra_s: seconds that the part took longer than it does as a rule.
     """
 
@@ -203,6 +205,8 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
     1
     >>> print(explain_slow(57, 1.2, 0.4, [usual, usual]))
     step 57 took 1.20 s, 3.0 x the median: all ranks 800 ms longer in communication
+    >>> print(explain_slow(57, 1.2, 0.4, [usual, usual | {"wait": 0.0}]))
+    step 57 took 1.20 s, 3.0 x the median: waited for rank 1, 800 ms longer in what it did before this step
 
     Args:
         step: its number.
@@ -214,8 +218,11 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
     sums = [sum(parts.values()) for parts in work]
     rank = max(range(len(sums)), key=sums.__getitem__)
     if sums[rank] < _EXPLAINS * (step_s - median_s):
-        waits = min(extra.get(WAIT, 0.0) for extra in extras)
-        return SlowStep(step, step_s, median_s, len(extras), None, "communication", max(waits, 0.0))
+        waits = [max(extra.get(WAIT, 0.0), 0.0) for extra in extras]
+        if min(waits) >= _EXPLAINS * max(waits):
+            return SlowStep(step, step_s, median_s, len(extras), None, "communication", min(waits))
+        late = min(range(len(waits)), key=waits.__getitem__)  # it came late, so that it waited least
+        return SlowStep(step, step_s, median_s, len(extras), late, BETWEEN, max(waits) - waits[late])
     part = max(work[rank], key=work[rank].__getitem__)
     is_everywhere = len(extras) > 1 and min(sums) > _EXPLAINS * sums[rank]
     return SlowStep(step, step_s, median_s, len(extras), None if is_everywhere else rank, part, work[rank][part])

@@ -68,6 +68,7 @@ from shardwise.train.setup import (
     TOKENIZER_NAME,
     create_folder,
     device_kind,
+    lent_data_line,
     prepare_job_data,
     resolve_job,
     slow_dtype_line,
@@ -115,7 +116,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
         )
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
     with progress("checking the model and its layout"):
-        config = resolve_job(config, num_ranks, num_ranks)
+        config = _resolved_here(config, num_ranks)
     config, folder, shard_path = _prepare(config, console, resume, num_ranks)
     note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
@@ -382,9 +383,20 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
         log.error("%s", failure)
 
 
+def _resolved_here(config: Config, num_ranks: int) -> Config:
+    """Resolve a config for ranks that are started here; where their number is wrong, say which key sets it."""
+    try:
+        return resolve_job(config, num_ranks, num_ranks)
+    except ConfigError as error:
+        fix = "; run.num_procs is how many are started here" if error.code == "mesh-size" else ""
+        raise ConfigError(error.code, f"{error}{fix}") from error.__cause__
+
+
 def _prepare(config: Config, console: Console, resume: Path | None, num_local_ranks: int) -> tuple[Config, Path, Path]:
     """Tokenize the data and make the run's folder; return the config with its steps, the folder and the token shard."""
     if line := slow_dtype_line(config):
+        say(console, line)
+    if line := lent_data_line(config):
         say(console, line)
     make_root(config, resume)
     start_s = time.monotonic()

@@ -297,6 +297,15 @@ def prepare_job_data(config: Config, progress: Progress | None = None, **shown: 
     return data
 
 
+def lent_data_line(config: Config) -> str:
+    """Return a line where a model of the user's is fine-tuned without data of theirs, which may be an oversight."""
+    if config.model.path is None or config.data.path is not None:
+        return ""
+    return (
+        f"no data is given (--data, data.path): {config.model.path} trains on the source of Python's standard library"
+    )
+
+
 def with_steps(config: Config, data: PreparedData) -> Config:
     """Return the config with the steps that its epochs take, and a warm-up of a share of them where it has none."""
     run, scheduler, global_size = config.run, config.scheduler, config.batch.global_size or 1

@@ -360,3 +360,13 @@ def test_the_tracker_knows_the_states_of_a_load(tmp_path: Path) -> None:
     with engine_of(Net) as engine:
         engine.load(tmp_path)
         assert engine.memory.snapshot().live_bytes[Category.OPTIMIZER] == expected
+
+
+def test_load_takes_the_folder_of_a_run(tmp_path: Path) -> None:
+    with engine_of() as engine:
+        take_steps(engine, 1)
+        engine.save(tmp_path / "run" / "checkpoints")
+    with engine_of() as again:
+        assert again.load(tmp_path / "run").step == 1
+        with refused("no-checkpoint", str(tmp_path)):
+            again.load(tmp_path)

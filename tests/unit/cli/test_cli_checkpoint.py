@@ -83,6 +83,19 @@ def test_show_answers_other_programs(root, capsys):
     assert json.loads(call(capsys, "show", "runs/a", "--step", "200", "--json")[1])["step"] == 200
 
 
+COMMANDS = ("show runs/b", "verify runs/b", "diff runs/b runs/b", "reshard runs/b out --files 1", "show runs/b --json")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
+def test_the_folder_of_a_run_stands_for_its_checkpoints(root, capsys, command):
+    Path("runs/b/tokenizer").mkdir(parents=True)
+    root.rename("runs/b/checkpoints")
+    code, out, err = call(capsys, *command.split())
+    assert (code, err) == (0, "")
+    _, of_root, _ = call(capsys, *command.replace("runs/b", "runs/b/checkpoints").replace("out", "other").split())
+    assert len(out.splitlines()) == len(of_root.splitlines())
+
+
 def test_verify_says_whole_or_names_the_damages(root, capsys):
     code, out, err = call(capsys, "verify", "runs/a")
     assert (code, err) == (0, "")

@@ -61,6 +61,14 @@ def test_a_config_needs_a_cluster(planned, capsys):
     assert ask_page(Path("priced.html").read_text(), SEEN, planned)["ranks"] == 4
 
 
+@pytest.mark.parametrize("name", ["runs/none", "none.json", "none.toml"])
+def test_a_path_that_is_not_there_may_have_meant_a_run(name, capsys):
+    assert cli.main(["report", name]) == 2
+    error = capsys.readouterr().err
+    assert "[file-unreadable]" in error
+    assert "the folder of a run" in error
+
+
 @pytest.mark.parametrize("text", ["{}", '{"best": []}', "[1]", '{"job": {}, "best": [{"layout": 1}]}', '{"best": 3}'])
 def test_an_answer_that_is_none_is_refused(text, tmp_path, capsys):
     (tmp_path / "some.json").write_text(text)

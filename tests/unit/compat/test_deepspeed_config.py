@@ -333,6 +333,16 @@ def test_the_batch_is_an_equation_in_deepspeeds_words() -> None:
         translate({"train_batch_size": 30}, world_size=4)
 
 
+def test_a_batch_of_one_rank_among_several_says_what_the_trainer_needs() -> None:
+    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    translate(batch, world_size=1)
+    with refused("batch-equation", "train_batch_size=8", "use_cpu=True"):
+        translate(batch, world_size=2)
+    with refused("batch-equation") as error:
+        translate({**batch, "train_batch_size": 32}, world_size=2)
+    assert "use_cpu" not in str(error.value)
+
+
 def test_a_config_is_a_path_or_a_mapping(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ZERO_3))

@@ -6,6 +6,7 @@ import ast
 import io
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -169,3 +170,13 @@ def test_no_print_shows_a_text_as_it_is() -> None:
                 name = path.relative_to(root).as_posix()
                 found[name] = found.get(name, 0) + 1
     assert all(number <= FREE.get(name, 0) for name, number in found.items()), found
+
+
+def test_what_takes_long_is_not_said_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.report.console.EVERY_S", 0.01)
+    stream = io.StringIO()
+    with progress("reading", stream):
+        deadline_s = time.monotonic() + 10
+        while "so far" not in stream.getvalue() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert stream.getvalue().startswith("reading\nreading: 0 s so far\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from shardwise.planner.hardware import parse_cluster
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.dataset import PackedDataset, pack
 from shardwise.train.prepare import prepare_data
-from shardwise.train.setup import check_job, job_config, with_steps
+from shardwise.train.setup import check_job, job_config, lent_data_line, with_steps
 
 pytest.importorskip("transformers")
 
@@ -218,6 +219,12 @@ def test_a_plan_of_a_folder_trains_it(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sum(param.numel for group in layout.groups for param in group.params) > 0
     assert resolved.data.seq_len == 64
     assert job_of(config, parse_cluster("h100:2")).shape.hidden_size == 32
+
+
+@pytest.mark.parametrize(("values", "is_said"), [({"model": {"path": "my-llama"}}, True), ({}, False)])
+def test_a_model_of_the_users_without_data_says_what_it_trains_on(values: dict[str, Any], is_said: bool) -> None:
+    assert bool(lent_data_line(Config.from_dict(values))) is is_said
+    assert not lent_data_line(Config.from_dict(values | {"data": {"path": "mine.txt"}}))
 
 
 def test_text_gets_the_models_first_and_last_token(tmp_path: Path) -> None:

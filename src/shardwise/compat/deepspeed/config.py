@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
 from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
+from shardwise.config.sections import BatchConfig
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 from shardwise.config.validate import ATTENTION_KEYS
 
@@ -271,9 +272,20 @@ def _check(config: Config, world_size: int | None) -> None:
     except ConfigError as error:
         text = str(error).replace("batch.global_size", "train_batch_size")
         text = text.replace("micro_size", "train_micro_batch_size_per_gpu")
-        raise ConfigError(error.code, text.replace("accumulation", "gradient_accumulation_steps")) from None
+        text = text.replace("accumulation", "gradient_accumulation_steps")
+        raise ConfigError(error.code, text + _ONLY_RANK * _is_of_one_rank(config.batch, num_data_ranks)) from None
 
 
+def _is_of_one_rank(batch: BatchConfig, num_data_ranks: int) -> bool:
+    """Say whether the terms of a batch would agree if there were one rank."""
+    one = (batch.micro_size or 1) * (batch.accumulation or 1)
+    return num_data_ranks > 1 and batch.micro_size is not None and batch.global_size == one
+
+
+_ONLY_RANK: Final = (
+    "; if the Trainer has filled in these keys, it takes itself for the only rank: without a GPU it needs use_cpu=True "
+    "(Accelerate: PartialState(cpu=True) first)"
+)
 _MAX_KEYS: Final = 1000
 _MAX_SHOWN: Final = 120
 _KEEP_WHOLE: Final = 100_001
