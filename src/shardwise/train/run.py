@@ -32,7 +32,7 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.config.written_files import open_end
+from shardwise.config.written_files import end_with, is_full, open_end
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
@@ -494,6 +494,9 @@ def _fail(error: Exception, folder: Path, env: RankEnv, how_to_go_on: Callable[[
             message += f"\nshardwise: {how_to_go_on()}"
     with suppress(OSError):  # the log may be on the disk that is full
         write_line(message, to_stderr=True)
+    if env.launcher == "local" and is_full(folder):
+        with suppress(OSError):
+            end_with(folder / f"rank-{env.rank}.log", message)
     return code
 
 
