@@ -154,10 +154,19 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_was_saved(start, layout: 
     assert line, run.said()
     run.disk.make_space()
     assert run.place.start(shlex.split(line.group(1)), "said-2").wait(PATIENCE_S) == 0
-    last = run.place.checkpoints()[0]
-    assert step_of(last) == NUM_STEPS
-    assert tensors_of(last) == whole.saved[NUM_STEPS]
+    assert whole_steps(run.disk.root / "ck", whole)[-1] == NUM_STEPS
     assert metrics(run.place.runs()[-1])[NUM_STEPS] == whole.metrics[NUM_STEPS]
+
+
+@pytest.mark.full
+def test_an_export_that_the_disk_refuses_is_an_error_after_all_is_saved_and_shown(start) -> None:
+    run, whole = start("run.dir", "lora", False, "checkpoint.export=true")
+    run.fill()
+    assert run.launcher.wait(PATIENCE_S) == 1, run.said()
+    assert whole_steps(run.place.folder / "ck", whole)[-1] == NUM_STEPS
+    assert re.search(r"the export to \S+ failed on rank 0: .*\[disk-full\]", run.said())
+    assert "held-out loss" in run.said()
+    check_no_riddle(run)
 
 
 @pytest.mark.full

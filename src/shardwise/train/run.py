@@ -478,7 +478,9 @@ def _fail(error: Exception, folder: Path, env: RankEnv, how_to_go_on: Callable[[
     The local launcher quotes the last line of the log, says who speaks, and how to go on.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message = f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
+        message = (
+            f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir [disk-full]"
+        )
     elif isinstance(error, _EXPECTED) and str(error):
         headline, *details = with_code(error).splitlines()
         message = "\n".join([*details, headline])  # a log is read from its end
