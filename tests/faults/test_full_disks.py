@@ -1,4 +1,7 @@
-"""A disk that fills up under a real run: the run goes on, or ends with a coded line and all saved that can be."""
+"""A disk that fills up under a real run: the run goes on, or ends with a coded line and all saved that can be.
+
+What of it needs no real run is quick in `tests/unit/train/test_failed_saves.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from harness.waiting import PATIENCE_S, wait_until
 from shardwise.checkpoint.commit import step_of
 from shardwise.checkpoint.find import survey
 
-pytestmark = pytest.mark.begin
+pytestmark = [pytest.mark.begin, pytest.mark.full]
 
 # The checkpoints of a run that keeps all have 10 MB.
 DISK_BYTES = 2**25
@@ -107,10 +110,7 @@ def check_no_riddle(run: FullRun) -> None:
     assert not any("Traceback" in text for text in (run.said(), *run.place.logs(), *logs)), run.said()
 
 
-quick = lambda layout, kept: layout if layout == kept else pytest.param(layout, marks=pytest.mark.full)  # noqa: E731
-
-
-@pytest.mark.parametrize("layout", [quick(each, "pp2") for each in LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_full_folder_of_the_run_costs_no_step_and_no_checkpoint(start, layout: str) -> None:
     run, whole = start("run.dir", layout)
     run.fill()
@@ -121,7 +121,6 @@ def test_a_full_folder_of_the_run_costs_no_step_and_no_checkpoint(start, layout:
     check_no_riddle(run)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("which", ["checkpoint.path", "both"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_saves_again_once_there_is_space(start, layout: str, which: str) -> None:
@@ -136,8 +135,8 @@ def test_a_run_saves_again_once_there_is_space(start, layout: str, which: str) -
     check_no_riddle(run)
 
 
-@pytest.mark.parametrize("which", [pytest.param("checkpoint.path", marks=pytest.mark.full), "both"])
-@pytest.mark.parametrize("layout", [quick(each, "pp2") for each in LAYOUTS])
+@pytest.mark.parametrize("which", ["checkpoint.path", "both"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_disk_that_stays_full_ends_the_run_with_what_was_saved(start, layout: str, which: str) -> None:
     run, whole = start(which, layout)
     run.fill()
@@ -158,7 +157,6 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_was_saved(start, layout: 
     assert metrics(run.place.runs()[-1])[NUM_STEPS] == whole.metrics[NUM_STEPS]
 
 
-@pytest.mark.full
 def test_an_export_that_the_disk_refuses_is_an_error_after_all_is_saved_and_shown(start) -> None:
     run, whole = start("run.dir", "lora", False, "checkpoint.export=true")
     run.fill()
@@ -169,7 +167,6 @@ def test_an_export_that_the_disk_refuses_is_an_error_after_all_is_saved_and_show
     check_no_riddle(run)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("which", ["run.dir", "both"])
 def test_a_signal_to_a_run_on_a_full_disk_ends_it_as_ever(start, which: str) -> None:
     run, whole = start(which)
@@ -184,7 +181,6 @@ def test_a_signal_to_a_run_on_a_full_disk_ends_it_as_ever(start, which: str) -> 
     check_no_riddle(run)
 
 
-@pytest.mark.full
 def test_a_full_disk_of_the_tier_ends_the_run_with_what_was_saved(start) -> None:
     run, whole = start("nvme_path", "nvme")
     run.fill()
@@ -195,7 +191,6 @@ def test_a_full_disk_of_the_tier_ends_the_run_with_what_was_saved(start) -> None
     check_no_riddle(run)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("which", ["run.dir", "checkpoint.path", "both", "nvme_path", "cache_dir"])
 def test_a_disk_that_is_full_at_the_start_is_one_coded_line(start, which: str) -> None:
     start_s = time.monotonic()

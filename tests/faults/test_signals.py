@@ -17,8 +17,8 @@ SEEDS, NUM_LEGS = range(1, 5), 6
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
+def nursery(pytestconfig: pytest.Config) -> Iterator[Nursery]:
+    with Nursery(with_hugging_face=pytestconfig.getoption("--full")) as nursery:
         yield nursery
 
 

@@ -30,9 +30,10 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn, Self
 
 _PRELOAD = (
-    *("torch.distributed", "torch._dynamo", "transformers.modeling_utils", "transformers.models.llama.modeling_llama"),
+    *("torch.distributed", "torch._dynamo"),
     *("shardwise.cli.main", "shardwise.cli.train", "shardwise.train.run", "shardwise.planner.memory"),
 )
+_HUGGING_FACE = ("transformers.modeling_utils", "transformers.models.llama.modeling_llama", "peft")
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,20 @@ class ForkedRun:
 
 
 class Nursery:
-    """The process that runs are forked from."""
+    """The process that runs are forked from.
 
-    def __init__(self) -> None:
+    Args:
+        with_hugging_face: whether it has imported that, too, of which some runs train a model.
+    """
+
+    def __init__(self, with_hugging_face: bool = True) -> None:
+        self._modules = [*_PRELOAD, *(_HUGGING_FACE if with_hugging_face else ())]
         self._lock = threading.Lock()
         self._codes: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.forked_runs"],
+            [sys.executable, "-m", "harness.forked_runs", *self._modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -94,7 +100,7 @@ class Nursery:
 
 
 def _serve() -> None:
-    for name in _PRELOAD:
+    for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
