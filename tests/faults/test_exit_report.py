@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from shardwise.launch import exit_report
 from shardwise.launch.exit_report import RankExit, describe_exit, exit_code, first_cause, report, tail
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    main()"]
@@ -87,6 +88,11 @@ def test_a_report_has_rank_reason_path_and_the_last_lines(ended):
     assert lines[-1] == "  | ValueError: no such data"
     assert len(lines) == 17
     assert max(map(len, lines[2:])) < 320
+
+
+def test_a_report_on_a_full_disk_says_that_the_log_may_be_cut(ended, monkeypatch):
+    monkeypatch.setattr(exit_report, "is_full", lambda folder: True)
+    assert report(ended(0, 1, OWN)).endswith("ValueError: no such data\nits disk is full, so the log may lack its end")
 
 
 def test_the_tail_of_no_log_an_empty_one_and_a_long_one(tmp_path):

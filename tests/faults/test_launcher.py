@@ -370,6 +370,26 @@ def test_a_rank_that_stays_stopped_ends_the_run_and_is_named(launch, capfd, monk
     assert "rank 0 was" not in message
 
 
+def test_a_rank_that_was_woken_is_not_said_to_be_stopped(launch, capfd, monkeypatch):
+    monkeypatch.setattr(local, "_LOOK_S", 0.3)
+    code = """
+meet()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+other = json.loads((folder / "pid-1").read_text())
+while Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    time.sleep(0.01)
+time.sleep(1.0)  # in which the launcher looks
+os.kill(other, signal.SIGCONT)
+sys.exit(3)
+"""
+    assert launch(code, failure_grace_s=0.3) == 3
+    message = capfd.readouterr().err
+    assert "rank 0 exited with code 3" in message
+    assert "was stopped" not in message
+
+
 def test_a_rank_that_is_stopped_hears_the_request_to_stop(launch, tmp_path, capfd):
     code = (
         STOPPABLE

@@ -162,7 +162,11 @@ def run_whole(folder: Path) -> dict[int, list[StoredTensor]]:
 
 def stored(folder: Path, step: int) -> list[StoredTensor]:
     """What a checkpoint has of the model, with the checksums of all values: of equal steps it is equal."""
-    tensors = read_manifest(folder / "ck" / f"step-{step:08d}").tensors
+    return tensors_of(folder / "ck" / f"step-{step:08d}")
+
+
+def tensors_of(checkpoint: Path) -> list[StoredTensor]:
+    """What a checkpoint has, as `stored`."""
     return [
         replace(
             tensor,
@@ -171,7 +175,7 @@ def stored(folder: Path, step: int) -> list[StoredTensor]:
                 for name, state in tensor.states.items()
             },
         )
-        for tensor in tensors
+        for tensor in read_manifest(checkpoint).tensors
         if tensor.kind != "rank"  # generators, which no run seeds equally
     ]
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 _MODE: Final = 0o666
+_LINE_BYTES: Final = 4096
 _STREAMS: Final = ("/dev/std", "/dev/fd/", "/proc/")
 _NEW: Final = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -97,6 +98,37 @@ def write_asked(path: str | Path, content: str, mode: int = _MODE) -> None:
 
 def _unlinked(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, _MODE)
+
+
+def is_full(folder: Path) -> bool:
+    """Say whether the disk of a folder has no space for a line more: what was written there last may be cut off."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return False
+    return space.f_bavail * space.f_frsize < _LINE_BYTES
+
+
+def end_with(path: Path, line: str) -> None:
+    """Let a line be the last of a file that has no space for it any more: it takes the place of what was there.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "a.log")
+    ...     write_whole(path, "step 1 taken\\nstep 2 taken\\nthe dis")
+    ...     end_with(path, "the disk is full")
+    ...     path.read_text()
+    'step 1 taken\\nst\\nthe disk is full\\n'
+
+    Raises:
+        OSError: the system refuses.
+    """
+    data = f"\n{line}\n".encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, data, max(0, os.fstat(descriptor).st_size - len(data)))
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

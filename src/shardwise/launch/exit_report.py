@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.config.written_files import is_full
+
 NUM_SHOWN_LINES = 15
 _TAIL_BYTES = 65_536
 _REFUSED = 2  # the exit code of what a user can mend in the config
@@ -105,7 +107,8 @@ def report(rank_exit: RankExit) -> str:
         return f"shardwise: {refusal}"
     shown = [line[:_MAX_LINE_CHARS] for line in lines[-NUM_SHOWN_LINES:]] or [_NOTHING_SAID]
     heading = f"shardwise: rank {rank_exit.rank} {describe_exit(rank_exit.returncode, lines)}"
-    return "\n".join([heading, f"the end of its log, {rank_exit.log_path}:", *(f"  | {line}" for line in shown)])
+    cut = ["its disk is full, so the log may lack its end"] if is_full(rank_exit.log_path.parent) else []
+    return "\n".join([heading, f"the end of its log, {rank_exit.log_path}:", *(f"  | {line}" for line in shown), *cut])
 
 
 def stopped_note(stopped: Mapping[int, float]) -> str:

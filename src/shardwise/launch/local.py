@@ -319,6 +319,8 @@ class _Watch:
             self._kill()
 
     def _stop(self, grace_s: float, wakes: bool = False) -> None:
+        if self._phase in (_Phase.RUNNING, _Phase.SETTLING):  # some may have been woken since the last look
+            self.stopped = self._ranks.stopped()
         self._phase = _Phase.STOPPING
         self._deadline_s = time.monotonic() + grace_s
         self._ranks.terminate(wakes)

@@ -227,13 +227,15 @@ def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
     own = folder / METRICS_NAME
     if "jsonl" not in config.run.sinks or own.exists():
         return
+    best: list[bytes] = []
     for run in runs:
         with suppress(OSError):
             with open(open_regular(run / METRICS_NAME, run), "rb") as file:
                 lines = [line for line in file if 0 < _step_in(line) <= resumed.step]
-            if lines and _step_in(lines[-1]) == resumed.step:
-                write_whole(own, b"".join(lines))
-                return
+            # A run that dies in a save has no line of that step yet: others may have saved into this folder, too.
+            best = max(best, lines, key=lambda each: _step_in(each[-1]) if each else 0)
+    if best:
+        write_whole(own, b"".join(best))
 
 
 def _step_in(line: bytes) -> int:
@@ -245,14 +247,23 @@ def _step_in(line: bytes) -> int:
 
 
 def go_on_command(root: Path, folder: Path | None) -> str:
-    """Return the command that goes on from the newest checkpoint in `root`, of a run in `folder`.
+    """Return the command that goes on from the newest checkpoint in `root`.
+
+    Args:
+        root: the folder of checkpoints.
+        folder: of the run that saves there, and shall do so again; None where another run has.
 
     >>> go_on_command(Path("runs/my first/checkpoints"), Path("runs/my first"))
     "shardwise train --resume 'runs/my first'"
+    >>> go_on_command(Path("ck"), Path("runs/a"))
+    'shardwise train --resume ck checkpoint.path=ck'
     """
-    # The folder of a run is shorter than that of its checkpoints, and does as well.
-    place = folder if folder is not None and root == folder / IN_RUN else root
-    return f"shardwise train --resume {shlex.quote(str(place))}"
+    command = "shardwise train --resume"
+    if folder is None:
+        return f"{command} {shlex.quote(str(root))}"
+    if root == folder / IN_RUN:  # the folder of a run is shorter than that of its checkpoints, and does as well
+        return f"{command} {shlex.quote(str(folder))}"
+    return f"{command} {shlex.quote(str(root))} {shlex.quote(f'checkpoint.path={root}')}"
 
 
 def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
@@ -263,11 +274,11 @@ def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
         folder: of the run.
         resume: the checkpoint that the run itself has gone on from, or its folder; None where it began afresh.
     """
-    for root in (checkpoint_root(config, folder), resume):
+    for root, run in ((checkpoint_root(config, folder), folder), (resume, None)):
         if root is not None:
             with suppress(CheckpointError, OSError):
                 newest, _ = newest_whole(root)
-                return f"to go on from {newest.name}: {go_on_command(root, folder)}"
+                return f"to go on from {newest.name}: {go_on_command(root, run)}"
     fix = f"; checkpoint.every={max(1, config.run.steps // 10)} saves while it trains"
     return f"nothing was saved by then, so there is nothing to go on from{fix * (config.checkpoint.every is None)}"
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.hf.config_files import wanted_of
 from shardwise.checkpoint.hf.importer import check_numbers
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import near
 from shardwise.construction.context import init
@@ -280,9 +282,24 @@ class HuggingFaceModel:
             return engine.export_weights(folder, tokenizer=tokenizer)
         names = [name for name, each in model.named_parameters() if each.requires_grad]
         adapter = {name: engine.read(name, to_rank=0) for name in names}  # whole, where tp holds parts
-        if engine.comm.rank == 0:
-            model.save_pretrained(folder, state_dict=adapter)
-            tokenizer.save_pretrained(folder)
+
+        def write() -> str:
+            if engine.comm.rank == 0:
+                try:
+                    model.save_pretrained(folder, state_dict=adapter)
+                    tokenizer.save_pretrained(folder)
+                except OSError as error:
+                    raise CheckpointError(
+                        system_code(error, "folder-refused"),
+                        f"cannot write {folder}: {error.strerror or error}; free some space there, or set run.dir",
+                    ) from error
+            return ""
+
+        barrier = engine.checkpoints.ranks.new_barrier(f"the export to {folder}")
+        try:
+            barrier.run("write", write, lambda _: "")
+        finally:
+            barrier.finish()
         return folder
 
     @cached_property

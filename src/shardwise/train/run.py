@@ -32,7 +32,7 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.config.written_files import open_end
+from shardwise.config.written_files import end_with, is_full, open_end
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
@@ -490,7 +490,9 @@ def _fail(error: Exception, folder: Path, env: RankEnv, how_to_go_on: Callable[[
     The local launcher quotes the last line of the log, says who speaks, and how to go on.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message = f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
+        message = (
+            f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir [disk-full]"
+        )
     elif isinstance(error, _EXPECTED) and str(error):
         headline, *details = with_code(error).splitlines()
         message = "\n".join([*details, headline])  # a log is read from its end
@@ -506,6 +508,9 @@ def _fail(error: Exception, folder: Path, env: RankEnv, how_to_go_on: Callable[[
             message += f"\nshardwise: {how_to_go_on()}"
     with suppress(OSError):  # the log may be on the disk that is full
         write_line(message, to_stderr=True)
+    if env.launcher == "local" and is_full(folder):
+        with suppress(OSError):
+            end_with(folder / f"rank-{env.rank}.log", message)
     return code
 
 

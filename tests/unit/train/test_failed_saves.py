@@ -4,14 +4,17 @@ import errno
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from harness.faults import Moment, once_at, watching
 from shardwise.checkpoint.commit import read_manifest, step_folders, step_of
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.launch.environment import lone_rank
 from shardwise.report.console import LastingStream
 from shardwise.train import metrics as sinks
-from shardwise.train import rank_watch, recorder, recording
+from shardwise.train import rank_watch, recorder, recording, run
 
 FILE = "rank-*"
 
@@ -130,3 +133,14 @@ def test_a_stdout_that_fails_is_left_alone(caplog):
     assert Full.num_calls == 1
     assert not stream.isatty()
     assert "No space left" in caplog.text
+
+
+def test_the_last_line_of_a_log_on_a_full_disk_is_why_the_rank_ends(tmp_path, monkeypatch, capsys):
+    """It could not be added, and the launcher would quote what came before."""
+    log = tmp_path / "rank-0.log"
+    log.write_text("step 7\n" * 20 + "why it ends co")
+    monkeypatch.setattr(run, "is_full", lambda folder: True)
+    env = replace(lone_rank(), launcher="local")
+    assert run._fail(CheckpointError("disk-full", "no space"), tmp_path, env, lambda: "") == 1
+    assert log.read_text().startswith("step 7\n" * 10)
+    assert log.read_text().endswith("\nno space [disk-full]\n")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from shardwise.train.checkpoints import (
     take_over_metrics,
 )
 from shardwise.train.metrics import METRICS_NAME
-from shardwise.train.setup import create_folder
+from shardwise.train.setup import CONFIG_NAME, create_folder
 
 SAVED = {
     "model": {"preset": "25m"},
@@ -360,12 +361,30 @@ def test_the_metrics_of_a_resumed_run_begin_with_those_of_the_runs_before(tmp_pa
     assert curves["num_steps"] == 8
 
 
-def test_metrics_that_do_not_reach_the_checkpoint_or_are_not_wanted_are_left_out():
+def test_the_metrics_of_a_run_that_died_in_a_save_lack_that_step_alone():
+    """A step is recorded after its save; of the runs that saved into one folder the one that came furthest counts."""
+    first, second = write_run("20260101-000000-25m", 5), Path("runs", "20260102-000000-25m")
+    root = Path("shared")
+    (first / FOLDER_NAME).rename(root)
+    (first / METRICS_NAME).write_text(lines_of(1, 2, 3, 4))
+    other = write_run("20260101-000001-25m", 2)
+    shutil.rmtree(other / FOLDER_NAME)
+    for run in (first, other):
+        text = json.loads((run / CONFIG_NAME).read_text())
+        text.setdefault("checkpoint", {})["path"] = str(root)
+        (run / CONFIG_NAME).write_text(json.dumps(text))
+    (other / METRICS_NAME).write_text(lines_of(1, 2))
+    second.mkdir()
+    take_over_metrics(Config.from_dict(SAVED), second, Resumed(root / "step-00000005", 5))
+    assert steps_in(second) == [1, 2, 3, 4]
+
+
+def test_metrics_that_there_are_not_or_that_are_not_wanted_are_left_out():
     first, second = write_run("20260101-000000-25m", 5), Path("runs", "20260102-000000-25m")
     second.mkdir()
     resumed_at = Resumed(first / FOLDER_NAME / "step-00000005", 5)
     take_over_metrics(Config.from_dict(SAVED), second, resumed_at)  # there are none
-    (first / METRICS_NAME).write_text(lines_of(1, 2, 3))
+    (first / METRICS_NAME).write_text(lines_of(6, 7) + '{"step": 5')
     take_over_metrics(Config.from_dict(SAVED), second, resumed_at)
     (first / METRICS_NAME).write_text(lines_of(1, 2, 3, 4, 5))
     take_over_metrics(Config.from_dict(SAVED | {"run": {"sinks": []}}), second, resumed_at)

@@ -136,7 +136,7 @@ def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):
         f"shardwise: no space left for the run's files in {tmp_path / 'run'}: No space left on device; "
     )
     said, hint = err.splitlines()
-    assert said.endswith("free some, or set run.dir")
+    assert said.endswith("free some, or set run.dir [disk-full]")
     assert hint.startswith("shardwise: nothing was saved by then")
 
 
