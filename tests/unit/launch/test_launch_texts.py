@@ -152,6 +152,54 @@ def test_a_written_script_has_no_secrets_and_is_its_owners(
     assert "MLFLOW_TRACKING_TOKEN" in printed.err
 
 
+# Writes down its words, and who may read what a line left; the host n3 takes nothing.
+RECORDING_SSH = """#!/bin/sh
+echo "$*" >> {folder}/argv
+case "$*" in *' n3 '*) exit 255;; esac
+while [ "${{1#-}}" != "$1" ]; do case "$1" in -o|-p) shift 2;; *) shift;; esac; done
+shift
+sh -c "$*"
+code=$?
+stat -c %a "$HOME"/.shardwise-* 2>&- >> {folder}/modes
+exit $code
+"""
+SECRETS = {
+    "MLFLOW_TRACKING_TOKEN": "hunter2 it's\n$HOME",
+    "NCCL_API_KEY": "hunter2",
+    "MLFLOW_URI": "https://me:hunter2@h",
+}
+
+
+@pytest.mark.parametrize("hosts", ["n1,n2", "n1,n3"])
+def test_what_is_submitted_has_no_secret_on_a_command_line(
+    hosts: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Everybody on a machine reads these; each host has the variables all the same, and no file is left."""
+    home, folder = machine.folder / "home", machine.folder
+    home.mkdir()
+    (folder / "bin" / "ssh").write_text(RECORDING_SSH.format(folder=folder))
+    (folder / "torch" / "distributed" / "run.py").write_text(
+        f"import os\nprint([os.environ[name] for name in {list(SECRETS)}])\n"
+    )
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(home))
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    code = main(["launch", "--hosts", hosts, "--gpus", "1", "--submit", "--", "train.py"])
+    printed = capfd.readouterr()
+    argv = (folder / "argv").read_text()
+    assert "hunter2" not in argv + printed.err
+    assert not list(home.iterdir())
+    assert set((folder / "modes").read_text().split()) == {"600"}
+    if "n3" in hosts:
+        assert code == 2
+        assert "[host-unreachable]" in printed.err
+        assert "torch.distributed.run" not in argv
+        return
+    assert code == 0
+    assert printed.out.splitlines() == 2 * [str(list(SECRETS.values()))]
+
+
 ODD_HOSTS = (
     *(
         "-oProxyCommand=touch pwned",
