@@ -8,13 +8,15 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import yaml
 from torch.distributed.run import get_args_parser
+
+from shardwise.cli.main import main
 
 # Arguments of a script that mean something to a shell, a batch script, YAML, Kubernetes, Python or a template.
 HOSTILE = (
@@ -169,3 +171,57 @@ def run_ray(text: str) -> list[str]:
     (command,) = started
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     return command[3:]
+
+
+Read = Callable[[str, Machine], list[list[str]]]
+
+
+def read_slurm(text: str, machine: Machine) -> list[list[str]]:
+    options = sbatch_options(text)
+    assert list(options) == [
+        *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode"),
+        "signal",
+    ]
+    (words,) = machine.run(text, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]")
+    assert (words[words.index("--rdzv-endpoint") + 1], words[words.index("--rdzv-id") + 1]) == ("n1:10007", "7")
+    return [words]
+
+
+def read_pod(text: str, machine: Machine) -> list[list[str]]:
+    variables = {"JOB_COMPLETION_INDEX": "1", "NAME": "expanded", "HOME": "expanded"}
+    words = [kubelet(word, variables) for word in container_of(text)["command"]]
+    assert words[0] == "torchrun"
+    assert "--node-rank" not in words or words[words.index("--node-rank") + 1] == "1"
+    return [words[1:]]
+
+
+def read_sky(text: str, machine: Machine) -> list[list[str]]:
+    task = yaml.safe_load(text)
+    assert list(task) == ["name", "num_nodes", "workdir", "resources", "run"]
+    (words,) = machine.run(task["run"], SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="n1\nn2")
+    assert (words[words.index("--node-rank") + 1], words[words.index("--master-addr") + 1]) == ("1", "n1")
+    return [words]
+
+
+def read_ray(text: str, machine: Machine) -> list[list[str]]:
+    return [run_ray(text)]
+
+
+TARGETS: dict[str, tuple[str, Read]] = {
+    "local": ("--gpus 2", lambda text, machine: machine.run(text, "sh")),
+    "ssh": ("--hosts n1,me@n2 --gpus 2", lambda text, machine: machine.run(text, "sh")),
+    "slurm": ("--on slurm --nodes 2 --gpus 2 --time 1:00:00", read_slurm),
+    "trainjob": ("--on trainjob --nodes 2 --gpus 2 --image a/b:1", read_pod),
+    "jobset": ("--on jobset --nodes 2 --gpus 2 --image a/b:1", read_pod),
+    "sky": ("--on sky --nodes 2 --gpus H100:2", read_sky),
+    "ray": ("--on ray --nodes 2 --gpus 2", read_ray),
+}
+
+
+def check(target: str, program: Sequence[str], machine: Machine) -> None:
+    """Write a text for a target, and read it by the target's own rules: the program gets what was given."""
+    options, read = TARGETS[target]
+    path = machine.folder / "text"
+    assert main(["launch", *options.split(), "-o", str(path), "--", *program]) == 0
+    calls = read(path.read_bytes().decode(), machine)
+    assert [program_of(words) for words in calls] == [tuple(program)] * (2 if target == "ssh" else 1)

@@ -18,7 +18,7 @@ import click
 from rich.console import RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from shardwise.cli.command import FILE, as_written
+from shardwise.cli.command import FILE, Choice, as_written
 from shardwise.config.resolve import Dtype
 from shardwise.report.console import Terminal, refuse, write_line
 
@@ -215,8 +215,8 @@ examples:
 )
 @click.argument("source", type=FILE)
 @click.argument("folder", type=FILE)
-@click.option("--dtype", type=click.Choice(get_args(Dtype)), help="of the weights; by default the run's parameters'")
-@click.option("--weights", type=click.Choice(["int8", "int4"]), help="pack the linear layers in so many bits")
+@click.option("--dtype", type=Choice(get_args(Dtype)), help="of the weights; by default the run's parameters'")
+@click.option("--weights", type=Choice(["int8", "int4"]), help="pack the linear layers in so many bits")
 @click.option("--hf-config", type=FILE, help="the config.json to put there; by default the checkpoint's own")
 @click.option("--tokenizer", type=FILE, metavar="FOLDER", help="whose tokenizer to put there; by default the run's own")
 @_step

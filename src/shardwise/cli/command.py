@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
@@ -18,6 +19,15 @@ from shardwise.report.console import Terminal, progress, write_line
 FILE: Final = click.Path(path_type=Path)
 _MAX_COUNT: Final = 2**40
 _MAX_AMOUNT: Final = 1e18
+
+
+class Choice(click.Choice[str]):
+    """Takes one of several words, and offers the one that a wrong word is most like."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Return what click says, and the nearest word."""
+        near = get_close_matches(str(value).lower(), [str(each) for each in self.choices], n=1)
+        return super().get_invalid_choice_message(value, ctx) + (f" Did you mean {near[0]}?" if near else "")
 
 
 class _Count(click.IntRange):

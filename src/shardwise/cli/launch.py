@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, as_written
+from shardwise.cli.command import FILE, OUTPUT, Choice, as_written
 from shardwise.config.resolve import ConfigError, read_toml, shown_value
 from shardwise.config.untrusted_files import printable, read_text
 from shardwise.config.written_files import write_asked
@@ -36,7 +36,7 @@ COMMAND is what Python gets, or shardwise train:
   shardwise launch --on sky --nodes 2 --gpus H100:8 -- train.py
 """)
 )
-@click.option("--on", type=click.Choice(tuple(TARGETS)), help="where (default: ssh with hosts, else local)")
+@click.option("--on", type=Choice(tuple(TARGETS)), help="where (default: ssh with hosts, else local)")
 @click.option("--nodes", type=int, metavar="N", help="machines (default: those of the hosts, else 1)")
 @click.option("--gpus", metavar="[NAME:]N", help="GPUs of a node, a rank each")
 @click.option("--hosts", metavar="A,B", help="machines to reach by ssh; the ranks meet at the first")
@@ -171,7 +171,7 @@ def _name_of(program: Sequence[str]) -> str:
 
 def _submit(target: str, job: LaunchJob, text: str) -> int:
     if target == "ssh":
-        return run_by_ssh(lines_of_hosts(job))
+        return run_by_ssh(lines_of_hosts(job), hidden={name: job.exports[name] for name in secrets(job.exports)})
     command = TARGETS[target].start
     # The text names torchrun: this interpreter's is the one that sees this library.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])

@@ -26,7 +26,7 @@ from click.shell_completion import get_completion_class, shell_complete
 from shardwise import __version__
 from shardwise.cli.attention import attention
 from shardwise.cli.checkpoint import checkpoint
-from shardwise.cli.command import as_written, settings, split
+from shardwise.cli.command import Choice, as_written, settings, split
 from shardwise.cli.convert import convert
 from shardwise.cli.doctor import doctor
 from shardwise.cli.launch import launch
@@ -35,12 +35,13 @@ from shardwise.cli.report import report
 from shardwise.cli.timeline import timeline
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
+from shardwise.config.errors import system_code
 from shardwise.config.other_tools import setting_of
 from shardwise.config.resolve import ConfigError, all_keys
 from shardwise.config.untrusted_files import OneLineError
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.signals import exit_with_parent
-from shardwise.report.console import refuse, write_line
+from shardwise.report.console import refuse
 from shardwise.schedule import ScheduleError
 
 _BYTES_AT_REST: Final = 2 + 4 + 12
@@ -81,12 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if error.filename is None:
             _silence(sys.stdout)
-        write_line(f"shardwise: {error.filename or 'the answer'}: {error.strerror}", to_stderr=True)
-        return 1
+        said = f"{error.filename or 'the answer'}: {error.strerror}"
+        return refuse(OneLineError(system_code(error, "file-unusable"), said), 1)
 
 
 def _refuse_usage(error: click.UsageError) -> int:
-    """Print in a line what is wrong with a command; an unknown flag may be meant as a key of the config."""
+    """Print in a line, with a code, what is wrong with a command; an unknown flag may be meant as a config's key."""
     words, path = error.format_message(), error.ctx.command_path if error.ctx is not None else "shardwise"
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         leaf = error.option_name.lstrip("-").replace("-", "_")
@@ -95,8 +96,23 @@ def _refuse_usage(error: click.UsageError) -> int:
         keys = keys or [setting for setting in [setting_of(leaf)] if takes_keys and setting]
         words = f"{error.message} Did you mean {' or '.join(keys)}?" if keys else words
     stop = "" if words.endswith((".", "?")) else "."
-    write_line(f"shardwise: {' '.join(words.split())}{stop} See {path} --help", to_stderr=True)
-    return 2
+    return refuse(OneLineError(_usage_code(error), f"{' '.join(words.split())}{stop} See {path} --help"))
+
+
+def _usage_code(error: click.UsageError) -> str:
+    """Return the code of what click refuses, by the class of its error and the kind of the parameter."""
+    is_argument = isinstance(getattr(error, "param", None), click.Argument)
+    if isinstance(error, click.NoSuchOption):
+        return "unknown-option"
+    if isinstance(error, click.MissingParameter):
+        return "missing-argument" if is_argument else "missing-option"
+    if isinstance(error, click.BadParameter):
+        return "argument-value" if is_argument else "option-value"
+    if isinstance(error, click.BadOptionUsage):
+        return "option-use"
+    if error.ctx is not None and isinstance(error.ctx.command, click.Group):
+        return "unknown-command"
+    return "unexpected-argument"
 
 
 def _silence(stream: TextIO) -> None:
@@ -187,7 +203,7 @@ def as_deepspeed() -> None:
 
 
 @click.command(epilog=as_written('example:\n  eval "$(shardwise completion bash)"     in ~/.bashrc'))
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print what makes a shell complete commands, flags and keys."""
     kind = get_completion_class(shell)

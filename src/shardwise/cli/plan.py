@@ -22,6 +22,7 @@ from shardwise.cli.command import (
     OUTPUT,
     OUTPUT_OR_DASH,
     SECONDS,
+    Choice,
     as_written,
     settings,
     show_dry_run,
@@ -107,7 +108,7 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--lora", is_flag=True, help="train adapters of rank 16 (lora.rank)")
 @click.option("--tokens", type=AMOUNT, help="of the run, such as 300e9: what it costs and how long it takes")
 @click.option("--budget", type=AMOUNT, metavar="USD", help="of the run: how many tokens it buys")
-@click.option("--best", type=click.Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
+@click.option("--best", type=Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
     "--simulate", type=SECONDS, default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
 )

@@ -197,23 +197,30 @@ def torchrun(options: argparse.Namespace, slots: Slots, node_rank: int, master_a
     return [*command, "--no-python", "sh", "-c", line, options.user_script, *options.user_args]
 
 
-def remote_line(command: Sequence[str], devices: Sequence[int], options: argparse.Namespace) -> str:
+def remote_line(
+    command: Sequence[str], devices: Sequence[int], options: argparse.Namespace, exports: Mapping[str, str]
+) -> str:
     """Return what the shell of a host runs: it goes to this folder and starts the ranks with what is exported.
 
     Args:
         command: what starts the ranks.
         devices: the host's devices to use.
         options: those of the program `deepspeed`.
+        exports: variables to set.
     """
-    environ = {**os.environ, **deepspeed_environment(os.environ)}
-    folder, exported = checks.folder_here(), hosts.exported(environ)
-    exported["PYTHONPATH"] = os.pathsep.join([folder, exported["PYTHONPATH"]])
+    first = [f". {shlex.quote(checks.word(options.venv_script, '--venv_script'))}"] if options.venv_script else []
+    words = [checks.word(word, "the argument") for word in command]
+    return hosts.remote_line(words, {**exports, _DEVICES: _joined(devices)}, checks.folder_here(), first)
+
+
+def _exported() -> dict[str, str]:
+    """Return the variables that every host gets: those of this environment, and those of the user's files."""
+    exported = hosts.exported({**os.environ, **deepspeed_environment(os.environ)})
+    exported["PYTHONPATH"] = os.pathsep.join([checks.folder_here(), exported["PYTHONPATH"]])
     for file in (Path.home() / ENV_FILE_NAME, Path(ENV_FILE_NAME)):
         if file.is_file():
             exported.update(read_env_file(read_text(file, "give a file of lines NAME=value").splitlines(), str(file)))
-    exported[_DEVICES] = _joined(devices)
-    first = [f". {shlex.quote(checks.word(options.venv_script, '--venv_script'))}"] if options.venv_script else []
-    return hosts.remote_line([checks.word(word, "the argument") for word in command], exported, folder, first)
+    return exported
 
 
 def read_env_file(lines: Iterable[str], name: str) -> dict[str, str]:
@@ -243,11 +250,13 @@ def read_env_file(lines: Iterable[str], name: str) -> dict[str, str]:
 
 def _run_by_ssh(options: argparse.Namespace, slots: Slots) -> int:
     address = options.master_addr or hosts.find_address(next(iter(slots)), options.ssh_port)
+    exported = _exported()
+    hidden = {name: exported.pop(name) for name in hosts.secrets(exported)}
     lines = {
-        host: remote_line(torchrun(options, slots, node_rank, address), devices, options)
+        host: remote_line(torchrun(options, slots, node_rank, address), devices, options, exported)
         for node_rank, (host, devices) in enumerate(slots.items())
     }
-    return hosts.run_by_ssh(lines, options.ssh_port)
+    return hosts.run_by_ssh(lines, options.ssh_port, hidden)
 
 
 def _joined(devices: Sequence[int]) -> str:

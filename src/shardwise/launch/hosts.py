@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from secrets import token_hex
+from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import ConfigError, shown_value
@@ -25,7 +27,9 @@ EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
 """What the names of those variables begin with that every host gets."""
 
 # With a terminal the remote ranks get a hang-up when this end goes; a host that is cut off ends its ssh in 90 s.
-_SSH: Final = ("ssh", "-tt", "-o", "PasswordAuthentication=no", "-o", "ServerAliveInterval=30")
+_TERMINAL: Final = "-tt"
+_SSH: Final = ("ssh", _TERMINAL, "-o", "PasswordAuthentication=no", "-o", "ServerAliveInterval=30")
+_NO_SECRETS: Final[Mapping[str, str]] = MappingProxyType({})
 # What follows the number, such as OpenMPI's max_slots, is not read, as with DeepSpeed.
 _HOSTFILE_LINE: Final = re.compile(r"(\S+)\s+slots=(\d{1,999})(?:[\s#].*)?", re.ASCII)
 _POLL_S: Final = 0.2
@@ -73,8 +77,11 @@ def remote_line(command: Sequence[str], exports: Mapping[str, str], folder: str,
         folder: where the command runs.
         first: shell commands before it.
     """
-    set_all = (f"export {name}={shlex.quote(value)}" for name, value in exports.items())
-    return " && ".join([f"cd {shlex.quote(folder)}", *first, *set_all, f"exec {shlex.join(command)}"])
+    return " && ".join([f"cd {shlex.quote(folder)}", *first, *_exports(exports), f"exec {shlex.join(command)}"])
+
+
+def _exports(variables: Mapping[str, str]) -> list[str]:
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
 def ssh_command(host: str, line: str, port: int | None = None, sent: Sequence[str] = ()) -> list[str]:
@@ -112,7 +119,7 @@ def _start(command: Sequence[str], stdin: int | None = None, stdout: int | None 
         raise ConfigError("ssh-not-found", f"{command[0]} is not on PATH; install OpenSSH's client") from None
 
 
-def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
+def run_by_ssh(lines: Mapping[str, str], port: int | None = None, hidden: Mapping[str, str] = _NO_SECRETS) -> int:
     """Run a line on each host, and end all once one of them fails; return 0 or the exit code of the first that failed.
 
     Call it on the main thread: SIGTERM ends the hosts' commands too.
@@ -120,7 +127,10 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
     Args:
         lines: by host.
         port: of ssh; None for its own.
+        hidden: variables that every host gets but that no command line has, where everybody on a machine reads them.
     """
+    if hidden:
+        lines = _with_hidden(lines, port, hidden)
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -145,3 +155,34 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
             except subprocess.TimeoutExpired:  # torchrun hears nothing while it waits for the other hosts' end
                 each.kill()
         signal.signal(signal.SIGTERM, previous)
+
+
+def _with_hidden(lines: Mapping[str, str], port: int | None, hidden: Mapping[str, str]) -> dict[str, str]:
+    """Send variables to every host by standard input, and return lines that first read them, and leave nothing of them.
+
+    They are in a new file that only its owner reads, under a name that no one can guess. The terminal that the ranks
+    need would echo its input.
+
+    Raises:
+        ConfigError: a host did not take them.
+    """
+    files = {host: f'"$HOME/.shardwise-{token_hex(16)}"' for host in lines}
+    text = "".join(f"{line}\n" for line in _exports(hidden)).encode()
+    sending = {}
+    for host, file in files.items():
+        command = _without_terminal(ssh_command(host, f"umask 077 && set -C && cat > {file}", port))
+        sending[host] = _start(command, stdin=subprocess.PIPE)
+    for each in sending.values():
+        each.communicate(text)
+    failed = [host for host, each in sending.items() if each.returncode]
+    for host in [each for each in files if failed and each not in failed]:
+        _start(_without_terminal(ssh_command(host, f"rm -f {files[host]}", port)), stdin=subprocess.DEVNULL).wait()
+    if failed:
+        raise ConfigError(
+            "host-unreachable", f"ssh {failed[0]} did not take the variables {', '.join(hidden)}; set up ssh keys"
+        )
+    return {host: f". {files[host]} && rm -f {files[host]} && {line}" for host, line in lines.items()}
+
+
+def _without_terminal(command: Sequence[str]) -> list[str]:
+    return [word for word in command if word != _TERMINAL]

@@ -181,14 +181,12 @@ def left_out(target: str, job: LaunchJob) -> list[str]:
     return [flags[name] for name, is_given in given.items() if is_given and name not in uses]
 
 
-def lines_of_hosts(job: LaunchJob, *, has_secrets: bool = True) -> dict[str, str]:
+def lines_of_hosts(job: LaunchJob) -> dict[str, str]:
     """Return what the shell of each host runs; the hosts reach each other by the names that the job has for them.
 
-    Args:
-        job: what runs.
-        has_secrets: False for lines that are written, where others may read them.
+    It has no secrets: others may read it, be it in a file or among a machine's processes.
     """
-    left = frozenset(() if has_secrets else secrets(job.exports))
+    left = frozenset(secrets(job.exports))
     exports = {name: value for name, value in job.exports.items() if name not in left}
     names = [host.rpartition("@")[2] for host in job.hosts]
     endpoint = f"[{names[0]}]:{job.port}" if ":" in names[0] else f"{names[0]}:{job.port}"
@@ -205,7 +203,7 @@ def _local(job: LaunchJob) -> str:
 
 
 def _ssh(job: LaunchJob) -> str:
-    lines = lines_of_hosts(job, has_secrets=False)
+    lines = lines_of_hosts(job)
     started = [shlex.join(ssh_command(host, line, sent=secrets(job.exports))) + " &" for host, line in lines.items()]
     return "\n".join(["#!/bin/sh", *started, "wait", ""])
 

@@ -16,15 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.resolve import ConfigError, shown_value
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 from shardwise.config.written_files import write_whole
 
 SCHEMA: Final = 1
 """The version of the file's format; it changes when a key goes or changes its meaning."""
 _FIX: Final = "run shardwise doctor --calibrate"
+_MAX_MEASURED: Final = 1e24
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +151,35 @@ class Profile:
             raise ConfigError("profile-schema", f"the profile has schema {schema} and must have {SCHEMA}; {_FIX}")
         try:
             for key, kind in TABLES.items():
-                values[key] = tuple(kind(**row) for row in values.get(key, ()))
-            values["copies_bytes_per_s"] = tuple((name, speed) for name, speed in values.get("copies_bytes_per_s", ()))
-            return cls(**values)
-        except (TypeError, ValueError) as error:
+                values[key] = tuple(_checked(kind(**row)) for row in values.get(key, ()))
+            copies = values.get("copies_bytes_per_s", ())
+            values["copies_bytes_per_s"] = tuple((name, _measured(speed)) for name, speed in copies)
+            return _checked(cls(**values))
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("profile-damaged", f"the profile is damaged ({error}); {_FIX}") from error
 
     def copy_bytes_per_s(self, source: str, target: str) -> float:
         """Return the speed of a copy between two memories; 0 where it was not measured."""
         return dict(self.copies_bytes_per_s).get(f"{source}->{target}", 0.0)
+
+
+def _checked(row: Row) -> Row:
+    """Return a row of a file, of whose fields none may be of another class, negative or infinite."""
+    for field in dataclasses.fields(row):  # type: ignore[arg-type]
+        value, kind = getattr(row, field.name), str(field.type)
+        if kind in ("int", "float") or (kind == "float | None" and value is not None):
+            _measured(value, int if kind == "int" else (int, float), field.name)
+        elif kind == "str" and not isinstance(value, str):
+            raise ValueError(f"{field.name} is {shown_value(value)}, no text")
+    return row
+
+
+def _measured(value: Any, kinds: type | tuple[type, ...] = (int, float), name: str = "a copy's speed") -> Any:
+    """Return what was measured, or raise a ValueError where nothing measures so."""
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_number or not 0 <= float(value) < _MAX_MEASURED:
+        raise ValueError(f"{name} is {shown_value(value)}, nothing that is measured")
+    return value
 
 
 TABLES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(

@@ -19,8 +19,12 @@ _OF_OPERANDS: Final = re.compile(
     r"shapes? cannot be multiplied|size mismatch|must match the|same reduction dim|same dtype, but got|at least 1D"
     r"|[Ee]xpected .*(dim|size|channel|input|type|tensor|shape)|is invalid for input of size|normalized_shape"
     r"|must be Tensor, not|no data!|index out of range in self"
+    r"|(Target|index) -?\d+ is out of bounds|[Ee]xpected (input|target) (batch_size|size|dtype)"
+    r"|Target size .* must be the same"
+    r"|tuple index out of range|Dimension out of range|values to unpack"
+    r"|'(NoneType|numpy.ndarray|list|str)' object has no attribute"
 )
-_OF_TORCH: Final = (RuntimeError, NotImplementedError, TypeError, IndexError)
+_OF_TORCH: Final = (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, AttributeError)
 _MAX_SHOWN: Final = 4
 
 
@@ -28,24 +32,26 @@ def refuse_misfit(error: BaseException, model: nn.Module, inputs: Any) -> None:
     """Raise an error of one line from what a model's forward has raised, if it is about the batch; else return.
 
     Args:
-        error: of the forward. One that has a code, or a note that explains it, stays as it is.
+        error: of the forward. One that has a code stays as it is; notes that explain it are kept.
         model: the model.
         inputs: what it was given: a dict of named arguments, a tuple or list of arguments, or the only one.
 
     Raises:
         EngineError: the batch does not fit.
     """
-    if isinstance(error, CodedError) or getattr(error, "__notes__", None):
+    if isinstance(error, CodedError):
         return
     is_of_torch = type(error) in _OF_TORCH and _OF_OPERANDS.search(str(error)) is not None
     if not is_of_torch and not (type(error) is TypeError and not _binds(model, inputs)):
         return
     said = " ".join(str(error).split())[:200] or type(error).__name__
-    raise EngineError(
-        "batch-misfit",
-        f"{type(model).__name__} fails on a batch of {_shown(inputs)}: {said}; give what its forward takes: "
-        f"{', '.join(inspect.signature(model.forward).parameters)}",
-    ) from error
+    notes = getattr(error, "__notes__", None) or []
+    takes = f"give what its forward takes: {', '.join(inspect.signature(model.forward).parameters)}"
+    fix = " ".join(notes[0].split()) + f"; if the model runs without that, {takes}" if notes else takes
+    refusal = EngineError("batch-misfit", f"{type(model).__name__} fails on a batch of {_shown(inputs)}: {said}; {fix}")
+    for note in notes:
+        refusal.add_note(note)
+    raise refusal from error
 
 
 def _binds(model: nn.Module, inputs: Any) -> bool:

@@ -130,7 +130,7 @@ def test_a_full_disk_under_the_output_is_one_line():
         ended = subprocess.run(
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S
         )
-    line = "shardwise: the answer: No space left on device\n"
+    line = "shardwise: the answer: No space left on device [disk-full]\n"
     assert (ended.returncode, ended.stderr) == (1, line)
 
 

@@ -86,3 +86,24 @@ def test_without_a_size_there_is_one_file(tmp_path: Path) -> None:
 def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
     with refused("shard-size", "5 elephants"):
         convert_zero_checkpoint_to_fp32_state_dict(FOLDER / "zero2-bf16", tmp_path, "5 elephants")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ([], "options-not-read"),
+        (["none", "out"], "no-such-path"),
+        ([".", "out"], "no-checkpoint"),
+        ([".", "out", "--tga", "x"], "options-not-read"),
+    ],
+)
+def test_a_wrong_command_line_is_a_line(
+    words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("zero_to_fp32.py: ")
+    assert line.endswith(f"[{code}]")

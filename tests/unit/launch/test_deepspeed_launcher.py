@@ -23,7 +23,7 @@ HOSTS = st.from_regex(r"[abcxyz0189][abcxyz0189.-]{0,7}", fullmatch=True)
 POOLS = st.dictionaries(HOSTS, st.integers(1, 5), min_size=1, max_size=4)
 SCRIPT = """
 import os, sys
-names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "FROM_ENV_FILE")
+names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "FROM_ENV_FILE", "HF_TOKEN")
 os.write(1, " ".join([*(os.environ.get(name, "-") for name in names), *sys.argv[1:], chr(10)]).encode())
 if "--fail" in sys.argv and os.environ["RANK"] == "1":
     sys.exit(1)
@@ -34,6 +34,7 @@ if "--meet" in sys.argv:
 """
 # Runs here what ssh would run there.
 SSH = """#!/bin/sh
+echo "$*" >> argv
 while [ "${1#-}" != "$1" ]; do case "$1" in -o|-p) shift 2;; *) shift;; esac; done
 [ "$1" = none ] && exit 255
 shift
@@ -122,6 +123,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the program `deepspeed` as a user's shell finds it."""
     (folder / "train.py").write_text(SCRIPT)
     environ = {**os.environ, **deepspeed_environment({**os.environ, "PYTHONPATH": str(SOURCE.parent)})}
+    environ |= {"HOME": str(folder)}
     environ["PATH"] = f"{stand_in_for_ssh(folder)}{os.pathsep}{environ['PATH']}"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -147,16 +149,20 @@ def test_two_ranks_here(options: list[str], arguments: str | None, tmp_path: Pat
         return
     assert result.returncode == 0, result.stderr
     lines = sorted(result.stdout.splitlines())
-    assert lines == [f"{rank} 2 0,1 - {arguments.format(rank)} " for rank in range(2)]
+    assert lines == [f"{rank} 2 0,1 - - {arguments.format(rank)} " for rank in range(2)]
 
 
 def test_two_hosts_by_ssh(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("one slots=4\ntwo slots=4\n")
-    (tmp_path / ".deepspeed_env").write_text("FROM_ENV_FILE=a b=c\n")
+    (tmp_path / ".deepspeed_env").write_text("FROM_ENV_FILE=a b=c\nHF_TOKEN=hunter2\n")
     result = run(tmp_path, "-H", "hosts", "-i", "one:3@two:1", "train.py", "--meet", "it's")
     assert result.returncode == 0, result.stderr
     lines = sorted(result.stdout.splitlines())
-    assert lines == [f"{rank} 2 {device} a b=c --local_rank=0 --meet it's " for rank, device in ((0, 3), (1, 1))]
+    assert lines == [
+        f"{rank} 2 {device} a b=c hunter2 --local_rank=0 --meet it's " for rank, device in ((0, 3), (1, 1))
+    ]
+    assert "hunter2" not in (tmp_path / "argv").read_text()
+    assert not list(tmp_path.glob(".shardwise-*"))
 
 
 def test_a_failure_on_one_host_ends_all(tmp_path: Path) -> None:

@@ -7,70 +7,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
-from harness.launch_texts import HOSTILE, Machine, container_of, kubelet, program_of, run_ray, sbatch_options, seeded
+from harness.launch_texts import HOSTILE, TARGETS, Machine, check, sbatch_options, seeded
 from harness.refusals import refused
 from shardwise.cli.main import main
 from shardwise.launch import deepspeed
 from shardwise.launch.environment import detect
 from shardwise.launch.local import launch_local
-
-Read = Callable[[str, Machine], list[list[str]]]
-
-
-def read_slurm(text: str, machine: Machine) -> list[list[str]]:
-    options = sbatch_options(text)
-    assert list(options) == [
-        *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode"),
-        "signal",
-    ]
-    (words,) = machine.run(text, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]")
-    assert (words[words.index("--rdzv-endpoint") + 1], words[words.index("--rdzv-id") + 1]) == ("n1:10007", "7")
-    return [words]
-
-
-def read_pod(text: str, machine: Machine) -> list[list[str]]:
-    variables = {"JOB_COMPLETION_INDEX": "1", "NAME": "expanded", "HOME": "expanded"}
-    words = [kubelet(word, variables) for word in container_of(text)["command"]]
-    assert words[0] == "torchrun"
-    assert "--node-rank" not in words or words[words.index("--node-rank") + 1] == "1"
-    return [words[1:]]
-
-
-def read_sky(text: str, machine: Machine) -> list[list[str]]:
-    task = yaml.safe_load(text)
-    assert list(task) == ["name", "num_nodes", "workdir", "resources", "run"]
-    (words,) = machine.run(task["run"], SKYPILOT_NODE_RANK="1", SKYPILOT_NODE_IPS="n1\nn2")
-    assert (words[words.index("--node-rank") + 1], words[words.index("--master-addr") + 1]) == ("1", "n1")
-    return [words]
-
-
-def read_ray(text: str, machine: Machine) -> list[list[str]]:
-    return [run_ray(text)]
-
-
-TARGETS: dict[str, tuple[str, Read]] = {
-    "local": ("--gpus 2", lambda text, machine: machine.run(text, "sh")),
-    "ssh": ("--hosts n1,me@n2 --gpus 2", lambda text, machine: machine.run(text, "sh")),
-    "slurm": ("--on slurm --nodes 2 --gpus 2 --time 1:00:00", read_slurm),
-    "trainjob": ("--on trainjob --nodes 2 --gpus 2 --image a/b:1", read_pod),
-    "jobset": ("--on jobset --nodes 2 --gpus 2 --image a/b:1", read_pod),
-    "sky": ("--on sky --nodes 2 --gpus H100:2", read_sky),
-    "ray": ("--on ray --nodes 2 --gpus 2", read_ray),
-}
-
-
-def check(target: str, program: Sequence[str], machine: Machine) -> None:
-    options, read = TARGETS[target]
-    path = machine.folder / "text"
-    assert main(["launch", *options.split(), "-o", str(path), "--", *program]) == 0
-    calls = read(path.read_bytes().decode(), machine)
-    assert [program_of(words) for words in calls] == [tuple(program)] * (2 if target == "ssh" else 1)
 
 
 @pytest.fixture
@@ -150,6 +97,54 @@ def test_a_written_script_has_no_secrets_and_is_its_owners(
     printed = capsys.readouterr()
     assert "hunter2" not in printed.out
     assert "MLFLOW_TRACKING_TOKEN" in printed.err
+
+
+# Writes down its words, and who may read what a line left; the host n3 takes nothing.
+RECORDING_SSH = """#!/bin/sh
+echo "$*" >> {folder}/argv
+case "$*" in *' n3 '*) exit 255;; esac
+while [ "${{1#-}}" != "$1" ]; do case "$1" in -o|-p) shift 2;; *) shift;; esac; done
+shift
+sh -c "$*"
+code=$?
+stat -c %a "$HOME"/.shardwise-* 2>&- >> {folder}/modes
+exit $code
+"""
+SECRETS = {
+    "MLFLOW_TRACKING_TOKEN": "hunter2 it's\n$HOME",
+    "NCCL_API_KEY": "hunter2",
+    "MLFLOW_URI": "https://me:hunter2@h",
+}
+
+
+@pytest.mark.parametrize("hosts", ["n1,n2", "n1,n3"])
+def test_what_is_submitted_has_no_secret_on_a_command_line(
+    hosts: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Everybody on a machine reads these; each host has the variables all the same, and no file is left."""
+    home, folder = machine.folder / "home", machine.folder
+    home.mkdir()
+    (folder / "bin" / "ssh").write_text(RECORDING_SSH.format(folder=folder))
+    (folder / "torch" / "distributed" / "run.py").write_text(
+        f"import os\nprint([os.environ[name] for name in {list(SECRETS)}])\n"
+    )
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(home))
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    code = main(["launch", "--hosts", hosts, "--gpus", "1", "--submit", "--", "train.py"])
+    printed = capfd.readouterr()
+    argv = (folder / "argv").read_text()
+    assert "hunter2" not in argv + printed.err
+    assert not list(home.iterdir())
+    assert set((folder / "modes").read_text().split()) == {"600"}
+    if "n3" in hosts:
+        assert code == 2
+        assert "[host-unreachable]" in printed.err
+        assert "torch.distributed.run" not in argv
+        return
+    assert code == 0
+    assert printed.out.splitlines() == 2 * [str(list(SECRETS.values()))]
 
 
 ODD_HOSTS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from harness.profiles import PROFILE as MEASURED
 from harness.refusals import refused
+from shardwise.config.resolve import ConfigError
 from shardwise.planner.hardware import cluster_of, find_gpu
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, find_profile, profile_path, write_profile
 
@@ -164,3 +166,15 @@ def test_a_profile_of_another_schema_or_that_cannot_be_written_leaves_nothing(tm
     with pytest.raises(ZeroDivisionError):
         write_profile(replace(PROFILE, num_ranks=8), tmp_path)
     assert sorted(each.name for each in (tmp_path / "profiles").iterdir()) == ["cpu-1.json", "cpu-3.json"]
+
+
+@pytest.mark.parametrize("bad", [None, "x", -1, [], True, math.inf, math.nan, 10**400], ids=str)
+def test_a_value_that_nothing_measures_is_refused(bad: object) -> None:
+    """Of any key; where it is taken, a cluster is made of it."""
+    values = json.loads(MEASURED.to_json())
+    for key in ["device", "num_ranks", "memory_bytes", "stream_bytes_per_s", "call_s", "copies_bytes_per_s", "matmuls"]:
+        if (key == "device" and bad == "x") or (key in ("copies_bytes_per_s", "matmuls") and bad == []):
+            continue
+        with pytest.raises(ConfigError) as caught:
+            Profile.from_json(json.dumps({**values, key: bad}))
+        assert caught.value.code.startswith("profile-"), key

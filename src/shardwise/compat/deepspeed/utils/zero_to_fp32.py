@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -26,7 +26,9 @@ from shardwise.checkpoint.manifest import StoredTensor
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
 from shardwise.compat.deepspeed.finder import answers
+from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import OneLineError, printable_lines
 from shardwise.config.written_files import write_whole
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM
@@ -111,7 +113,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line of DeepSpeed's script."""
-    parser = argparse.ArgumentParser(prog=SCRIPT_NAME, description="Write the fp32 weights of a checkpoint.")
+    parser = _Parser(prog=SCRIPT_NAME, description="Write the fp32 weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="the folder with `latest`, or one checkpoint")
     parser.add_argument("output_dir", help="the folder of the weights; it is made where it is missing")
     parser.add_argument("--max_shard_size", default="5GB", help="of a file; %(default)s by default")
@@ -119,9 +121,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", help="of the checkpoint, such as global_step1; the newest by default")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
-    given: dict[str, Any] = vars(parser.parse_args(arguments))
-    del given["debug"]
-    convert_zero_checkpoint_to_fp32_state_dict(**given)
+    try:
+        given: dict[str, Any] = vars(parser.parse_args(arguments))
+        del given["debug"]
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except OneLineError as error:
+        parser.exit(2, f"{SCRIPT_NAME}: {printable_lines(with_code(error))}\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say in a line what is wrong with the options, as every other refusal."""
+        raise ConfigError("options-not-read", f"{message}; see {self.prog} --help")
 
 
 def _stored(
