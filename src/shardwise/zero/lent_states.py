@@ -80,7 +80,7 @@ class LentStates(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self.copy() == other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         return self.copy() | dict(other)

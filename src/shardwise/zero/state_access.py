@@ -565,8 +565,13 @@ def _check_rank(states: EngineState, argument: str, rank: int | None) -> None:
 def take_over(states: EngineState, groups: Iterable[ParamGroup], source: int = 0) -> None:
     """Spread what one rank has written into whole groups to all ranks, in the masters too. All ranks call it.
 
-    It is the rank `source` of those that average gradients; of a split layer's parts, and of a pipeline's stages, the
-    first that holds them. A master keeps its precision where its parameter is unchanged.
+    Of a split layer's parts, and of a pipeline's stages, it is the first rank that holds them. A master keeps its
+    precision where its parameter is unchanged.
+
+    Args:
+        states: the engine's states.
+        groups: that are whole.
+        source: the rank among those that average gradients.
     """
     data = states.comms.data
     for group in groups:
