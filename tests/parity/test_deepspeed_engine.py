@@ -134,6 +134,30 @@ def test_a_loop_equals_plain_torch(ranks: WorkerPool, stage: int, by_tensor: boo
         torch.testing.assert_close(results[0][1][name], parameter, rtol=1e-9, atol=1e-12)
 
 
+def step_by(rank: int, world_size: int, op: str, stage: int, by_tensor: bool) -> tuple[float, Tensor]:
+    """Take a step of plain SGD; return its norm, and by how much the parameters have moved."""
+    sgd = {"type": "SGD", "params": {"lr": LR}}
+    config = settings(stage, gradient_allreduce_op=op, gradient_clipping=0, optimizer=sgd, scheduler={})
+    engine, _, _, _ = deepspeed.initialize(model=tower(), config=config)
+    steps(engine, rank, 0, 1, by_tensor)
+    after = engine.module_state_dict()
+    moved = [(after[name] - before).flatten() for name, before in tower().state_dict().items()]
+    return engine.get_global_grad_norm(), torch.cat(moved)
+
+
+def add_gradients(rank: int, world_size: int) -> None:
+    for stage in range(4):
+        for by_tensor in (False, True):
+            norm, moved = step_by(rank, world_size, "mean", stage, by_tensor)
+            added_norm, added = step_by(rank, world_size, "SUM", stage, by_tensor)
+            assert added_norm == pytest.approx(world_size * norm, rel=1e-12)
+            torch.testing.assert_close(added, world_size * moved, rtol=1e-12, atol=1e-15)
+
+
+def test_gradients_of_data_ranks_may_be_added(ranks: WorkerPool) -> None:
+    ranks(2).run(add_gradients)
+
+
 class Project(torch.autograd.Function):
     """A product whose backward gathers the weight that it has saved, as fused losses of public libraries do."""
 

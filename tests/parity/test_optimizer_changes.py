@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -363,3 +365,54 @@ def test_a_hook_before_the_step_changes_gradients_of_encoded_states() -> None:
         engine.optimizer.register_step_pre_hook(drop)
         engine.train_step([batch_of(1)])
         assert torch.equal(engine.read("0.weight"), before)
+
+
+def copy_states(rank: int, world_size: int, sections: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """A script takes the states in every way that gives a copy, and a file; return them."""
+    _, engine = sharded(adamw, lambda *_: None, sections, num_steps=2)
+    before = engine.optimizer.state_dict()
+    own: Any = next(iter(before["state"].values()))
+    file = io.BytesIO()
+    torch.save(before, file)
+    file.seek(0)
+    taken = [copy.deepcopy(before)["state"][0], copy.copy(own), own.copy(), dict(own), {**own}, own | {}, {} | own]
+    taken += [torch.load(file)["state"][0], {name: own.setdefault(name) for name in own}]
+    assert dict(own).keys() == {"step", "exp_avg", "exp_avg_sq"}
+    last = own.popitem()
+    return [dict(each) for each in taken] + [{**own, last[0]: last[1]}]
+
+
+@pytest.mark.parametrize("sections", [{}, {"tiers": {"optimizer": "host"}}, {"precision": {"states": "int8"}}])
+def test_copies_of_states_have_their_values(ranks: WorkerPool, sections: dict[str, Any]) -> None:
+    for taken in ranks(2).run(copy_states, sections):
+        for each in taken:
+            assert each["step"] == 2
+            torch.testing.assert_close(each, taken[0], rtol=0, atol=0)
+            assert each["exp_avg"].abs().sum() > 0
+
+
+def keep_views(rank: int, world_size: int, sections: dict[str, Any]) -> list[float]:
+    """Rank 0 keeps views of parameters over steps, and reads them as soon as a step returns; return the errors."""
+    model, kept, errors = build(), list[Tensor](), list[float]()
+    engine = initialize(model, make_config(1, sections), loss_fn=loss_of, optimizer=adamw(model))
+    for step in range(3):
+        if rank == 0 and not kept:
+            kept += [model[2].weight.detach(), model[0].bias.data[1:]]
+        engine.train_step([batch_of(step)])
+        found = [view.clone() for view in kept]
+        dist.all_reduce(torch.ones(1))  # the ranks wait for each other, as where they sum the loss
+        weights = [engine.read("2.weight"), engine.read("0.bias")[1:]]
+        errors += [float((own - whole).abs().max()) for own, whole in zip(found, weights, strict=False)]
+    return errors
+
+
+HOST: Final = {"optimizer": "host"}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [*STAGES[:3], *({**each, "tiers": HOST} for each in STAGES[1:3]), {"zero": {"stage": 3, "keep_whole_below": 99}}],
+)
+def test_views_of_parameters_have_the_update_when_the_step_returns(ranks: WorkerPool, sections: dict[str, Any]) -> None:
+    first, other = ranks(2).run(keep_views, sections)
+    assert (first, other) == ([0.0] * 6, [])

@@ -349,6 +349,31 @@ def test_parameters_of_an_engine_are_gathered_for_a_while_and_written_back(ranks
     ranks(2).run(access_engine, {"zero": {"stage": stage}})
 
 
+def write_from_rank_1(rank: int, world_size: int) -> None:
+    with init():
+        layer = nn.Linear(3, 5)
+    with gathered(layer.weight, modifier_rank=1), torch.no_grad():
+        layer.weight.fill_(float(rank))
+    for stage in range(4):
+        model = Wide()
+        with initialize(model, make_config(1, {"zero": {"stage": stage}}), loss_fn=lambda out, _: out.sum()) as engine:
+            weight = model.layers[7].weight
+            with gathered([layer.weight, weight], modifier_rank=1), torch.no_grad():
+                assert (layer.weight == 1).all()
+                weight.fill_(float(rank) + stage)
+            assert (engine.read("layers.7.weight", "master") == 1 + stage).all()
+    split = {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}
+    engine = initialize(model := Wide(), make_config(1, split), loss_fn=lambda out, _: out.sum())
+    with engine, refused("modifier-rank", "mesh.pp=2"), gathered(model.parameters(), modifier_rank=1):
+        pass
+    with refused("modifier-rank", "2 ranks"), gathered(layer.weight, modifier_rank=2):
+        pass
+
+
+def test_any_rank_may_write_for_all(ranks: WorkerPool) -> None:
+    ranks(2).run(write_from_rank_1)
+
+
 def access_stages(rank: int, world_size: int) -> None:
     model = Wide()
     sections = {"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}

@@ -450,11 +450,17 @@ class Comm(ABC):
         """
         return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
 
-    def broadcast(self, buffer: Tensor, name: str) -> None:
-        """Give every rank what rank 0 of the group holds."""
+    def broadcast(self, buffer: Tensor, name: str, source: int = 0) -> None:
+        """Give every rank what one rank holds.
+
+        Args:
+            buffer: of the values.
+            name: for counts and messages.
+            source: the rank in the group.
+        """
         call = self._count("broadcast", name, buffer, passes=1)
         with self.launch(call) as started:
-            started.add(self._c10d.broadcast(buffer, group=self._group, group_src=0, async_op=self.waits_on_host))
+            started.add(self._c10d.broadcast(buffer, group=self._group, group_src=source, async_op=self.waits_on_host))
         started.as_work().wait()
 
     def drain(self) -> None:

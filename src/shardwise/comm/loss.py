@@ -149,10 +149,15 @@ class LossAccumulator:
 
     Args:
         comms: of the engine; ranks that share a layer's matrices compute the same loss, which counts once.
+
+    Attributes:
+        normaliser: 0 before the first loss of a step.
+        plain_count: of what each rank's losses without a count are the mean; 1 / data ranks makes the step's their sum.
     """
 
     def __init__(self, comms: CommGroups) -> None:
         self.normaliser = 0.0
+        self.plain_count = 1.0
         self._comms = comms
         self._has_warned = self._is_plain = False
         self._rows: list[Tensor] = []  # loss and count of each
@@ -255,7 +260,8 @@ class LossAccumulator:
                 "a step got backwards of two kinds of losses, whose weights differ: that of engine(batch), that of "
                 "engine.backward and that of a tensor; use one of them within a step",
             )
-        self.add(LossSum(loss.detach().reshape(()), loss.new_full((), float(not self._rows))))
+        count = 0.0 if self._rows else self.plain_count
+        self.add(LossSum(loss.detach().reshape(()), loss.new_full((), count, dtype=torch.float64)))
         self._is_plain, self.normaliser = True, scale
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:

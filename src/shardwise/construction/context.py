@@ -94,7 +94,7 @@ class _Construction:
         """Shard parameters that were never registered, as in a deep copy."""
         for parameter in filter(self._is_mine, child.parameters()):
             if self._comm is not None and parameter not in self._whole and parameter not in self._viewed:
-                mark(parameter, ParamShard.of(self._comm, parameter.detach(), takes_first=True))
+                mark(parameter, ParamShard.of(self._comm, parameter.detach(), source=0))
 
     def use(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make parameters whole that an operation uses, one of which is sharded, and shard all others."""
@@ -123,4 +123,4 @@ class _Construction:
             if is_viewed and not at_end:
                 self._viewed[parameter] = None
             else:
-                mark(parameter, ParamShard.of(comm, parameter.detach(), takes_first=True))
+                mark(parameter, ParamShard.of(comm, parameter.detach(), source=0))

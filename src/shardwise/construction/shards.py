@@ -41,17 +41,17 @@ class ParamShard:
     local: Tensor
 
     @classmethod
-    def of(cls, comm: Comm, whole: Tensor, takes_first: bool) -> ParamShard:
+    def of(cls, comm: Comm, whole: Tensor, source: int | None) -> ParamShard:
         """Cut this rank's slice out of the whole values, into memory of its own.
 
         Args:
             comm: the ranks that share the values.
             whole: the values.
-            takes_first: rank 0's values are everybody's, so all ranks call it.
+            source: the rank whose values are everybody's, so all ranks call it; None where all have the same.
         """
-        sent = whole.to(comm.device).contiguous().view(-1) if takes_first else whole.reshape(-1)
-        if takes_first:
-            comm.broadcast(sent, "values of a parameter")
+        sent = whole.reshape(-1) if source is None else whole.to(comm.device).contiguous().view(-1)
+        if source is not None:
+            comm.broadcast(sent, "values of a parameter", source)
         size = -(-sent.numel() // comm.world_size)
         own = sent[comm.rank * size : (comm.rank + 1) * size]
         return cls(comm, nn.functional.pad(own, (0, size - own.numel())).to(whole.device))
@@ -130,8 +130,8 @@ def unshard(parameter: nn.Parameter) -> None:
 
 
 @contextmanager
-def gathered_shards(parameters: Sequence[nn.Parameter], takes_first: bool) -> Iterator[None]:
-    """Make slices whole inside the context, and keep what all ranks write there, or with `takes_first` rank 0."""
+def gathered_shards(parameters: Sequence[nn.Parameter], source: int | None) -> Iterator[None]:
+    """Make slices whole inside the context, and keep what the rank `source` writes there; None for all ranks."""
     shared = dict.fromkeys(each for each in parameters if isinstance(values_of(each), ParamShard))
     sharded = dict.fromkeys(each for each in shared if isinstance(each, ShardedParameter))
     for parameter in sharded:
@@ -145,8 +145,8 @@ def gathered_shards(parameters: Sequence[nn.Parameter], takes_first: bool) -> It
             values = values_of(each)
             if not isinstance(values, ParamShard) or isinstance(each, ShardedParameter):
                 continue  # an engine has taken it over, or a block inside has sharded it
-            if each in sharded or (is_kept and takes_first):
-                mark(each, ParamShard.of(values.comm, each.detach(), takes_first) if is_kept else values)
+            if each in sharded or (is_kept and source is not None):
+                mark(each, ParamShard.of(values.comm, each.detach(), source) if is_kept else values)
                 if each not in sharded:
                     unshard(each)  # a block around has gathered it
 

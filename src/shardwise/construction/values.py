@@ -59,7 +59,7 @@ class ParamInitializer:
         parameter, whole = self._parameters[name], self.read(name)
         make_plain(parameter)
         if comm is not None:
-            mark(parameter, ParamShard.of(comm, whole, takes_first=False))
+            mark(parameter, ParamShard.of(comm, whole, source=None))
 
     def read(self, name: str) -> Tensor:
         """Return the values of one parameter, of its shape and dtype. Do not write them: they may be its own."""

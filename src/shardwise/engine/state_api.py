@@ -8,6 +8,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.records import CommError
@@ -15,6 +16,7 @@ from shardwise.config.arguments import check, checked
 from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
+from shardwise.layout.mesh_shape import GRADIENT_AXES, MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
@@ -47,18 +49,21 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
 
     Args:
         parameters: one, or any number of them; those that are whole already stay so.
-        modifier_rank: 0 if rank 0 alone writes: its values are everybody's. None if all ranks write the same.
+        modifier_rank: the rank that alone writes: its values are everybody's. None if all ranks write the same.
 
     Raises:
-        ConfigError: `modifier_rank` is another rank.
+        ConfigError: there is no rank `modifier_rank`, or it is not 0 where ranks have other parts of the model.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> with gathered([weight]):  # does nothing to a parameter that is whole
     ...     weight.sum().item()
     2.0
     """
-    if modifier_rank not in (None, 0):
-        raise ConfigError("modifier-rank", f"modifier_rank={modifier_rank} cannot write for all; write on rank 0")
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if modifier_rank is not None and not 0 <= modifier_rank < num_ranks:
+        raise ConfigError(
+            "modifier-rank", f"modifier_rank={modifier_rank} is none of {num_ranks} ranks; write on rank 0"
+        )
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     check("gathered", "parameters", given, list[nn.Parameter])
     with ExitStack() as stack:
@@ -67,16 +72,30 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
         for context in (context for context in noted if context is not None):
             groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
-                stack.enter_context(gathered_groups(context, modifier_rank == 0 or None, groups))
-        stack.enter_context(gathered_shards(given, takes_first=modifier_rank == 0))
+                source = 0 if modifier_rank is None else _source(context.layout.mesh, modifier_rank)
+                write = None if modifier_rank is None else True
+                stack.enter_context(gathered_groups(context, write, groups, source))
+        stack.enter_context(gathered_shards(given, modifier_rank))
         yield
+
+
+def _source(mesh: MeshShape, modifier_rank: int) -> int:
+    """Return which of the ranks that average gradients is the one that writes.
+
+    Raises:
+        ConfigError: others have parts of the model that it has not.
+    """
+    if modifier_rank and mesh.tp * mesh.pp > 1:
+        where = f"modifier_rank={modifier_rank} under mesh.tp={mesh.tp}, mesh.pp={mesh.pp}"
+        raise ConfigError("modifier-rank", f"{where} has a part of the model alone; write on rank 0")
+    return mesh.index_along(GRADIENT_AXES, modifier_rank)
 
 
 @contextmanager
 def gathered_groups(
-    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None
+    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None, source: int = 0
 ) -> Iterator[nn.Module]:
-    """Keep parameters whole inside, and take over what rank 0 has written. See `Engine.gathered`.
+    """Keep parameters whole inside, and take over what one rank has written. See `Engine.gathered`.
 
     Graphs and views of the parameters may outlive the context: they keep the memory.
 
@@ -84,6 +103,7 @@ def gathered_groups(
         context: of the engine.
         write: whether to take over; None to do so if any rank has written.
         groups: that have the parameters; None for all.
+        source: which of the ranks that average gradients has written.
 
     Raises:
         ConfigError: a parameter was written through its `data`, and `write` is False.
@@ -107,7 +127,7 @@ def gathered_groups(
                 context.status.check_present(params_suffice=not write)
             if write:
                 context.note_update()
-                take_over(context.states(), chosen)
+                take_over(context.states(), chosen, source)
             _refuse_written_data(chosen)
         finally:
             sharding.held.difference_update(held)

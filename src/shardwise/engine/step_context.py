@@ -89,13 +89,13 @@ class StepContext:
     num_samples: int = 0
     syncs: bool = True  # False inside `no_sync`
     is_plain: bool = False  # any scalar may be given to `backward`
-    # Of the gradient of a backward that the user called on a tensor; None where its loss must be scaled first.
-    own_backward_scale: float | None = 1.0
+    own_backward_scale: float | None = 1.0  # of a backward that the user called on a tensor; None: scale its loss first
     is_own_loss_scaled: bool = False  # the next one's is
     is_loss_known: bool = True  # False after a backward in this step that the user called on a tensor
     before_update: Callable[[], None] | None = None  # called after the last backward of a step, such as to measure
     should_stop: Callable[[], bool] = bool  # says whether this rank was asked to stop
     asking: tuple[int, int] = (0, 0)  # how many ranks were, at the last agreement, and the sum of their numbers
+    is_aliased: bool = False  # the user has views of parameters on some rank: updates on the host come at once
 
     @property
     def device(self) -> torch.device:
@@ -379,13 +379,12 @@ class StepContext:
             # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
             clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
             self.note_update()
-            self.sharding.refresh(self.sharded.step(to_mean * clip, used, self.timeline))
+            self.sharding.refresh(self.sharded.step(to_mean * clip, used, self.timeline), self.is_aliased)
             advance(self.scheduler)
         if count:
             self.scaler.update(overflowed)
         self.num_steps += 1
-        loss = loss_sum / (count or 1.0) if self.is_loss_known else math.nan
-        errors = self._codec_errors()
+        loss, errors = (loss_sum / (count or 1.0) if self.is_loss_known else math.nan), self._codec_errors()
         self._end_step()
         if not skipped:
             self.sharded.hooks.call_late()
@@ -464,9 +463,9 @@ class StepContext:
         if self.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
             own_square.zero_()  # others hold the same gradient: it counts once
         own = torch.cat([own_square.reshape(1).to(self.device), self.losses.deviation()])
-        was_used = dict(zip(self.sharded.names, self.sharded.used(), strict=True))
-        names = self.layout.trained_names
+        was_used, names = dict(zip(self.sharded.names, self.sharded.used(), strict=True)), self.layout.trained_names
         flags = [was_used.get(name, False) for name in names]
+        flags += [any(group.is_aliased for group in self.sharding.groups)] * (self.config.tiers.optimizer != "device")
         scale = [self.losses.normaliser * self.losses.is_first] if self.layout.pipeline is not None else []
         summed = self.take_asking(self.losses.sum_with(own, "step", [*flags, *scale, *self.own_asking()]))
         if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
@@ -475,6 +474,7 @@ class StepContext:
         if self.comms.tensor.world_size > 1:
             self._check_one_loss(counts.pop(0), loss_sum)
         used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
+        self.is_aliased = len(flags) > len(names) and counts[len(names)] > 0
         return loss_sum, count, square_sum, used
 
     def _check_one_loss(self, deviation: float, loss_sum: float) -> None:

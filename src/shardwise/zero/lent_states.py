@@ -6,7 +6,9 @@ What was changed, replaced or cleared there is taken over before the next step, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +58,42 @@ class LentStates(dict[str, Any]):
     def items(self) -> Any:
         """Return all states with their names."""
         return [(name, self[name]) for name in self]
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Return a state, which is the default from now on where there is none."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the last state, which starts afresh then."""
+        name = list(self)[-1]
+        return name, self.pop(name)
+
+    def copy(self) -> dict[str, Any]:
+        """Return the states in a dict of their own."""
+        return dict(self.items())
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # `dict(states)` and `{**states}` ask for each state where this is not dict's own
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
+    __hash__ = None
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return self.copy() | dict(other)
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return dict(other) | self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy or a file has the values, not the engine. Of dicts, torch.load takes this one from a file.
+        return OrderedDict, (), None, None, iter(self.items())
 
     def take_changes(self) -> Mapping[str, Any]:
         """Return the states that were changed or replaced since the last call; all are read again from then on."""

@@ -282,9 +282,21 @@ class ParamGroup:
 
     def refresh(self) -> None:
         """Take over the optimizer's update; where parameters are stored whole, start to gather them."""
+        is_aliased = self.is_aliased
         if self._take_over(is_narrowed=False):
             self.unshard()
+            if is_aliased:
+                self.wait()
         self._show_if_pinned()
+
+    @property
+    def is_aliased(self) -> bool:
+        """Say whether a tensor of the user's shares the memory of parameters that are stored whole.
+
+        No class reports when it is read, so an update must have come when the step returns.
+        """
+        is_whole = self.state is ParamState.UNSHARDED and not self.is_released_between_uses
+        return is_whole and self._is_shared(len(self.parameters) + self._num_pieces())
 
     def refresh_in_background(self, stepping: Task, gather_updates: Callable[[], None] | None) -> None:
         """Take over an update that is under way on the host; the next use of the parameters waits for it.

@@ -334,18 +334,16 @@ class ShardingState:
                     self.reductions.final.add(group)
         self._holds_unreduced = self.reductions.has_open
 
-    def refresh(self, stepping: Mapping[ParamGroup, Task]) -> None:
-        """Make every group take over its update.
-
-        Args:
-            stepping: the updates that are under way on the host.
-        """
+    def refresh(self, stepping: Mapping[ParamGroup, Task], at_once: bool) -> None:
+        """Make every group take over its update; `stepping` are those under way on the host, `at_once` awaits them."""
         self._enter(Phase.STEPPING)
         for group in self.groups:
             if group in stepping:
                 self._updates.start(group, stepping[group])
             elif group.grads is not None:
                 group.refresh()
+        if at_once:
+            self._updates.finish()
 
     def drain(self) -> None:
         """Return once no update is under way, and every rank has it."""

@@ -562,16 +562,21 @@ def _check_rank(states: EngineState, argument: str, rank: int | None) -> None:
         raise ConfigError("rank-out-of-range", f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
 
 
-def take_over(states: EngineState, groups: Iterable[ParamGroup]) -> None:
-    """Spread what the first rank has written into whole groups to all ranks, in the masters too. All ranks call it.
+def take_over(states: EngineState, groups: Iterable[ParamGroup], source: int = 0) -> None:
+    """Spread what one rank has written into whole groups to all ranks, in the masters too. All ranks call it.
 
-    The first rank is rank 0; of a split layer's parts, and of a pipeline's stages, the first that holds them. A master
-    keeps its precision where its parameter is unchanged.
+    Of a split layer's parts, and of a pipeline's stages, it is the first rank that holds them. A master keeps its
+    precision where its parameter is unchanged.
+
+    Args:
+        states: the engine's states.
+        groups: that are whole.
+        source: the rank among those that average gradients.
     """
     data = states.comms.data
     for group in groups:
         if data.world_size > 1:
-            data.broadcast(group.full, f"written parameters of {group.spec.name}")
+            data.broadcast(group.full, f"written parameters of {group.spec.name}", source)
         for place in group.spec.params:
             written = group.full[place.offset : place.offset + place.numel].view(place.shape)
             synchronize_shares(place.split, written, states.comms.tensor, f"written {place.name}")

@@ -122,6 +122,14 @@ class HostUpdates:
             self._ungathered[0].gather_update()
             self._ungathered.popleft()
 
+    def finish(self) -> None:
+        """Return once the updates are in the parameters that are stored whole; all ranks call it together."""
+        groups = tuple(self._ungathered)
+        self.gather()
+        for group in groups:
+            if not group.is_released_between_uses:
+                group.wait()
+
 
 MOST_LENT: Final = 4
 """Groups that stay gathered outside the model's forward beside the root's: code walks over a few modules at a time."""

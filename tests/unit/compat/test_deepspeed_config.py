@@ -193,7 +193,7 @@ def test_a_usual_config_of_stage_3() -> None:
             {"attention.kind": "bigbird", "attention.num_random_blocks": 2, "attention.block": 16},
         ),
         ({"sparse_attention": {"block": 32}}, {"attention.kind": "fixed", "attention.block": 32}),
-        ({"gradient_allreduce_op": "mean", "zero_optimization": {"zero_hpz_partition_size": 1}}, {}),
+        ({"gradient_allreduce_op": "SUM", "zero_optimization": {"zero_hpz_partition_size": 1}}, {}),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}},
             {
@@ -288,7 +288,8 @@ def test_an_unknown_key_is_said_and_fails_nothing(written: str, meant: str | Non
             "gradient_clipping",
         ),
         ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "deepspeed-key-refused", "bias"),
-        ({"gradient_allreduce_op": "sum"}, "deepspeed-key-refused", "gradient_allreduce_op='sum'"),
+        ({"gradient_allreduce_op": "max"}, "deepspeed-value", "gradient_allreduce_op='max'"),
+        ({"gradient_allreduce_op": True}, "deepspeed-value", "mean or sum"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "deepspeed-key-refused", "weights=True"),
         ({"elasticity": {"enabled": True}, "amp": {"enabled": True}}, "deepspeed-key-refused", "(and 1 more)"),
         ({"autotuning": {"enabled": True}}, "deepspeed-key-refused", "shardwise plan"),

@@ -210,6 +210,7 @@ def _read(path: str, value: Any, target: str | None) -> dict[str, Any]:
 def _settle(settings: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
     """Make the settings agree with one another, as DeepSpeed does; yield what to say of it."""
     stage = settings["zero.stage"]
+    given_sums(given)
     if given.get("fp16.enabled") and given.get("bf16.enabled"):
         raise ConfigError("deepspeed-two-dtypes", "bf16 and fp16 are both enabled; leave one of them out")
     if stage == 3:
@@ -244,6 +245,19 @@ def _settle(settings: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]
             settings["optimizer.name"] = "adam"
         elif name.lower() == "adam":
             yield f"optimizer.type={name} is AdamW, as in DeepSpeed; optimizer.params.adam_w_mode=false is Adam"
+
+
+def given_sums(given: Mapping[str, Any]) -> bool:
+    """Say whether gradients of the data ranks are added, where their mean is usual.
+
+    Raises:
+        ConfigError: the JSON names something else.
+    """
+    value = given.get("gradient_allreduce_op", "mean")
+    if not isinstance(value, str) or value.lower() not in ("mean", "sum"):
+        rule = "is none of DeepSpeed's values for it; give mean or sum"
+        raise ConfigError("deepspeed-value", f"gradient_allreduce_op={shown_value(value)} {rule}")
+    return value.lower() == "sum"
 
 
 def _settle_attention(settings: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ _TABLE: Final = (
     ("M", "optimizer.clip_norm: 1.0 by default, 0 is off", "gradient_clipping"),
     ("M", "precision.reduce", "communication_data_type"),
     ("N", _SUMS, "seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor disable_allgather"),
-    ("R", "gradients are means over the data ranks; multiply the loss instead", "gradient_allreduce_op"),
+    ("M", "`engine.backward`: where sum, data ranks' gradients are added; in stage 3 too", "gradient_allreduce_op"),
     ("XN", "gradients are dense", "sparse_gradients"),
     ("M", "any section of Shardwise's own config, merged over all of this; mesh.pp is refused", "shardwise.*"),
     ("M", "optimizer.name: in any case; any element-wise one of torch.optim", "optimizer: type"),
@@ -208,7 +208,6 @@ _ASK_NOTHING: Final = (None, False, 0, "", "none")
 # Values of refused keys that ask for nothing; of every other key `_ASK_NOTHING` are.
 _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
-        "gradient_allreduce_op": (None, "mean", "MEAN"),
         "optimizer.params.bias_correction": (None, True),
     }
 )

@@ -21,7 +21,7 @@ from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
 from shardwise.comm.backends import world_comm
-from shardwise.compat.deepspeed.config import Translation, dtype_of
+from shardwise.compat.deepspeed.config import Translation, dtype_of, given_sums
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.getters import EngineGetters
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
@@ -194,6 +194,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         scaler = inner.step_context.scaler
         is_scaled = scaler.is_dynamic or scaler.scale != 1.0
         inner.step_context.own_backward_scale = None if is_scaled else 1 / self.gradient_accumulation_steps()
+        self._sum_over = mesh.num_data_ranks if given_sums(self._given) else 1
+        inner.step_context.losses.plain_count = 1 / self._sum_over
         inner.checkpoints.may_save_within_step = True
 
     def __getattr__(self, name: str) -> Any:
@@ -347,7 +349,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             for name, parameter in self.module.named_parameters():
                 whole = self.inner.read(name)
                 assert whole is not None, "every rank gets it"
-                shards.append((parameter, ParamShard.of(comm, whole, takes_first=False)))
+                shards.append((parameter, ParamShard.of(comm, whole, source=None)))
         if self._take_back is not None:
             self._take_back()
         self.inner.close(keep_values=not keep_shards)

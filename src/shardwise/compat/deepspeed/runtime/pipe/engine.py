@@ -85,7 +85,7 @@ class PipelineEngine(DeepSpeedEngine):
         result = self.inner.train_step(self._take(self.gradient_accumulation_steps()))
         self._count(result)
         self.micro_steps += self.gradient_accumulation_steps()
-        return self._scalar(result.loss)
+        return self._scalar(result.loss / self._sum_over)
 
     def eval_batch(
         self,
@@ -155,7 +155,8 @@ class PipelineEngine(DeepSpeedEngine):
         if not self._has_loss:
             return torch.zeros((), device=self.device)
         loss_fn: Any = self.module.loss_fn
-        return output if loss_fn is None else loss_fn(output, batch[1])
+        loss = output if loss_fn is None else loss_fn(output, batch[1])
+        return (loss, 1 / self._sum_over) if self._sum_over > 1 and self._outputs is None else loss
 
     def _scalar(self, loss: float) -> Tensor:
         dtype = torch.float64 if self.inner.layout.precision.param == "fp64" else torch.float32
