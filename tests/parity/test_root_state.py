@@ -65,6 +65,37 @@ class WritesBefore(Root):
         return x * (1 + self.calls.clone() / 3 + self.number) + len(self.log) + self.loads["num"] + self.memory
 
 
+def counter() -> Any:
+    calls, counts = torch.zeros(()), {"num": 0}
+
+    def count(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        counts["num"] += 1
+        return output * (1 + calls.clone() / 10 + counts["num"] / 20)
+
+    return count
+
+
+class Hooked(Root):
+    """Has hooks whose variables are no attributes of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seen, total = self.log, 0.0
+
+        def scale(module: nn.Module, args: Any) -> Any:
+            nonlocal total
+            total += 0.1
+            seen.append(total)
+            return (args[0] * (1 + total + 0.1 * len(seen)),)
+
+        self.register_forward_pre_hook(scale)
+        for block in (self.blocks[1], self.blocks[4]):
+            block.linear.register_forward_hook(counter())
+        self.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
 class WritesAfter(Root):
     """Counts after its units, and keeps what only code after them reads."""
 
@@ -121,7 +152,7 @@ class Centres(Root):
         return x - self.mean.clone()
 
 
-RIGHT = (WritesBefore, WritesAfter)
+RIGHT = (WritesBefore, Hooked, WritesAfter)
 REFUSED = (Averages, AveragesLater, Number, Remembers, Centres)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"mesh": {"pp": 2}},

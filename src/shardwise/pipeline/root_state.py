@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, p
 from shardwise.runtime.forward_values import CONSTANTS
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.torch_private import is_fake, pytree
+from shardwise.runtime.user_hooks import hook_contents, hook_dicts_of
 
 _FIX: Final = (
     "compute it in the module that reads it, write it from the inputs before the units run, or use mesh.dp_shard with "
@@ -67,19 +68,41 @@ class _StageNote:
 
 
 @dataclass(eq=False)
+class _Kept:
+    """Holds the value of an attribute, and its own parts where it is a container or an object.
+
+    An object stays the same one, to which hooks and closures may refer; its parts are exchanged.
+    """
+
+    value: Any
+    parts: Any = None
+
+    @classmethod
+    def of(cls, value: Any, parts_of: Any = None) -> Self:
+        """Keep a value, with the parts of another one of its kind where that is given."""
+        return cls(value, _parts(value if parts_of is None else parts_of))
+
+    def put(self, attributes: dict[str, Any], name: str) -> None:
+        """Give the value its parts, and the attribute its value."""
+        if self.parts is not None:
+            _fill(self.value, self.parts)
+        put_attributes(attributes, {name: self.value})
+
+
+@dataclass(eq=False)
 class _Written:
     """Holds an attribute that a step has written.
 
     Attributes:
         attributes: that have it.
         original: what it was before the step.
-        base: the same contents, for the stages that have not written it yet.
+        base: the same, for the stages that have not written it yet.
         is_in_place: the step wrote into the original.
     """
 
     attributes: dict[str, Any]
     original: Any
-    base: Any
+    base: _Kept
     is_in_place: bool
 
 
@@ -100,7 +123,10 @@ class RootState:
         self._state = ForwardState(model, left_out=inner)
         self._held, self._last, self._num_stages = sorted(held), max(held), num_stages
         self._written: dict[Place, _Written] = {}
-        self._own: dict[int, dict[Place, Any]] = {}
+        self._own: dict[int, dict[Place, _Kept]] = {}
+        self._hooks = hook_dicts_of(self._modules.values())
+        self._put_hooks: Callable[[], None] | None = None  # what their variables have before the step
+        self._own_hooks: dict[int, Callable[[], None]] = {}
         self._notes = {stage: _StageNote() for stage in held}
         self._stale: dict[int, frozenset[str]] = {}
         self._is_agreed = False
@@ -125,9 +151,12 @@ class RootState:
             for prefix, module in self._modules.items():
                 self._pass.callback(watch_attributes(module, self._watch(prefix)))
         if is_watched or len(self._held) > 1:
-            for place, value in self._own.get(stage, {}).items():
-                put_attributes(self._written[place].attributes, {place[1]: value})
+            for place, kept in self._own.get(stage, {}).items():
+                kept.put(self._written[place].attributes, place[1])
             self._record = self._pass.enter_context(self._state.first())
+        if len(self._held) > 1 and any(self._hooks):
+            self._put_hooks = self._put_hooks or hook_contents(self._hooks)
+            self._own_hooks.get(stage, self._put_hooks)()
 
     def end_units(self) -> None:
         """Take note that the stage's last unit has run."""
@@ -140,32 +169,40 @@ class RootState:
         self._pass.close()
         if record is None:
             return
+        if self._put_hooks is not None:
+            self._own_hooks[self._stage] = hook_contents(self._hooks)
         own, made = self._own.setdefault(self._stage, {}), dict[int, Any]()
         for attributes, name, before in record.written():
-            place, now = (id(attributes), name), attributes.get(name, MISSING)
+            place, is_in_place = (id(attributes), name), attributes.get(name, MISSING) is before.value
             if place not in own:
-                base = before.remake(made) if len(self._held) > 1 else None
-                known = self._written.setdefault(
-                    place, _Written(attributes, before.value, base, is_in_place=now is before.value)
-                )
-                known.base = base
-            own[place] = now
+                base = before.remake(made) if len(self._held) > 1 else before.value
+                is_same = is_in_place and _parts(base) is not None
+                kept = _Kept.of(before.value, base) if is_same else _Kept.of(base)
+                self._written.setdefault(place, _Written(attributes, before.value, kept, is_in_place)).base = kept
+                own[place] = kept
             if not self._is_agreed and (label := self._label(attributes, name)):
                 self._notes[self._stage].writes[label] = (self._accessed.get(label, self._num_calls()), "")
         for place in own:
             written = self._written[place]
-            own[place] = written.attributes.get(place[1], MISSING)
+            own[place] = _Kept.of(written.attributes.get(place[1], MISSING))
             if len(self._held) > 1:
-                put_attributes(written.attributes, {place[1]: written.base})
+                written.base.put(written.attributes, place[1])
+        if self._put_hooks is not None:
+            self._put_hooks()
 
     def end_step(self) -> None:
         """Give the model the state that the rank's last stage has left."""
         own = self._own.get(self._last, {})
         for place, written in self._written.items() if len(self._held) > 1 else ():
-            now = own.get(place, written.base)
-            if written.is_in_place and now is not written.original and _fill(written.original, now):
-                now = written.original
-            put_attributes(written.attributes, {place[1]: now})
+            kept, original = own.get(place, written.base), written.original
+            if written.is_in_place and isinstance(original, Tensor) and isinstance(kept.value, Tensor):
+                with torch.no_grad():
+                    kept = _Kept(original.copy_(kept.value) if kept.value is not original else original)
+            kept.put(written.attributes, place[1])
+        if self._last in self._own_hooks:
+            self._own_hooks[self._last]()
+        self._put_hooks = None
+        self._own_hooks.clear()
         self._written.clear()
         self._own.clear()
 
@@ -221,7 +258,7 @@ class RootState:
         """Return a digest of each attribute, as a stage has left it."""
         own = self._own.get(stage, {})
         return {
-            f"{prefix}{name}": _digest(own.get((id(attributes), name), value))
+            f"{prefix}{name}": _digest(_value_of(own.get((id(attributes), name)), value))
             for prefix, module in self._modules.items()
             for attributes in (vars(module), module._buffers)
             for name, value in attributes.items()
@@ -270,25 +307,31 @@ def _digest(value: Any, depth: int = 4) -> str:
     return _digest(vars(value), depth - 1) if hasattr(value, "__dict__") else ""
 
 
-def _fill(original: Any, now: Any) -> bool:
-    """Give an object the contents of another; return whether that can be."""
-    if type(now) is not type(original):
-        return False
-    if isinstance(now, Tensor):
-        if now.shape != original.shape or original.is_meta or now.is_meta:
-            return False
-        with torch.no_grad():
-            original.copy_(now)
-    elif isinstance(now, list | deque):
-        kept = [*now]
-        original.clear()
-        original.extend(kept)
-    elif isinstance(now, set | dict):
-        original.clear()
-        original.update(now)
-    elif hasattr(now, "__dict__"):
-        vars(original).clear()
-        vars(original).update(vars(now))
+def _value_of(kept: _Kept | None, otherwise: Any) -> Any:
+    """Return what digests read of a value: its parts, where it has some."""
+    if kept is None:
+        return otherwise
+    return kept.value if kept.parts is None else kept.parts
+
+
+def _parts(value: Any) -> Any:
+    """Return a container or a dict that has the parts of a value; None for a value without parts."""
+    if isinstance(value, (Tensor, *CONSTANTS)):
+        return None
+    if isinstance(value, list | deque):
+        return [*value]
+    if isinstance(value, dict | set):
+        return value.copy()
+    is_plain = hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "functools"))
+    return dict(vars(value)) if is_plain else None
+
+
+def _fill(value: Any, parts: Any) -> None:
+    """Give a value the parts that `_parts` returned."""
+    if isinstance(value, list | deque):
+        value.clear()
+        value.extend(parts)
     else:
-        return False
-    return True
+        inner = value if isinstance(value, dict | set) else vars(value)
+        inner.clear()
+        inner.update(parts)

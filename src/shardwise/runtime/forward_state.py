@@ -46,6 +46,7 @@ from shardwise.runtime.forward_values import (
     value_before,
 )
 from shardwise.runtime.torch_private import replaced_checkpoints
+from shardwise.runtime.user_hooks import HookDicts, hook_contents, hook_dicts_of
 
 _SMALL_BYTES: Final = 1 << 20  # of a module's tensors that are copied once though no pass has written anything
 _MOST_UNKNOWN: Final = 8  # passes in which a module is looked at that has not run
@@ -131,6 +132,8 @@ class ForwardState:
         self._copies_arguments = True
         self._quiet: list[_QuietPlace] = []
         self._streams: tuple[Stream, ...] = ()
+        inside = (each for each in module.modules() if each is not module and id(each) not in left_out)
+        self._hooks = hook_dicts_of(inside)  # those of the module itself see what is around its passes
 
     @contextmanager
     def first(self) -> Iterator[PassRecord]:
@@ -146,6 +149,8 @@ class ForwardState:
         record = PassRecord([self._before(place, copies) for place in self._places], streams)
         record.copies_arguments = self._copies_arguments
         record.quiet = [(place, place.values()) for place in self._quiet]
+        record.hooks = self._hooks if any(self._hooks) else ()
+        record.put_hooks = hook_contents(record.hooks)
         is_known = all(place.is_known for place in self._places)
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
@@ -339,6 +344,8 @@ class PassRecord:
         self._changes: list[dict[str, ValueBefore]] = []  # of each place
         self._arguments = ArgumentsBefore((), {}, copies=False)
         self.quiet: list[tuple[_QuietPlace, tuple[Any, ...]]] = []
+        self.hooks: HookDicts = ()
+        self.put_hooks: Callable[[], None] = lambda: None
         self.copies_arguments = False
         self.writes_arguments = False
         self.places: set[int] = set()  # ids of those that it has written into
@@ -418,6 +425,9 @@ class PassRecord:
                 _exchange(place.place.attributes, {**later, **own}, made, undo)
             for quiet, values in self.quiet:
                 _exchange(quiet.attributes, quiet.changes(values), made, undo)
+            if self.hooks:
+                undo.callback(hook_contents(self.hooks))
+                self.put_hooks()
             for stream, state in self.streams.items():
                 undo.callback(stream.put, stream.get())
                 stream.put(state)

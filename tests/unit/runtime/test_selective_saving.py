@@ -63,17 +63,12 @@ def write_slice(x: Tensor) -> None:
     x[..., :2] *= 2
 
 
-def write_list(x: Tensor) -> None:
-    torch._foreach_mul_([x, x[..., :1]], 2.0)
-
-
 CASES: dict[str, Callable[[], nn.Module]] = {
     "relu_": lambda: Between(torch.relu_),
     "dropout_": lambda: Between(lambda x: nn.functional.dropout(x, 0.3, inplace=True)),
     "slice": lambda: Between(write_slice),
     "parts": lambda: Between(write_parts),
     "data": lambda: Between(lambda x: x.data.mul_(2) * 0 + x),
-    "foreach": lambda: Between(write_list),
     "convolution": Convolution,
     **{
         f"{kind.__name__} {options}": lambda kind=kind, options=options: Recurrent(kind, **options)  # type: ignore[misc]
