@@ -64,7 +64,7 @@ def seeded_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str,
 
 
 def seeded_mask(site: Drawing, like: Tensor, p: float) -> Tensor:
-    """Draw what a dropout of rate p keeps of a tensor after code has set torch's seed."""
+    """Draw what a dropout of rate p at `site` keeps of a tensor `like` this, after code has set torch's seed."""
     drawn: Tensor = _from_own(site, torch.rand, (tuple(like.shape),), {"dtype": torch.float64, "device": like.device})
     return drawn >= p
 

@@ -41,7 +41,7 @@ class Meeting(Protocol):
     """Lets the ranks of a pipeline compare notes."""
 
     def compare(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        """Give this rank's note; return what the first rank has found in those of all ranks."""
+        """Give this rank's note for `subject`; return what `judge` has found on the first rank in those of all."""
 
 
 @dataclass

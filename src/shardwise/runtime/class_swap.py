@@ -113,11 +113,11 @@ class _InterceptedForward:
 
 
 Watch = Callable[[nn.Module, str, bool], None]
-"""Is told of an access to an attribute: the module, the name, and whether it is set."""
+"""Is called at an access to an attribute with the module, the name, and whether it is set."""
 
 
 def watch_attributes(module: nn.Module, watch: Watch) -> Callable[[], None]:
-    """Tell `watch` of each access to an attribute of a module, before it happens; it costs a call of Python each time.
+    """Call `watch` before each access to an attribute of a module; it costs a call of Python each time.
 
     Returns:
         the function that restores the module's class.

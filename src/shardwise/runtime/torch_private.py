@@ -289,7 +289,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an op writes, of those by position and by name, by its schema."""
+    """Return what the op `func` writes of its `args` and `kwargs`, by its schema."""
     if not func._schema.is_mutable:
         return []
     values = [
@@ -301,7 +301,7 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an op by their names in its schema, those at their defaults too."""
+    """Return `args` and `kwargs` of the op `func` by their names in its schema, those at their defaults too."""
     return {
         argument.name: args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
         for index, argument in enumerate(func._schema.arguments)
