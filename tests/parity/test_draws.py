@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.pool import WorkerPool
-from harness.refusals import refused
+from harness.refusals import refusal_of, refused
 from harness.training import make_config
 from shardwise import initialize
 from shardwise.context.apply import prove_huggingface
@@ -30,6 +30,21 @@ def flat(x: Tensor) -> Tensor:  # [B, S, D] -> [B S, D]
 
 def chosen(x: Tensor) -> Tensor:
     return torch.multinomial(flat(x).detach().softmax(-1), 2).view(*x.shape[:2], 2).sum(-1, keepdim=True)
+
+
+def seeded(x: Tensor) -> Tensor:
+    """Draw the same numbers in every forward."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return torch.rand_like(x) + F.dropout(torch.ones_like(x), 0.3) + torch.rand(len(x), 1, 1)
+
+
+def resumed(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    torch.set_rng_state(torch.Generator().manual_seed(6).get_state())
+    drawn = torch.zeros_like(x).uniform_(-1, 1)
+    torch.set_rng_state(state)
+    return drawn
 
 
 # By name, what a hook multiplies a module's output with.
@@ -49,6 +64,8 @@ DRAWS: dict[str, Draw] = {
     "channels": lambda x: F.feature_alpha_dropout(x, 0.3),
     "slopes": lambda x: F.rrelu(x, training=True),
     "flat dropout": lambda x: F.dropout(flat(x), 0.3).view_as(x),
+    "seeded": seeded,
+    "resumed": resumed,
     "python": lambda x: random.random() + np.random.rand(),
 }
 
@@ -175,3 +192,26 @@ def test_what_reads_the_number_of_tokens_in_training_is_refused(code: str, draw:
     )
     with refused(code, "mesh.cp"):
         prove_huggingface(model)
+
+
+class Seeding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return x + F.dropout(self.up(x), 0.3) * torch.rand_like(x)
+
+
+def train_seeding(rank: int, world_size: int, sections: dict[str, Any]) -> tuple[str, str]:
+    model = nn.Sequential(*(Seeding() for _ in range(4))).double()
+    with initialize(model, make_config(2, sections), loss_fn=lambda output, batch: output.square().mean()) as engine:
+        return refusal_of(lambda: engine.train_step([torch.ones(2, 8, dtype=torch.float64)] * 2))
+
+
+def test_a_seed_that_other_stages_would_draw_from_is_refused(ranks: WorkerPool) -> None:
+    assert train_seeding(0, 1, {"recompute": {"mode": "selective"}}) == ("", "")
+    found = ranks(2).run(train_seeding, {"mesh": {"pp": 2}})
+    assert found[0][0] == "seed-over-stages"
+    assert "fork_rng" in found[1][1]

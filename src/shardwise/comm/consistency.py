@@ -177,12 +177,7 @@ class BatchCheck:
         meeting = self._meeting
         if meeting is None or not (is_first_step or self._compares_all):
             return
-        key = f"batches/{meeting.ranks[0]}/{self._num_compared}"
-        self._num_compared += 1
-        try:
-            text = meeting.verdict(key, _batch_digest(batch), _judge_batches, "the same forward")
-        except MissingRankError as error:
-            raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
+        text = self.compare(_batch_digest(batch), _judge_batches, "the same forward")
         if text:
             raise ConfigError(
                 "batches-differ",
@@ -198,13 +193,28 @@ class BatchCheck:
         """
         if self._meeting is None:
             return set()
-        key = f"names/{self._meeting.ranks[0]}/{self._num_compared}"
+        return set(json.loads(self.compare(json.dumps(sorted(names)), _judge_names, "the hooks of one forward")))
+
+    def compare(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
+        """Return the first rank's verdict on the notes of all ranks, which all call it.
+
+        Args:
+            note: of this rank.
+            judge: is given the notes by rank.
+            subject: what the ranks come to, for messages.
+
+        Raises:
+            CommError: not all have come in time.
+        """
+        meeting = self._meeting
+        if meeting is None:
+            return judge({0: note})
+        key = f"notes/{meeting.ranks[0]}/{self._num_compared}"
         self._num_compared += 1
         try:
-            text = self._meeting.verdict(key, json.dumps(sorted(names)), _judge_names, "the hooks of one forward")
+            return meeting.verdict(key, note, judge, subject)
         except MissingRankError as error:
             raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
-        return set(json.loads(text))
 
 
 def _judge_names(notes: Mapping[int, str]) -> str:

@@ -7,7 +7,6 @@ attention with dropout by one that stores its probabilities.
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,8 +22,19 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
+from shardwise.dropout.keyed_attention import keyed_attention
 from shardwise.dropout.numbers import TensorPlace
-from shardwise.dropout.torch_draws import BACKWARDS, DRAWS, SPECIAL, is_opaque, keyed_draw, opaque_draw, with_own_body
+from shardwise.dropout.torch_draws import (
+    BACKWARDS,
+    DRAWS,
+    SPECIAL,
+    is_opaque,
+    keyed_draw,
+    opaque_draw,
+    seeded_draw,
+    seeded_mask,
+    with_own_body,
+)
 from shardwise.runtime.class_swap import swap_class
 from shardwise.runtime.forward_state import STREAMS, CheckpointStates, Stream
 from shardwise.runtime.torch_private import is_fake
@@ -156,9 +166,9 @@ def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None
         if shares:
             raise ConfigError(
                 "draw-began-late",
-                f"the forward of {type(outside.module()).__name__} has drawn random numbers in a module that drew none "
-                f"in its first training forward, so ranks of {shares} drew what they do not share; draw in each "
-                "forward, if only to drop the numbers",
+                f"the forward of {type(outside.module()).__name__} has drawn random numbers, or set torch's seed, in a "
+                f"module that did not in its first training forward, so ranks of {shares} drew what they do not share; "
+                "draw in each forward, if only to drop the numbers",
             )
 
 
@@ -248,8 +258,12 @@ class DropoutSite:
         self.has_dropped |= p > 0
         if not 0.0 < p < 1.0 or values.numel() == 0:
             return F.dropout(values, p, True, inplace)
-        self._check_is_open()
-        mask = self.draws.mask(self.name, values.shape, p, self.own_zone, values.device)
+        if self.draws.is_seeded:
+            self.check_seed()
+            mask = seeded_mask(self, values, p)
+        else:
+            self._check_is_open()
+            mask = self.draws.mask(self.name, values.shape, p, self.own_zone, values.device)
         scale = 1.0 / (1.0 - p)
         if inplace:
             return values.mul_(mask.to(values.dtype).mul_(scale))
@@ -307,6 +321,16 @@ class DropoutSite:
                 "all draws), give each unit its own, or use mesh.dp_shard in place of mesh.pp",
             )
 
+    def check_seed(self) -> None:
+        """Make sure that code of the same unit has set torch's seed.
+
+        Raises:
+            ConfigError: the stages of a pipeline would go on from other draws.
+        """
+        self.has_dropped = self.draws.has_own_seed = True
+        if self.on_thread.is_seeded_outside:
+            raise _seed_error(self.name)
+
     def count_call(self) -> None:
         """Count a draw of placeholders."""
         self.has_dropped = True
@@ -357,7 +381,32 @@ def _open_site(module: nn.Module) -> DropoutSite | None:
     site: DropoutSite | None = module.__dict__.get(_SITE)
     if site is None or not module.training or site.module() is not module:
         return None
-    return site if site.draws.is_open or site.must_be_keyed else None
+    return site if site.draws.is_open or site.must_be_keyed or site.draws.is_seeded else None
+
+
+def _seed_error(name: str) -> ConfigError:
+    return ConfigError(
+        "seed-over-stages",
+        f"torch's seed is set in a forward, and {name or 'the model'} draws after that or leaves it so, where under "
+        "mesh.pp another stage would go on from it; set it inside torch.random.fork_rng(), draw from a torch.Generator "
+        "of the module, or leave it out (run.seed and the step key all draws)",
+    )
+
+
+@contextmanager
+def _own_seed(site: DropoutSite | None) -> Iterator[None]:
+    """Let a unit of a pipeline set torch's seed for itself alone."""
+    if site is None or site.name not in site.stage_units:
+        yield
+        return
+    was_seeded, outer = site.draws.is_seeded, site.on_thread.is_seeded_outside
+    site.on_thread.is_seeded_outside = was_seeded
+    try:
+        yield
+        if site.draws.is_seeded and not was_seeded:
+            raise _seed_error(site.name)
+    finally:
+        site.on_thread.is_seeded_outside = outer
 
 
 def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
@@ -385,14 +434,15 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
         site, on_thread = _open_site(self), self.__dict__[_SITE].on_thread
         has_streams = site is not None and site.streams != ()
         if on_thread.mode is not None:  # nested modes would double the cost of torch's calls
-            with _drawing_for(site, on_thread), site.own_streams() if has_streams and site else nullcontext():
+            streams = site.own_streams() if has_streams and site else nullcontext()
+            with _own_seed(site), _drawing_for(site, on_thread), streams:
                 result = own.forward(self, *args, **kwargs)
         elif site is None or (site.is_quiet and not has_streams):
             return own.forward(self, *args, **kwargs)
         else:
             on_thread.mode = KeyedFunctions(site)
             try:
-                with on_thread.mode, site.own_streams():
+                with _own_seed(site), on_thread.mode, site.own_streams():
                     result = own.forward(self, *args, **kwargs)
             finally:
                 on_thread.mode = None
@@ -404,9 +454,10 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
 
 
 class _OnThread(threading.local):
-    """Holds the mode that this thread is in; None for none."""
+    """Holds the mode that this thread is in, None for none, and where torch's seed was set."""
 
     mode: KeyedFunctions | None = None
+    is_seeded_outside = False  # code around the unit that runs has set torch's seed
 
 
 def _subclass(own: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
@@ -476,6 +527,9 @@ class KeyedFunctions(TorchFunctionMode):
         if site is not None and func in _REPLACED:
             return _REPLACED[func](site, func, *args, **given)
         if site is not None and (func in DRAWS or func in SPECIAL or is_opaque(func, args, given)):
+            if site.draws.is_seeded and given.get("generator") is None:
+                site.check_seed()
+                return seeded_draw(site, func, args, given)
             return self._draw(site, func, args, given) if site.draws.is_open else func(*args, **given)
         own_body = with_own_body(func)
         if own_body is None:
@@ -533,61 +587,6 @@ def _attention(
         own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         return own
     return keyed_attention(site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-
-
-def keyed_attention(
-    site: DropoutSite,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    **kwargs: Any,
-) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` with stored probabilities that a site drops.
-
-    Args:
-        site: of the module whose forward runs.
-        query: [..., H, L, E].
-        key: [..., H or a divisor of it, S, E].
-        value: [..., as key, S, V].
-        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores; None for no mask.
-        dropout_p: the rate.
-        is_causal: position i attends to the first i + 1.
-        kwargs: scale, enable_gqa.
-    """
-    if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
-        found: Tensor = handle_torch_function(
-            keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
-        )
-        return found
-    if kwargs.get("enable_gqa"):
-        num_sharers = query.shape[-3] // key.shape[-3]
-        key, value = (each.repeat_interleave(num_sharers, dim=-3) for each in (key, value))
-    scale = kwargs.get("scale")
-    scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scaled @ key.transpose(-2, -1)  # [..., H, L, S]
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()  # [L, S]
-    return site.drop(_softmax(scores, attn_mask), dropout_p) @ value
-
-
-def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Compute softmax over the last dim; a row in which all is masked gives zeros, as in torch's attention.
-
-    Args:
-        scores: [..., L, S].
-        attn_mask: broadcasts to the scores.
-    """
-    if attn_mask is None:
-        return scores.softmax(-1)
-    if attn_mask.dtype == torch.bool:
-        blocked = ~attn_mask
-    else:
-        scores, blocked = scores + attn_mask, attn_mask == -math.inf
-    finite = scores.masked_fill(blocked, torch.finfo(scores.dtype).min)
-    return finite.softmax(-1).masked_fill(blocked, 0.0)
 
 
 _REPLACED: Final[Mapping[Any, Callable[..., Tensor]]] = {

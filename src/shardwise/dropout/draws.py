@@ -156,6 +156,9 @@ class KeyedDraws:
         self._grids: dict[Any, Any] = {}
         self._has_grids: _Forward | None = None
         self._part: _SitePart | None = None
+        self.has_own_seed = False  # code has drawn after it has set torch's seed
+        self._num_running = 0  # forwards
+        self._newest: _Forward | None = None
         self._shapes: dict[Hashable, tuple[int, ...]] = {}  # of draws that have no tokens, where tokens are split
 
     @contextmanager
@@ -186,13 +189,16 @@ class KeyedDraws:
         if held is not None:
             sequence = SequencePart(held, count_tokens(held) * self._cp)
         forward = _Forward(step, Samples(first_sample, num_samples), held, sequence)
-        self._forwards.setdefault(seed, forward).begin_pass()
+        self._newest = self._forwards.setdefault(seed, forward)
+        self._newest.begin_pass()
+        self._num_running += 1
         try:
             with seeded(seed, self._device), ExitStack() as stack:
                 for opening in self.around:
                     stack.enter_context(opening())
                 yield
         finally:
+            self._num_running -= 1
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
                 del self._forwards[seed]
 
@@ -231,6 +237,7 @@ class KeyedDraws:
     def forget(self) -> None:
         """Drop all forwards at the end of a step: none of them will be recomputed."""
         self._forwards.clear()
+        self._newest = None
         self._grids.clear()
         self._has_grids = None
 
@@ -238,6 +245,11 @@ class KeyedDraws:
     def is_open(self) -> bool:
         """Say whether a forward of this run is running or is recomputed."""
         return bool(self._forwards) and torch.initial_seed() in self._forwards
+
+    @property
+    def is_seeded(self) -> bool:
+        """Say whether code in a forward has set torch's seed, so that what it draws from there on is its own."""
+        return bool(self._forwards) and not self.is_open and (self._num_running > 0 or in_backward())
 
     @property
     def step(self) -> int:
@@ -257,7 +269,7 @@ class KeyedDraws:
     @property
     def has_placeholders(self) -> bool:
         """Say whether tensors are placeholders now, which draw nothing, though a forward is open."""
-        forward = self._forwards.get(torch.initial_seed())
+        forward = self._forwards.get(torch.initial_seed(), self._newest if self._num_running else None)
         return forward is not None and forward.is_fake != in_fake_mode()
 
     def mask(self, site: str, shape: Sequence[int], p: float, zone: ShardRegion | None, device: torch.device) -> Tensor:
@@ -322,7 +334,8 @@ class KeyedDraws:
 
     def place(self, shape: Sequence[int], zone: Zone) -> TensorPlace:
         """Return where a tensor that the open forward draws is in the unsplit one."""
-        forward = self._forwards[torch.initial_seed()]
+        forward = self._forwards.get(torch.initial_seed(), self._newest)
+        assert forward is not None, "a forward has begun"
         tokens = self._part.tokens if self._part is not None else None
         return place_of(shape, zone, forward.samples, forward.sequence, tokens)
 
@@ -370,7 +383,7 @@ class KeyedDraws:
         seed = torch.initial_seed()
         forward = self._forwards.get(seed)
         if forward is None or in_fake_mode():
-            return forward is None
+            return forward is None and not self.has_own_seed
         expected = torch.Generator().manual_seed(seed)
         with no_torch_functions():
             torch.randint(2**62, (forward.num_marks,), generator=expected)

@@ -53,6 +53,22 @@ def keyed_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, 
     return DRAWS[func](site, func, *args, **kwargs)
 
 
+def seeded_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a function that draws after its code has set torch's seed; the arguments are those of `keyed_draw`."""
+    if func in DRAWS:
+        return _from_own(site, func, args, kwargs)
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    if first is not None and func not in _RECURRENT:
+        _check_whole(site, func, first.shape)
+    return func(*args, **kwargs)
+
+
+def seeded_mask(site: Drawing, like: Tensor, p: float) -> Tensor:
+    """Draw what a dropout of rate p at `site` keeps of a tensor `like` this, after code has set torch's seed."""
+    drawn: Tensor = _from_own(site, torch.rand, (tuple(like.shape),), {"dtype": torch.float64, "device": like.device})
+    return drawn >= p
+
+
 def is_opaque(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Say whether a call of `func` with `args` and `kwargs` draws in a way that only torch's generators reach."""
     if func in _RECURRENT:  # of all arguments the rate alone is a float, and whether the module trains comes next
@@ -102,6 +118,9 @@ def _from_own(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, A
         sizes = {"size": tuple(whole)}
         numbers = args[: 0 if func in (torch.rand, torch.randn) else _num_bounds(args)]
         drawn = func(*numbers, **{**kwargs, **sizes})
+        return drawn.index_select(dim, indices.to(drawn.device))
+    if func in _LIKE:
+        drawn = func(args[0].new_empty(whole), *args[1:], **kwargs)
         return drawn.index_select(dim, indices.to(drawn.device))
     if func in _IN_PLACE and isinstance(args[0], Tensor) and not any(isinstance(each, Tensor) for each in args[1:]):
         target = args[0]
@@ -349,6 +368,7 @@ def _never(*args: Any) -> bool:
 
 
 _FACTORIES: Final = frozenset({torch.rand, torch.randn, torch.randint})
+_LIKE: Final = frozenset({torch.rand_like, torch.randn_like, torch.randint_like})
 _IN_PLACE: Final = frozenset(
     {
         Tensor.uniform_,

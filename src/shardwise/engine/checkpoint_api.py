@@ -475,9 +475,11 @@ def saved_buffers(context: StepContext) -> list[SavedBuffer]:
 def _role_of(context: StepContext, name: str) -> Role:
     """Return this rank's role for what has a name within a module: one of all ranks writes it."""
     comms, pipeline = context.comms, context.layout.pipeline
-    running = None if pipeline is None else pipeline.rank_running(name)
-    if running is None:
+    if pipeline is None:
         return "writes" if comms.all.rank == 0 else "runs"
+    running = pipeline.rank_running(name)
+    if running is None:  # code around the units has written it, and all of that code runs in the last stage
+        running = pipeline.placement.rank_of(pipeline.num_stages - 1)
     if running != comms.pipeline.rank:
         return "keeps"
     return "writes" if comms.model.rank == 0 else "runs"

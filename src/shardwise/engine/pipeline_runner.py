@@ -184,7 +184,9 @@ class PipelineRunner:
             handlers = {**self._compute.handlers(execution), **execution.handlers()}
             execute(execution.row, handlers, context.timeline)
             self._compute.finish()
+            self._forward.end_step()
         except BaseException as error:
+            self._forward.end_step()
             self._is_out_of_step |= not execution.is_stepping
             self._compute.abandon()
             self._groups.end_step()
@@ -298,6 +300,7 @@ class _Execution:
             self._compute.check_done()
             self._context.status.end_backward()
             self.is_stepping = True
+            self._stage_forward.end_step(self._context.check_batch)
             self.result = self._context.step(self._evaluate)
             self._compute.abandon()
             self._groups.end_step()

@@ -40,6 +40,7 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
+from shardwise.pipeline.root_state import Meeting, RootState
 from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
@@ -127,6 +128,8 @@ class StageForward:
         self._is_on = False
         places = [] if is_simulated else [*zip(self._names, self._modules, strict=True)]
         self._hooks = HookCarrier(model, places, holds_loss=len(units) - 1 in held)
+        is_watched = not (is_simulated or self._is_chain)
+        self._root = RootState(model, self._modules, held, len(units)) if is_watched else None
 
     def install(self) -> list[Callable[[], None]]:
         """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order."""
@@ -150,9 +153,27 @@ class StageForward:
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
+        if self._root is not None:
+            self._root.begin(stage, lambda: sum(self._num_calls.values()))
+
+    def end_step(self, meeting: Meeting | None = None) -> None:
+        """End a step, or an evaluation: the model has the state that its own forwards would have left.
+
+        Args:
+            meeting: of the ranks of the pipeline, where a training step ends.
+
+        Raises:
+            ConfigError: a stage has read state that only a later one can write.
+        """
+        if self._root is not None and meeting is not None:
+            self._root.agree(meeting)
+        if self._root is not None:
+            self._root.end_step()
 
     def end(self) -> None:
         """Make forwards the model's own again."""
+        if self._root is not None:
+            self._root.end()
         self._received, self._like_known, self._is_on = None, None, False
         self._hooks.end()
         self._sent.clear()
@@ -284,6 +305,8 @@ class StageForward:
         if index == self._stop - 1 and self._stop < len(self._names):
             self._sent.append(self._hooks.pack(self._own, with_recorded(_in_own_containers(output))))
             self._like_known = self._without_device(output)
+            if self._root is not None:
+                self._root.end_units()
             return self._like_known
         return output
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -110,6 +110,49 @@ class _InterceptedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = cast(Call, super().__call__)  # type: ignore[misc]
         return self._shardwise_answer(cast(nn.Module, self), own, args, kwargs)
+
+
+Watch = Callable[[nn.Module, str, bool], None]
+"""Is called at an access to an attribute with the module, the name, and whether it is set."""
+
+
+def watch_attributes(module: nn.Module, watch: Watch) -> Callable[[], None]:
+    """Call `watch` before each access to an attribute of a module; it costs a call of Python each time.
+
+    Returns:
+        the function that restores the module's class.
+    """
+    own = type(module)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    made = [each for each in own.__subclasses__() if each.__bases__ == (_WatchedAttributes, own)]
+    module.__dict__[_WATCH] = watch
+    undo_class = swap_class(module, made[0] if made else type(own.__name__, (_WatchedAttributes, own), names))
+
+    def put_back() -> None:
+        undo_class()
+        module.__dict__.pop(_WATCH, None)
+
+    return put_back
+
+
+_WATCH: Final = "_shardwise_watch"
+
+
+class _WatchedAttributes:
+    """Is joined with a module's class by `watch_attributes`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            watch = object.__getattribute__(self, "__dict__").get(_WATCH)
+            if watch is not None:
+                watch(self, name, False)
+        return super().__getattribute__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        watch = object.__getattribute__(self, "__dict__").get(_WATCH)
+        if watch is not None:
+            watch(self, name, True)
+        super().__setattr__(name, value)
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:

@@ -21,7 +21,7 @@ see what it writes, and after that where something writes: until then, those of 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -46,10 +46,11 @@ from shardwise.runtime.forward_values import (
     value_before,
 )
 from shardwise.runtime.torch_private import replaced_checkpoints
+from shardwise.runtime.user_hooks import HookDicts, hook_contents, hook_dicts_of
 
 _SMALL_BYTES: Final = 1 << 20  # of a module's tensors that are copied once though no pass has written anything
 _MOST_UNKNOWN: Final = 8  # passes in which a module is looked at that has not run
-_MISSING: Final = object()
+MISSING: Final = object()
 _IS_REMEMBERED: Final = "_shardwise_is_remembered"
 _NOT_STATE: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _NOT_STATE_PREFIXES: Final = ("_forward_", "_backward_", "_state_dict_", "_load_state_dict_", "_shardwise_", "forward")
@@ -117,10 +118,12 @@ class ForwardState:
 
     Args:
         module: its submodules are watched too.
+        left_out: ids of modules inside it that are not.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, left_out: Collection[int] = ()) -> None:
         self.module = module
+        self._left_out = left_out
         self._places: list[_Place] = []
         self._copies: dict[int, TensorBefore] = {}  # the newest of each tensor, by its id
         self._num_copied = 0
@@ -129,14 +132,16 @@ class ForwardState:
         self._copies_arguments = True
         self._quiet: list[_QuietPlace] = []
         self._streams: tuple[Stream, ...] = ()
+        inside = (each for each in module.modules() if each is not module and id(each) not in left_out)
+        self._hooks = hook_dicts_of(inside)  # those of the module itself see what is around its passes
 
     @contextmanager
     def first(self) -> Iterator[PassRecord]:
         """Watch the first pass of a forward inside the context; the record given repeats it."""
         is_new = not self._num_passes
         if is_new:
-            self._places = list(_places(self.module))
-            held = (module._parameters for module in self.module.modules())
+            self._places = [place for place in _places(self.module) if place.owner not in self._left_out]
+            held = (module._parameters for module in self.module.modules() if id(module) not in self._left_out)
             self._quiet = [_QuietPlace(parameters) for parameters in held if parameters]
         streams = STREAMS if is_new else self._streams
         copies, self._copies = self._copies, {}
@@ -144,6 +149,8 @@ class ForwardState:
         record = PassRecord([self._before(place, copies) for place in self._places], streams)
         record.copies_arguments = self._copies_arguments
         record.quiet = [(place, place.values()) for place in self._quiet]
+        record.hooks = self._hooks if any(self._hooks) else ()
+        record.put_hooks = hook_contents(record.hooks)
         is_known = all(place.is_known for place in self._places)
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
@@ -281,10 +288,10 @@ class _PlaceBefore:
     known: dict[str, ValueBefore]
 
     def changes(self) -> dict[str, ValueBefore]:
-        """Return what has changed since, as it was before; `_MISSING` for what was not there."""
+        """Return what has changed since, as it was before; `MISSING` for what was not there."""
         now, found = self.place.attributes, {}
         for name, before in self.known.items():
-            value = now.get(name, _MISSING)
+            value = now.get(name, MISSING)
             if not before.differs(value):
                 continue
             found[name] = before
@@ -297,8 +304,8 @@ class _PlaceBefore:
         if len(now) == len(self.values) and all(map(is_, now.values(), self.values.values())):
             return found
         for name in {**self.values, **now}:
-            value = self.values.get(name, _MISSING)
-            if name not in found and _is_state(name) and now.get(name, _MISSING) is not value:
+            value = self.values.get(name, MISSING)
+            if name not in found and _is_state(name) and now.get(name, MISSING) is not value:
                 found[name] = ValueBefore(value)
         return found
 
@@ -337,6 +344,8 @@ class PassRecord:
         self._changes: list[dict[str, ValueBefore]] = []  # of each place
         self._arguments = ArgumentsBefore((), {}, copies=False)
         self.quiet: list[tuple[_QuietPlace, tuple[Any, ...]]] = []
+        self.hooks: HookDicts = ()
+        self.put_hooks: Callable[[], None] = lambda: None
         self.copies_arguments = False
         self.writes_arguments = False
         self.places: set[int] = set()  # ids of those that it has written into
@@ -383,6 +392,12 @@ class PassRecord:
         self._is_closed = True
         return bool(self.places)
 
+    def written(self) -> Iterator[tuple[dict[str, Any], str, ValueBefore]]:
+        """Yield what the pass has written, once it has ended: the attributes, the name, and what was there before."""
+        for place, changes in zip(self._before, self._changes, strict=True):
+            for name, before in changes.items():
+                yield place.place.attributes, name, _linked(before)
+
     def repeating(
         self,
         function: Callable[..., Any],
@@ -410,6 +425,9 @@ class PassRecord:
                 _exchange(place.place.attributes, {**later, **own}, made, undo)
             for quiet, values in self.quiet:
                 _exchange(quiet.attributes, quiet.changes(values), made, undo)
+            if self.hooks:
+                undo.callback(hook_contents(self.hooks))
+                self.put_hooks()
             for stream, state in self.streams.items():
                 undo.callback(stream.put, stream.get())
                 stream.put(state)
@@ -426,13 +444,14 @@ def _exchange(
 ) -> None:
     """Put back what was there before, until `undo`."""
     if changes:
-        undo.callback(_put, attributes, {name: attributes.get(name, _MISSING) for name in changes})
-        _put(attributes, {name: before.remake(made) for name, before in changes.items()})
+        undo.callback(put_attributes, attributes, {name: attributes.get(name, MISSING) for name in changes})
+        put_attributes(attributes, {name: before.remake(made) for name, before in changes.items()})
 
 
-def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+def put_attributes(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set attributes, or delete those whose value is `MISSING`."""
     for name, value in values.items():
-        if value is _MISSING:
+        if value is MISSING:
             attributes.pop(name, None)
         else:
             attributes[name] = value

@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from itertools import zip_longest
 from types import MethodType
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -22,12 +21,13 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.torch_private import in_backward, in_op_mode, in_transform, pytree, uncompiled
+from shardwise.runtime.selective_saving import IN_PART, selective_contexts
+from shardwise.runtime.torch_private import in_backward, in_transform, pytree, uncompiled
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
@@ -262,7 +262,7 @@ def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ..
     if recompute == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if recompute == "selective":
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=_selective_contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
@@ -324,19 +324,15 @@ class _Keep(torch.autograd.Function):
 def _run_part(
     place: Tensor, forward: Callable[[int, Tensor], Any], kept: _KeptInput, index: int, given: list[Tensor]
 ) -> Any:
-    token = _IN_PART.set(True)
+    token = IN_PART.set(True)
     try:
         return forward(index, given.pop() if given else kept.part(index))
     finally:
-        _IN_PART.reset(token)
+        IN_PART.reset(token)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-# Selective recomputation around it would save the products of all parts, and with them what the parts must not keep.
-_IN_PART: Final[ContextVar[bool]] = ContextVar("shardwise_in_part", default=False)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
@@ -531,45 +527,3 @@ def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, lis
 
 
 _FEEDS_UNIT: Final = "_shardwise_feeds_unit"
-
-
-def _selective_contexts() -> Any:
-    first, again = create_selective_checkpoint_contexts(_save_products)
-    return first, again if in_op_mode() else _OnceSaved(again)  # the compiler takes no other context
-
-
-class _OnceSaved(AbstractContextManager[None]):
-    """The context of the recomputations of a block: the first takes what was saved, later ones compute all again.
-
-    A forward that takes derivatives in itself recomputes twice, as a second backward of one graph does.
-    """
-
-    def __init__(self, saved: AbstractContextManager[Any]) -> None:
-        self._saved: AbstractContextManager[Any] | None = saved
-        self._entered: list[AbstractContextManager[Any] | None] = []
-
-    def __enter__(self) -> None:
-        entered, self._saved = self._saved, None
-        self._entered.append(entered)
-        if entered is not None:
-            entered.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        entered = self._entered.pop()
-        return None if entered is None else entered.__exit__(*error)
-
-
-def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save what costs most to compute for its size: matrix products, attention (Korthikanti et al. 2022, section 5)."""
-    name = op.name() if hasattr(op, "name") else ""
-    is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(_SAVED_PREFIXES)
-    is_product = is_product and not name.startswith(_RECOMPUTED_PREFIX) and not _IN_PART.get()
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# Results of collectives are saved, which sum products; gathered sequences are not: sequence parallelism avoids them.
-_SAVED_PREFIXES: Final = ("c10d", "_c10d", "shardwise::")
-_RECOMPUTED_PREFIX: Final = "shardwise::gather_sequence"
-_SAVED_PRODUCTS: Final = frozenset(
-    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution"}
-)

@@ -29,6 +29,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 __all__ = [
+    "COMPUTED_AGAIN",
     "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
     "PARAMETER_CODE",
@@ -73,6 +74,7 @@ __all__ = [
     "set_data",
     "set_unsharded_storage",
     "step_hooks",
+    "storage_key",
     "uncompiled",
     "unseen_by_op_modes",
     "version",
@@ -217,6 +219,11 @@ def has_views(tensor: Tensor, num_known: int = 0) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2 + num_known
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Return what tensors over one storage have in common; public torch has the address, which fake ones lack."""
+    return tensor.untyped_storage()._cdata
+
+
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter other data, also from or to the meta device, which `.data = ` refuses.
 
@@ -282,13 +289,9 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an op writes, by its schema.
-
-    Args:
-        func: the op.
-        args: positional ones.
-        kwargs: by name.
-    """
+    """Return what the op `func` writes of its `args` and `kwargs`, by its schema."""
+    if not func._schema.is_mutable:
+        return []
     values = [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)
@@ -298,13 +301,7 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an op by their names in its schema, those at their defaults too.
-
-    Args:
-        func: the op.
-        args: positional ones.
-        kwargs: by name.
-    """
+    """Return `args` and `kwargs` of the op `func` by their names in its schema, those at their defaults too."""
     return {
         argument.name: args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
         for index, argument in enumerate(func._schema.arguments)
@@ -406,6 +403,7 @@ def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:
 
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.
+COMPUTED_AGAIN: Final = checkpoints._RECOMPUTE  # in what selective checkpointing stores, in place of a result
 HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
 
 # A fake tensor raises these where its values are needed: for a number, or for a shape that follows from them.

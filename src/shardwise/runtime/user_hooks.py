@@ -9,13 +9,14 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.runtime.torch_private import (
@@ -142,20 +143,44 @@ def hooks_put_back(model: nn.Module) -> Iterator[None]:
     Args:
         model: or a copy, whose hooks have the variables of the model's.
     """
-    found: dict[int, Callable[[], None]] = {}
-    for module in model.modules():
-        for hook in (hook for hooks in hook_dicts(module) for hook in hooks.values() if is_users(hook)):
-            inner = hook.own if isinstance(hook, _OnceHook) else hook
-            _note(inspect.unwrap(inner), found, depth=4)
+    put_back = hook_contents(hook_dicts_of(model.modules()))
     try:
         yield
     finally:
+        put_back()
+
+
+HookDicts = Sequence[Mapping[int, Callable[..., Any]]]
+
+
+def hook_dicts_of(modules: Iterable[nn.Module]) -> HookDicts:
+    """Return what holds the hooks on the forwards and backwards of modules."""
+    return [hooks for module in modules for hooks in hook_dicts(module)]
+
+
+def hook_contents(dicts: HookDicts) -> Callable[[], None]:
+    """Return what gives the variables of users' hooks the contents that they have now."""
+    found: dict[int, Callable[[], None]] = {}
+    for hook in [hook for hooks in dicts if hooks for hook in hooks.values() if is_users(hook)]:
+        inner = hook.own if isinstance(hook, _OnceHook) else hook
+        _note(inspect.unwrap(inner), found, depth=4)
+
+    def put() -> None:
         for put_back in found.values():
             put_back()
+
+    return put
 
 
 def _note(value: Any, found: dict[int, Callable[[], None]], depth: int) -> None:
     """Note how to give a value the contents back that it has, and what it refers to, for some steps."""
+    if (
+        isinstance(value, Tensor)
+        and type(value) is Tensor
+        and not value.requires_grad
+        and value.numel() <= _MOST_COPIED
+    ):
+        found.setdefault(id(value), partial(_put_values, value, value.clone(), version(value)))
     if id(value) in found or depth == 0 or isinstance(value, _LEFT_ALONE):
         return
     parts: list[Any] = []
@@ -182,6 +207,13 @@ def _note(value: Any, found: dict[int, Callable[[], None]], depth: int) -> None:
         _note(part, found, depth - 1)
 
 
+def _put_values(tensor: Tensor, values: Tensor, number: int) -> None:
+    if version(tensor) != number:
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
+_MOST_COPIED = 4096  # elements of a tensor to which a hook refers
 _LEFT_ALONE = (Tensor, type, ModuleType, str, bytes, int, float)
 
 
