@@ -42,6 +42,10 @@ __getattr__ = answers(__name__)
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
+class TagError(CheckpointError, AssertionError):
+    """Ranks give one checkpoint different tags, and `checkpoint.tag_validation` says to fail."""
+
+
 class NoSchedule:
     """Leaves learning rates to the script."""
 
@@ -377,7 +381,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             raise ConfigError("save-dir-missing", f"save_dir={save_dir!r} names no folder; give the one of checkpoints")
         counters = {name: getattr(self, name) for name in _COUNTERS}
         extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
-        tag = str(tag or f"global_step{self.global_steps}")
+        tag = self._agreed_tag(str(tag or f"global_step{self.global_steps}"))
         contents: Contents = "trainable" if exclude_frozen_parameters else "all"
         try:
             self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
@@ -388,6 +392,20 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.global_rank == 0:
             write_zero_to_fp32(Path(save_dir))
         return True
+
+    def _agreed_tag(self, tag: str) -> str:
+        """Return rank 0's tag, under which all ranks save; say a word where another rank's differs, by the JSON."""
+        if self.world_size == 1 or not self.checkpoint_tag_validation_enabled():
+            return tag
+        tags = self.inner.checkpoints.tags_of_ranks(tag)
+        odd = next((rank for rank in tags if tags[rank] != tags[0]), 0)
+        if odd:
+            found = f"tag={tags[0]!r:.120} on rank 0 and {tags[odd]!r:.120} on rank {odd}"
+            if self.checkpoint_tag_validation_fail():
+                raise TagError("tags-differ", f"{found}: a checkpoint has one name; give all ranks the same tag")
+            if self.global_rank == 0:
+                logger.warning("%s: all ranks save under rank 0's; give all ranks the same tag", found)
+        return tags[0]
 
     def load_checkpoint(
         self,
