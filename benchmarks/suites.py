@@ -76,6 +76,32 @@ _MOE: Final = {
     "vocab_size": 128,
     "shared_expert_intermediate_size": 16,
 }
+_NAMES: Final = (
+    "import sys, types, torch\n"
+    "import deepspeed.accelerator as _a\n"
+    "_a.__dict__.setdefault('is_current_accelerator_supported', lambda: True)\n"
+    "import os\n"
+    "if 'SUITES_DEVICES' in os.environ:\n"
+    "    type(_a.get_accelerator()).device_count = lambda self: int(os.environ['SUITES_DEVICES'])\n"
+    "_info = types.ModuleType('deepspeed.git_version_info')\n"
+    "_info.torch_info = dict(version=torch.__version__, cuda_version='0.0', nccl_version='0.0',\n"
+    "                        bf16_support=True, hip_version='0.0')\n"
+    "sys.modules['deepspeed.git_version_info'] = _info\n"
+    "_swap = types.ModuleType('deepspeed.runtime.swap_tensor')\n"
+    "_swap.MIN_SWAPPABLE_BYTES = 1024\n"
+    "sys.modules['deepspeed.runtime.swap_tensor'] = _swap\n"
+    # Private names that a file imports, so that its other tests run; a test that uses one fails.
+    "import importlib\n"
+    "for _path in (\n"
+    "    'runtime.pipe.topology._prime_factors',\n"
+    "    'runtime.zero.partition_parameters.partitioned_param_data_shape',\n"
+    "    'runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES',\n"
+    "    'runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES',\n"
+    "    'runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAME_SUFFIXES',\n"
+    "):\n"
+    "    _module, _, _name = _path.rpartition('.')\n"
+    "    setattr(importlib.import_module(f'deepspeed.{_module}'), _name, f'private: {_path}')\n"
+)
 SUITES: Final = (
     Suite(
         "deepspeed",
@@ -83,18 +109,8 @@ SUITES: Final = (
         "tests",
         ("unit/**/test_*.py",),
         {
-            "tests/unit/__init__.py": (
-                "import sys, types, torch\n"
-                "import deepspeed.accelerator as _a\n"
-                "_a.__dict__.setdefault('is_current_accelerator_supported', lambda: True)\n"
-                "import os\n"
-                "if 'SUITES_DEVICES' in os.environ:\n"
-                "    type(_a.get_accelerator()).device_count = lambda self: int(os.environ['SUITES_DEVICES'])\n"
-                "_info = types.ModuleType('deepspeed.git_version_info')\n"
-                "_info.torch_info = dict(version=torch.__version__, cuda_version='0.0', nccl_version='0.0',\n"
-                "                        bf16_support=True, hip_version='0.0')\n"
-                "sys.modules['deepspeed.git_version_info'] = _info\n"
-            ),
+            "tests/conftest.py": _NAMES,
+            "tests/unit/__init__.py": _NAMES,  # of the ranks' processes
             # Its comparison of two engines reads DeepSpeed's private buffers of fp32: the public calls give the values.
             "tests/unit/checkpoint/common.py": (
                 "from deepspeed.runtime.engine import DeepSpeedEngine as _E, DeepSpeedOptimizer as _O\n"

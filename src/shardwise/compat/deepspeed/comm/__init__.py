@@ -26,7 +26,7 @@ _OF_TORCH: Final = MappingProxyType(
 _answer = answers(__name__)
 
 
-def init_distributed(
+def init_distributed(  # noqa: PLR0913  DeepSpeed's arguments
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,

@@ -24,6 +24,7 @@ from shardwise.comm.backends import world_comm
 from shardwise.compat.deepspeed.config import Translation, dtype_of
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.getters import EngineGetters
+from shardwise.compat.deepspeed.runtime.loss_scaler import LossScalerBase, scaler_of
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
@@ -89,6 +90,16 @@ class DeepSpeedOptimizer:
         return self._engine.loss_scale()
 
     cur_scale = loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        """Return what has the engine's loss scale, at any time."""
+        return scaler_of(self._engine)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Say whether the loss scale changes."""
+        return self.loss_scaler.dynamic
 
     def step(self, *args: Any, **options: Any) -> None:
         """Take `engine.step` where none has followed the last backward, as in Lightning Fabric's loop."""

@@ -58,8 +58,14 @@ class FusedAdam(metaclass=_TorchAdam):
         return marked(made, cls, given["adamw_mode"])
 
 
-def marked(made: Optimizer, kind: type, is_decoupled: bool) -> Optimizer:
-    """Return torch's optimizer, which `isinstance` takes as of one of these classes from now on."""
+def marked(made: Optimizer, kind: type, is_adamw: bool) -> Optimizer:
+    """Return an optimizer, which `isinstance` takes as of one of these classes from now on.
+
+    Args:
+        made: torch's Adam or AdamW.
+        kind: the class.
+        is_adamw: which of the two it is.
+    """
     setattr(made, _MADE_BY, kind)
-    made.adam_w_mode = is_decoupled  # type: ignore[attr-defined]
+    made.adam_w_mode = is_adamw  # type: ignore[attr-defined]
     return made
