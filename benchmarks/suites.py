@@ -19,6 +19,7 @@ import fnmatch
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -227,7 +228,7 @@ def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
         return ""
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2][:300]
-    lines = report.longreprtext.splitlines() or [""]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", report.longreprtext).splitlines() or [""]
     errors = [line for line in lines if line.startswith("E  ")]
     return (errors[-1][1:].strip() if errors else lines[0])[:300]
 

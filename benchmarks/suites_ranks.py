@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -48,7 +49,7 @@ def launch(test: Any, num_ranks: int, init_method: str) -> None:
         pytest.skip(f"not enough devices: {num_ranks} required, {shown} available")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    port = common.get_master_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
         for rank in range(num_ranks):
@@ -75,6 +76,13 @@ def launch(test: Any, num_ranks: int, init_method: str) -> None:
     for kind, text in filter(None, answers):
         if kind == "skipped":
             pytest.skip(text)
+
+
+def free_port() -> str:
+    """Return a port that no one has; the suite's own takes the same ones in two runs at once."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 def collect(ends: list[Connection], limit: float) -> list[tuple[str, str] | None]:

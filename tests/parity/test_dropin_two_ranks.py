@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
@@ -15,6 +16,7 @@ from torch import nn
 
 import shardwise.compat.deepspeed as deepspeed
 from harness.pool import WorkerPool
+from shardwise.compat.deepspeed import utils
 from shardwise.compat.deepspeed.config import TAG_RULES, translate
 from shardwise.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from shardwise.compat.deepspeed.utils import logger
@@ -44,6 +46,60 @@ def save_by_rank(rank: int, world_size: int, folder: str) -> dict[str, tuple[lis
         kept = sorted(path.name for path in root.iterdir() if path.is_dir())
         found[str(rule)] = [word for word in words if "tag=" in word], kept
     return found
+
+
+def reach_whole(rank: int, world_size: int) -> dict[str, Any]:
+    """Ask a sharded model for whole weights, change its gradients, and follow its loss scale over an overflow."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "min_loss_scale": 64}
+    section = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {**CONFIG, "zero_optimization": section, "fp16": fp16}
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    with deepspeed.zero.unwrap_model_for_generation(engine) as whole:
+        shapes = [tuple(parameter.shape) for parameter in whole.parameters()]
+    scaler = optimizer.loss_scaler
+    scales: list[tuple[float, int]] = []
+    grads: list[bool] = []
+    for factor in (1.0, 1.0, float("inf"), 1.0):
+        engine.backward(engine.forward(torch.full((1, 4), rank + 1.0).half()).sum())
+        before = [utils.safe_get_full_grad(parameter) for parameter in model.parameters()]
+        utils.safe_update_full_grad_vectorized(model.parameters(), lambda grad, _, factor=factor: factor * grad)
+        after = [utils.safe_get_full_grad(parameter) for parameter in model.parameters()]
+        grads.append(all(torch.equal(factor * old, new) for old, new in zip(before, after, strict=True)))
+        engine.step()
+        scales.append((scaler.cur_scale, scaler.cur_iter))
+    is_dynamic = isinstance(scaler, imported("runtime.fp16.loss_scaler", "DynamicLossScaler"))
+    found = {"shapes": shapes, "scales": scales, "grads": grads, "is_dynamic": is_dynamic}
+    found["settings"] = scaler.dynamic, optimizer.dynamic_loss_scale, scaler.scale_window, scaler.min_scale
+    engine.destroy()
+    return found
+
+
+def imported(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"shardwise.compat.deepspeed.{module}"), name)
+
+
+def test_what_scripts_ask_of_a_sharded_model(ranks: WorkerPool) -> None:
+    for found in ranks(2).run(reach_whole):
+        assert found == {
+            "shapes": [(2, 4), (2,)],
+            "scales": [(256.0, 1), (512.0, 2), (256.0, 3), (256.0, 4)],
+            "grads": [True] * 4,
+            "is_dynamic": True,
+            "settings": (True, True, 2, 64),
+        }
+
+
+def test_no_sync_within_no_sync_ends_with_the_outer_one() -> None:
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={**CONFIG, "train_batch_size": 1})
+    context = engine.inner.step_context
+    with engine.no_sync():
+        with engine.no_sync():
+            assert not context.syncs
+        assert not context.syncs
+    assert context.syncs
+    engine.destroy()
 
 
 def test_tags_that_differ_are_taken_with_a_word_or_refused(ranks: WorkerPool, tmp_path: Path) -> None:
