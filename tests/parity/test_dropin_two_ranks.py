@@ -115,6 +115,14 @@ def test_tags_that_differ_are_taken_with_a_word_or_refused(ranks: WorkerPool, tm
         assert found["IGNORE"] == ([], ["of-0", "same"])
 
 
+def test_a_boundary_is_refused_where_each_step_updates() -> None:
+    config = {**CONFIG, "train_batch_size": 1, "managed_gradient_accumulation": False}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    with pytest.raises(AssertionError, match=r"set_gradient_accumulation_boundary\(False\)"):
+        engine.set_gradient_accumulation_boundary(False)
+    engine.destroy()
+
+
 def test_an_unknown_rule_of_tags_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.tag_validation='foo'"):
         translate({**CONFIG, "checkpoint": {"tag_validation": "foo"}})

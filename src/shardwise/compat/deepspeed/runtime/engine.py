@@ -43,8 +43,8 @@ __getattr__ = answers(__name__)
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
-class TagError(CheckpointError, AssertionError):
-    """Ranks give one checkpoint different tags, and `checkpoint.tag_validation` says to fail."""
+class AssertedError(ConfigError, AssertionError):
+    """What DeepSpeed asserts does not hold."""
 
 
 class NoSchedule:
@@ -259,6 +259,12 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next `step` updates the parameters, in place of the count of micro-batches."""
+        if not self._is_managed:
+            raise AssertedError(
+                "boundary-unmanaged",
+                f"set_gradient_accumulation_boundary({is_boundary}) says nothing where managed_gradient_accumulation "
+                "is false: each step updates the parameters; call step where it is to",
+            )
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -413,7 +419,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if odd:
             found = f"tag={tags[0]!r:.120} on rank 0 and {tags[odd]!r:.120} on rank {odd}"
             if self.checkpoint_tag_validation_fail():
-                raise TagError("tags-differ", f"{found}: a checkpoint has one name; give all ranks the same tag")
+                raise AssertedError("tags-differ", f"{found}: a checkpoint has one name; give all ranks the same tag")
             if self.global_rank == 0:
                 logger.warning("%s: all ranks save under rank 0's; give all ranks the same tag", found)
         return tags[0]
