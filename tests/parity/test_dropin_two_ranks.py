@@ -71,7 +71,7 @@ def reach_whole(rank: int, world_size: int) -> dict[str, Any]:
         scales.append((scaler.cur_scale, scaler.cur_iter))
     is_dynamic = isinstance(scaler, imported("runtime.fp16.loss_scaler", "DynamicLossScaler"))
     found = {"shapes": shapes, "scales": scales, "grads": grads, "is_dynamic": is_dynamic}
-    found["settings"] = scaler.dynamic, optimizer.dynamic_loss_scale, scaler.scale_window, scaler.min_scale
+    found["settings"] = optimizer.needs_scaler(), optimizer.dynamic_loss_scale, scaler.scale_window, scaler.min_scale
     engine.destroy()
     return found
 
@@ -120,6 +120,9 @@ def test_a_boundary_is_refused_where_each_step_updates() -> None:
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
     with pytest.raises(AssertionError, match=r"set_gradient_accumulation_boundary\(False\)"):
         engine.set_gradient_accumulation_boundary(False)
+    with pytest.raises(AssertionError, match=r"shape \(2, 3\)"):
+        engine.scale(torch.ones(2, 3))
+    assert not engine.inner.step_context.is_own_loss_scaled
     engine.destroy()
 
 

@@ -101,6 +101,10 @@ class DeepSpeedOptimizer:
         """Say whether the loss scale changes."""
         return self.loss_scaler.dynamic
 
+    def needs_scaler(self) -> bool:
+        """Say whether a loss of one's own `backward()` goes through `engine.scale`."""
+        return self._engine.fp16_enabled()
+
     def step(self, *args: Any, **options: Any) -> None:
         """Take `engine.step` where none has followed the last backward, as in Lightning Fabric's loop."""
         if self._engine.awaits_step:
@@ -245,6 +249,10 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss as its own `backward()` needs it, which is to come next: under fp16 by the loss scale."""
+        if loss.numel() != 1:
+            raise AssertedError(
+                "loss-not-scalar", f"engine.scale got a tensor of shape {tuple(loss.shape)}; give it a scalar tensor"
+            )
         context = self.inner.step_context
         context.is_own_loss_scaled = True
         if context.own_backward_scale is not None:
