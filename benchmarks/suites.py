@@ -84,7 +84,7 @@ _NAMES: Final = (
     "import os\n"
     "if 'SUITES_DEVICES' in os.environ:\n"
     "    type(_a.get_accelerator()).device_count = lambda self: int(os.environ['SUITES_DEVICES'])\n"
-    "    type(_a.get_accelerator()).current_device = lambda self: self.current_device_name()\n"  # tensors go there
+    "    type(_a.get_accelerator()).current_device = lambda self: self.device_name()\n"  # tensors go there
     "_info = types.ModuleType('deepspeed.git_version_info')\n"
     "_info.torch_info = dict(version=torch.__version__, cuda_version='0.0', nccl_version='0.0',\n"
     "                        bf16_support=True, hip_version='0.0')\n"
