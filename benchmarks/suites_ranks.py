@@ -16,11 +16,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch.distributed as dist
 
 # What a rank imports in the end, which the ranks' parent has imported once.
 PRELOADED: Final = (
@@ -113,10 +115,20 @@ def stack_of(process: Any, folder: str, rank: int) -> str:
     return "\n".join(reversed(lines[main:][:25]))
 
 
+def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+    """Return what holds of all ranks' flags, as the suite's own, whose tensors without a dimension gloo refuses."""
+    if not dist.is_initialized():
+        return flag
+    flags = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return op(flags)
+
+
 def run_rank(test: Any, rank: int, num_ranks: int, port: str, init_method: str, end: Connection, dump: str) -> None:
     """Run one rank, and say through `end` how it went."""
     stacks = open(dump, "w")  # noqa: SIM115 (the signal's handler writes into it)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    sys.modules["unit.common"].reduce_boolean_flags = reduce_boolean_flags  # type: ignore[attr-defined]
     test.non_daemonic_procs = False  # then the message of a skip is returned
     try:
         skipped = test._dist_run(rank, num_ranks, port, init_method)
