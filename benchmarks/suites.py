@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-import xml.etree.ElementTree as ElementTree
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+
+import suites_ranks
 
 HERE: Final = Path(__file__).parent
 CLASSES: Final = ("user", "internal", "refused", "elsewhere")
@@ -74,6 +77,37 @@ _MOE: Final = {
     "vocab_size": 128,
     "shared_expert_intermediate_size": 16,
 }
+_NAMES: Final = (
+    "import sys, types, torch\n"
+    "import deepspeed.accelerator as _a\n"
+    "_a.__dict__.setdefault('is_current_accelerator_supported', lambda: True)\n"
+    "import os\n"
+    "if 'SUITES_DEVICES' in os.environ:\n"
+    "    type(_a.get_accelerator()).device_count = lambda self: int(os.environ['SUITES_DEVICES'])\n"
+    "    type(_a.get_accelerator()).current_device = lambda self: self.device_name()\n"  # tensors go there
+    "_info = types.ModuleType('deepspeed.git_version_info')\n"
+    "_info.torch_info = dict(version=torch.__version__, cuda_version='0.0', nccl_version='0.0',\n"
+    "                        bf16_support=True, hip_version='0.0')\n"
+    "sys.modules['deepspeed.git_version_info'] = _info\n"
+    "_swap = types.ModuleType('deepspeed.runtime.swap_tensor')\n"
+    "_swap.MIN_SWAPPABLE_BYTES = 1024\n"
+    "sys.modules['deepspeed.runtime.swap_tensor'] = _swap\n"
+    # The plain engine of tests that compare: it takes no device_ids on a CPU.
+    "_ddp = torch.nn.parallel.DistributedDataParallel\n"
+    "_init = _ddp.__init__\n"
+    "_ddp.__init__ = lambda self, module, device_ids=None, output_device=None, **keys: _init(self, module, **keys)\n"
+    # Private names that a file imports, so that its other tests run; a test that uses one fails.
+    "import importlib\n"
+    "for _path in (\n"
+    "    'runtime.pipe.topology._prime_factors',\n"
+    "    'runtime.zero.partition_parameters.partitioned_param_data_shape',\n"
+    "    'runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES',\n"
+    "    'runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES',\n"
+    "    'runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAME_SUFFIXES',\n"
+    "):\n"
+    "    _module, _, _name = _path.rpartition('.')\n"
+    "    setattr(importlib.import_module(f'deepspeed.{_module}'), _name, f'private: {_path}')\n"
+)
 SUITES: Final = (
     Suite(
         "deepspeed",
@@ -81,18 +115,18 @@ SUITES: Final = (
         "tests",
         ("unit/**/test_*.py",),
         {
-            "tests/unit/__init__.py": (
-                "import sys, types, torch\n"
-                "import deepspeed.accelerator as _a\n"
-                "_a.__dict__.setdefault('is_current_accelerator_supported', lambda: True)\n"
-                "import os\n"
-                "if 'SUITES_DEVICES' in os.environ:\n"
-                "    type(_a.get_accelerator()).device_count = lambda self: int(os.environ['SUITES_DEVICES'])\n"
-                "_info = types.ModuleType('deepspeed.git_version_info')\n"
-                "_info.torch_info = dict(version=torch.__version__, cuda_version='0.0', nccl_version='0.0',\n"
-                "                        bf16_support=True, hip_version='0.0')\n"
-                "sys.modules['deepspeed.git_version_info'] = _info\n"
-            )
+            "tests/conftest.py": _NAMES,
+            "tests/unit/__init__.py": _NAMES,  # of the ranks' processes
+            # Its comparison of two engines reads DeepSpeed's private buffers of fp32: the public calls give the values.
+            "tests/unit/checkpoint/common.py": (
+                "from deepspeed.runtime.engine import DeepSpeedEngine as _E, DeepSpeedOptimizer as _O\n"
+                "from deepspeed.utils import safe_get_full_fp32_param as _read\n"
+                "_values = property(lambda self: [_read(p) for p in self._engine.module.parameters()])\n"
+                "for _name in ('fp32_partitioned_groups_flat', 'single_partition_of_fp32_groups', 'fp32_groups_flat',\n"
+                "              'fp32_groups'):\n"
+                "    setattr(_O, _name, _values)\n"
+                "_E._get_optimizer_ckpt_name = lambda self, *given: ''\n"
+            ),
         },
     ),
     Suite(
@@ -153,16 +187,55 @@ SUITES: Final = (
 )
 
 
-# As a plug-in of pytest in the processes that the rest starts: `-p suites`.
+# As a plug-in of pytest in the processes that the rest starts: `-p suites`. It writes a line for each test that ends.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1)
+    parser.addoption("--outcomes", type=Path, default=Path(os.devnull))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Writer(config.getoption("--outcomes")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    suites_ranks.replace_pool()
     every = config.getoption("--every")
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % every == 0]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes which tests there are, and how each has ended."""
+
+    path: Path
+
+    def write(self, **line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.write(expected=[item.nodeid for item in session.items])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed" and report.nodeid.endswith(".py"):
+            self.write(test=report.nodeid, outcome=report.outcome, text=reason_of(report))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.write(test=report.nodeid, outcome=report.outcome, text=reason_of(report))
+
+
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return the last line of an error, or the reason of a skip."""
+    if report.outcome == "passed":
+        return ""
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2][:300]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", report.longreprtext).splitlines() or [""]
+    errors = [line for line in lines if line.startswith("E  ")]
+    return (errors[-1][1:].strip() if errors else lines[0])[:300]
 
 
 # What runs them.
@@ -173,6 +246,7 @@ def main() -> None:
     for suite in SUITES:
         parser.add_argument(f"--{suite.name}", type=Path, metavar="DIR", help=f"a checkout of {suite.name}")
     parser.add_argument("--only", default="*", help="pattern of the files that run")
+    parser.add_argument("--classes", nargs="+", choices=CLASSES[:3], default=CLASSES[:3], help="of the files that run")
     parser.add_argument("--every", type=int, default=1, help="run one test in so many, the same in each run")
     parser.add_argument("--limit", type=int, default=120, help="seconds of a test; a file has ten times as many")
     parser.add_argument("--json", type=Path, help="where to write the outcome of each test")
@@ -185,16 +259,17 @@ def main() -> None:
             reason = "no checkout is given" if checkout is None else f"{checkout} has no folder {suite.folder}"
             print(f"skipped {suite.name}: {reason}; --{suite.name} DIR runs it", flush=True)
             continue
-        outcomes[suite.name] = run_suite(suite, checkout, arguments.only, arguments.every, arguments.limit)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(outcomes, indent=1) + "\n")
+        outcomes[suite.name] = {}
+        for found in run_suite(suite, checkout, arguments):
+            outcomes[suite.name] |= found
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(outcomes, indent=1) + "\n")
     before = json.loads(arguments.before.read_text()) if arguments.before is not None else None
     show(outcomes, before)
 
 
-def run_suite(suite: Suite, checkout: Path, only: str, every: int, limit: int) -> dict[str, list[str]]:
-    """Return test -> its outcome and the last line of its error."""
-    outcomes: dict[str, list[str]] = {}
+def run_suite(suite: Suite, checkout: Path, arguments: argparse.Namespace) -> Iterator[dict[str, list[str]]]:
+    """Yield of each file: test -> its outcome and the last line of its error."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         shutil.copytree(checkout / suite.folder, copy / suite.folder, symlinks=True)
@@ -207,14 +282,15 @@ def run_suite(suite: Suite, checkout: Path, only: str, every: int, limit: int) -
         root = copy / suite.root
         for name, (kind, sizes) in suite.models.items():
             save_model(root / name, kind, sizes)
-        for path in sorted({path for pattern in suite.files for path in root.glob(pattern)}):
-            name = path.relative_to(root).as_posix()
-            if fnmatch.fnmatch(name, only) and class_of(suite.name, name)[0] != "elsewhere":
-                found = run_file(root, name, every, limit)
-                outcomes |= found
-                counts = Counter(outcome for outcome, _ in found.values())
+        files = sorted({path.relative_to(root) for pattern in suite.files for path in root.glob(pattern)})
+        for _, group in itertools.groupby(files, key=lambda path: path.parent):
+            names = [path.as_posix() for path in group if fnmatch.fnmatch(path.as_posix(), arguments.only)]
+            names = [name for name in names if class_of(suite.name, name)[0] in arguments.classes]
+            found = run_files(root, names, arguments.every, arguments.limit)
+            for name in names:
+                counts = Counter(row[0] for test, row in found.items() if test.partition("::")[0] == name)
                 print(suite.name, name, dict(counts), flush=True)
-    return outcomes
+            yield found
 
 
 def save_model(folder: Path, kind: str, sizes: Mapping[str, Any]) -> None:
@@ -225,43 +301,56 @@ def save_model(folder: Path, kind: str, sizes: Mapping[str, Any]) -> None:
     transformers.AutoModel.from_config(config).save_pretrained(folder)
 
 
-def run_file(root: Path, name: str, every: int, limit: int) -> dict[str, list[str]]:
-    """Run one file of tests under the drop-in; one that does not import or end is one failure of its name."""
-    report = root / "report.xml"
-    report.unlink(missing_ok=True)
-    options = ["-q", "-p", "suites", f"--every={every}", f"--timeout={limit}", f"--junitxml={report}"]
-    pytest_command = [sys.executable, "-m", "pytest", name, *options, "-p", "no:cacheprovider", "-o", "log_cli=false"]
-    command = [sys.executable, "-m", "shardwise", "run", "--as-deepspeed", "--", *pytest_command]
+def run_files(root: Path, names: Sequence[str], every: int, limit: int) -> dict[str, list[str]]:
+    """Run files of tests in one process under the drop-in; a test that ends the process fails, with its file."""
+    found: dict[str, list[str]] = {}
+    left = list(names)
+    while left:
+        lines, output = run_pytest(root, left, every, limit)
+        found |= {line["test"]: [line["outcome"], line["text"]] for line in lines if "test" in line}
+        expected = next((line["expected"] for line in lines if "expected" in line), None)
+        if expected is None:
+            return found | {name: ["failed", output] for name in left if name not in found}
+        missing = [test for test in expected if test not in found]
+        if not missing:
+            break
+        ended = missing[0].partition("::")[0]
+        found |= {test: ["failed", f"the process ends: {output}"] for test in missing if test.startswith(f"{ended}::")}
+        left = left[left.index(ended) + 1 :]
+    return found
+
+
+def run_pytest(root: Path, names: Sequence[str], every: int, limit: int) -> tuple[list[dict[str, Any]], str]:
+    """Return the lines that the plug-in has written, and the last line of the output."""
+    written = root / "outcomes.jsonl"
+    written.write_text("")
+    options = [
+        "-q",
+        "-p",
+        "suites",
+        f"--every={every}",
+        f"--timeout={2 * limit}",
+        f"--outcomes={written}",
+        f"--rootdir={root}",
+    ]
+    options += ["-p", "no:cacheprovider", "-o", "log_cli=false", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "shardwise", "run", "--as-deepspeed", "--", sys.executable, "-m", "pytest"]
     paths = [str(HERE), str(root), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "DS_UNITTEST_TIMEOUT": str(limit)}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        output = process.communicate(timeout=10 * limit)[0].decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        output = f"does not end within {10 * limit} s"
-    finally:
-        subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
-    if process.returncode == 5 and report.exists():
-        return {}
-    outcomes = dict(read_report(report, name)) if report.exists() else {}
-    return outcomes or {name: ["failed", output.strip().splitlines()[-1] if output.strip() else "no output"]}
-
-
-def read_report(report: Path, name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the tests of a JUnit report."""
-    for case in ElementTree.parse(report).iter("testcase"):
-        kind = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
-        what = "passed" if kind is None else "skipped" if kind.tag == "skipped" else "failed"
-        lines = [line for line in ("" if kind is None else kind.text or "").splitlines() if line.startswith("E  ")]
-        message = (kind.get("message") or "") if kind is not None else ""
-        text = lines[-1][1:].strip() if lines and what == "failed" else message
-        class_name = (case.get("classname") or "").rpartition(".")[2]
-        title = case.get("name") or ""
-        test = "::".join(part for part in (name, class_name if class_name[:4] == "Test" else "", title) if part)
-        yield test if title and title != name else name, [what, text.splitlines()[0][:300] if text else ""]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, *options, *names], cwd=root, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            process.wait(timeout=10 * limit * len(names))
+            log.seek(0)
+            output = (log.read().decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        except subprocess.TimeoutExpired:
+            output = f"does not end within {10 * limit * len(names)} s"
+        finally:
+            subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
+    return [json.loads(line) for line in written.read_text().splitlines()], output[:300]
 
 
 def rules() -> dict[str, Any]:

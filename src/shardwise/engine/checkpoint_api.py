@@ -196,6 +196,11 @@ class Checkpoints:
         self.saver.start(request, wait)
         self._passed_over.discard(own)  # the checkpoint there is whole from now on
 
+    def tags_of_ranks(self, tag: str) -> dict[int, str]:
+        """Return the tag that each rank gives; all ranks call it."""
+        text = self.ranks.run(lambda _: tag, "the tags of a checkpoint", _listed)
+        return {int(rank): given for rank, given in json.loads(text).items()}
+
     def load(
         self, path: str | Path, strict: bool, weights_only: bool, data: DataLoaderState | None = None
     ) -> LoadReport:
@@ -514,6 +519,10 @@ def _joined(notes: Mapping[int, str]) -> str:
     if not worst.startswith(_WELL):
         return worst
     return _WELL + json.dumps({key: value for note in notes.values() for key, value in json.loads(note[1:]).items()})
+
+
+def _listed(notes: Mapping[int, str]) -> str:
+    return _WELL + json.dumps({rank: note[1:] for rank, note in sorted(notes.items())})
 
 
 def _worst(notes: Mapping[int, str]) -> str:

@@ -186,11 +186,11 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients on this rank in the backwards inside, in every stage; `step` reduces them."""
         self.runner.check_direct("engine.no_sync")
-        self.step_context.syncs = False
+        before, self.step_context.syncs = self.step_context.syncs, False
         try:
             yield
         finally:
-            self.step_context.syncs = True
+            self.step_context.syncs = before
 
     @checked
     @contextmanager

@@ -64,6 +64,43 @@ def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) 
     return dist.get_world_size()
 
 
+def join_named(
+    init_method: str | None, rank: int, world_size: int, device_kind: Literal["cpu", "cuda"], timeout_s: float
+) -> int:
+    """Return the world size as `ensure_process_group` does, for a caller that says itself which rank this is.
+
+    Where the environment says the same, the ranks meet as it says. The caller chooses its GPU.
+
+    Args:
+        init_method: torch's URL of where ranks meet; None for MASTER_ADDR and MASTER_PORT.
+        rank: of this process; below 0 where the URL or the environment says it, and so is `world_size`.
+        world_size: ranks in all.
+        device_kind: where the tensors will be.
+        timeout_s: as for `start_process_group`.
+
+    Raises:
+        LaunchError: the ranks could not meet so.
+    """
+    try:
+        env = detect(os.environ)
+    except ConfigError:  # of an environment that is not complete, as the caller says the rest
+        env = None
+    is_same = env is not None and (rank < 0 or (env.rank, env.world_size) == (rank, world_size))
+    if dist.is_initialized() or is_same:
+        return ensure_process_group(device_kind, timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
+    place: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            "ranks-not-connected",
+            f"rank={rank} of world_size={world_size} could not meet the others by init_method={init_method}: "
+            f"{first_line(error)}; give all ranks the same init_method, each its rank, and all the same world_size",
+        ) from error
+    return dist.get_world_size()
+
+
 def join_launched(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
     """Return the world size as `ensure_process_group` does, but leave a process without a launcher alone.
 

@@ -59,8 +59,10 @@ def write_own_part(states: EngineState, name: str, value: Tensor, state: str) ->
     with torch.no_grad():
         if state == MASTER:
             if place.group.state is not ParamState.SHARDED and not place.is_whole:
-                fix = "write outside GatheredParameters, or all of it by engine.write"
-                raise ConfigError("parameter-gathered", f"{name} is gathered, and only a part of it was given; {fix}")
+                fix = "give all of it to engine.write (DeepSpeed's safe_set_full_fp32_param), or write after a step"
+                raise ConfigError(
+                    "parameter-gathered", f"{name} is whole on each rank now, and only a part of it was given; {fix}"
+                )
             state_access.write_param(place, flat)
         elif to_mean is None:
             state_access.write_optimizer_state(states, place, flat, state)

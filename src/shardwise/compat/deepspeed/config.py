@@ -192,11 +192,11 @@ def _read(path: str, value: Any, target: str | None) -> dict[str, Any]:
     """Return the setting that a value means, if it means one; the error of a wrong one names DeepSpeed's key."""
     if path.startswith("sparse_attention."):
         target = target or f"attention.{path.rpartition('.')[2]}"
-    if target is None:
+    if target is None and path not in _READERS:
         return {}
     try:
         meant = _READERS.get(path, lambda same: same)(value)
-        if meant is None and path != "gradient_clipping":
+        if target is None or (meant is None and path != "gradient_clipping"):
             return {}
         Config.from_dict(_nested({target: meant}))
     except ConfigError as error:
@@ -300,6 +300,8 @@ _ONLY_RANK: Final = (
     "; if the Trainer has filled in these keys, it takes itself for the only rank: without a GPU it needs use_cpu=True "
     "(Accelerate: PartialState(cpu=True) first)"
 )
+TAG_RULES: Final = ("WARN", "FAIL", "IGNORE")
+"""What to do where ranks give a checkpoint different tags; the first without a word."""
 _MAX_KEYS: Final = 1000
 _MAX_SHOWN: Final = 120
 _KEEP_WHOLE: Final = 100_001
@@ -356,5 +358,6 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
         "pipeline.activation_checkpoint_interval": lambda value: "full" if value else "none",
         "tensor_parallel.tp_overlap_comm": lambda value: 2 if value else 1,
         "tensor_parallel.autotp_size": lambda value: value or 1,
+        "checkpoint.tag_validation": lambda value: TAG_RULES.index(value.upper()),
     }
 )

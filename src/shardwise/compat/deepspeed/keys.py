@@ -171,7 +171,11 @@ _TABLE: Final = (
         " global_block_indices global_block_end_indices num_sliding_window_blocks",
     ),
     ("XN", "the model's own mask says it", "sparse_attention: attention"),
-    ("N", "ranks save together, under one tag", "checkpoint: tag_validation"),
+    (
+        "M",
+        "`engine.save_checkpoint` warns, raises or takes rank 0's tag where ranks differ",
+        "checkpoint: tag_validation",
+    ),
     ("M", "`engine.load_checkpoint` reads every layout anyway", "checkpoint: load_universal"),
     ("R", "a checkpoint is one folder that all ranks share; give such a folder", "checkpoint: use_node_local_storage"),
     ("N", _SAVES, "checkpoint: checkpoint_serialization parallel_write.* writer.*"),

@@ -22,6 +22,7 @@ _SAFE: Final = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param"
     " safe_set_full_grad safe_set_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad"
     " safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
+    " safe_update_full_grad_vectorized"
 )
 _TIMERS: Final = "SynchronizedWallClockTimer ThroughputTimer"
 _ADAM: Final = "DeepSpeedCPUAdam FusedAdam"
@@ -65,8 +66,9 @@ _HOMES: Final = (
     ("runtime.bf16_optimizer", "runtime.kinds", "BF16_Optimizer"),
     ("runtime.fp16.fused_optimizer", "runtime.kinds", "FP16_Optimizer"),
     ("runtime.fp16.unfused_optimizer", "runtime.kinds", "FP16_UnfusedOptimizer"),
-    ("runtime.fp16.loss_scaler", "runtime.kinds", "LossScalerBase LossScaler DynamicLossScaler"),
+    ("runtime.fp16.loss_scaler", "runtime.loss_scaler", "LossScalerBase LossScaler DynamicLossScaler"),
     ("runtime.zero.stage_1_and_2", "runtime.kinds", "DeepSpeedZeroOptimizer"),
+    ("runtime.zero.stage3", "runtime.zero", "unwrap_model_for_generation"),
     ("runtime.zero.stage3", "runtime.kinds", "DeepSpeedZeroOptimizer_Stage3"),
     ("runtime.zero.config runtime.config", "runtime.kinds", "DeepSpeedZeroConfig ZeroStageEnum"),
     ("runtime.zero.utils", "runtime.kinds", "is_zero_param ZeRORuntimeException"),

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.compat.deepspeed.keys import KEYS, key_of
+from shardwise.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, marked
 from shardwise.compat.deepspeed.runtime import lr_schedules
 from shardwise.config.resolve import ConfigError, shown_value
 from shardwise.optim.optimizers import optimizer_kind
@@ -24,12 +25,13 @@ _LION: Final = MappingProxyType({"lr": 1e-3, "betas": (0.9, 0.999), "weight_deca
 _DEFAULTS: Final = MappingProxyType({"adam": _ADAM, "adamw": _ADAM, "lion": _LION})
 
 
-def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any]) -> Optimizer:
+def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any], *, is_on_host: bool = False) -> Optimizer:
     """Build the optimizer of a config's `optimizer` section; "Adam" is AdamW unless `adam_w_mode` is false.
 
     Args:
         section: with `type` and `params`.
         param_groups: parameters, or groups of them as torch's optimizers take.
+        is_on_host: whether the states are there, by which DeepSpeed chooses its Adam.
 
     Raises:
         ConfigError: the type is unknown or not element-wise, or a parameter is unknown or refused.
@@ -60,7 +62,10 @@ def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any]) -> 
             raise ConfigError("deepspeed-optimizer-param", f"{known.path}={shown_value(value)}: {known.text}")
     if kind in _FUSED and "foreach" not in options:
         options["fused"] = True
-    return kind(param_groups, **options)
+    made = kind(param_groups, **options)
+    if kind in _FUSED and not is_torch:
+        marked(made, DeepSpeedCPUAdam if is_on_host else FusedAdam, kind is torch.optim.AdamW)
+    return made
 
 
 def build_scheduler(section: Mapping[str, Any], optimizer: Optimizer) -> lr_schedules.LRSchedule:

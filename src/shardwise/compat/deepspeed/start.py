@@ -64,7 +64,7 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     while isinstance(model, DeepSpeedEngine):  # as the Trainer passes at a second `train()`
         model = model.module
     source = read_config(given)
-    init_distributed()
+    init_distributed(dist_init_required=dist_init_required)
     # A stage of a pipeline counts as one rank: its ranks see the same samples.
     num_stages = model.num_stages if isinstance(model, PipelineModule) else 1
     size = getattr(mpu, "get_sequence_parallel_world_size", None)
@@ -143,7 +143,8 @@ def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation:
         made = given(parameters)
         return made if isinstance(made, Optimizer) else None
     section = translation.section("optimizer")
-    return build_optimizer(section, parameters) if section else None
+    is_on_host = translation.config.get("tiers", {}).get("optimizer", "device") != "device"
+    return build_optimizer(section, parameters, is_on_host=is_on_host) if section else None
 
 
 def _sizes_tp(source: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch.distributed as dist
 from torch import cuda
@@ -13,7 +13,8 @@ from torch.distributed import ReduceOp as ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.compat.deepspeed.finder import answers
-from shardwise.launch.process_group import ensure_process_group
+from shardwise.config.resolve import ConfigError
+from shardwise.launch.process_group import ensure_process_group, join_named
 
 _OF_TORCH: Final = MappingProxyType(
     {
@@ -25,14 +26,38 @@ _OF_TORCH: Final = MappingProxyType(
 _answer = answers(__name__)
 
 
-def init_distributed(
-    dist_backend: str | None = None, *args: Any, timeout: timedelta = timedelta(minutes=30), **options: Any
+def init_distributed(  # noqa: PLR0913  DeepSpeed's arguments
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = timedelta(minutes=30),
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
 ) -> None:
     """Join the process group where there is none; the launcher's environment names its ranks, MPI's and Slurm's too.
 
-    Of the arguments, which are those of DeepSpeed, only `timeout` counts.
+    The arguments are those of DeepSpeed. `init_method`, `rank` and `world_size` count where the environment says no
+    ranks, or others; the backend follows from the device.
+
+    Raises:
+        ConfigError: `dist_init_required` is False, and there is no process group.
     """
-    ensure_process_group("cuda" if cuda.is_available() else "cpu", timeout.total_seconds())
+    if dist_init_required is False and not dist.is_initialized():
+        raise ConfigError(
+            "process-group-missing",
+            "dist_init_required=False says that a process group is there, and none is; call "
+            "deepspeed.init_distributed() before, or leave dist_init_required out",
+        )
+    kind: Literal["cpu", "cuda"] = "cuda" if cuda.is_available() else "cpu"
+    seconds = timeout.total_seconds()
+    if (rank >= 0 and world_size > 0) or init_method not in (None, "env://"):
+        join_named(init_method, rank, world_size, kind, seconds)
+    else:
+        ensure_process_group(kind, seconds)
 
 
 def get_local_rank() -> int:

@@ -24,6 +24,7 @@ from shardwise.comm.backends import world_comm
 from shardwise.compat.deepspeed.config import Translation, dtype_of, given_sums
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.getters import EngineGetters
+from shardwise.compat.deepspeed.runtime.loss_scaler import LossScalerBase, scaler_of
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
@@ -40,6 +41,10 @@ from shardwise.runtime.torch_private import persistent_buffers
 __getattr__ = answers(__name__)
 
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+
+
+class AssertedError(ConfigError, AssertionError):
+    """What DeepSpeed asserts does not hold."""
 
 
 class NoSchedule:
@@ -85,6 +90,20 @@ class DeepSpeedOptimizer:
         return self._engine.loss_scale()
 
     cur_scale = loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        """Return what has the engine's loss scale, at any time."""
+        return scaler_of(self._engine)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Say whether the loss scale changes."""
+        return self.loss_scaler.dynamic
+
+    def needs_scaler(self) -> bool:
+        """Say whether a loss of one's own `backward()` goes through `engine.scale`."""
+        return self._engine.fp16_enabled()
 
     def step(self, *args: Any, **options: Any) -> None:
         """Take `engine.step` where none has followed the last backward, as in Lightning Fabric's loop."""
@@ -232,6 +251,10 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return a loss as its own `backward()` needs it, which is to come next: under fp16 by the loss scale."""
+        if loss.numel() != 1:
+            raise AssertedError(
+                "loss-not-scalar", f"engine.scale got a tensor of shape {tuple(loss.shape)}; give it a scalar tensor"
+            )
         context = self.inner.step_context
         context.is_own_loss_scaled = True
         if context.own_backward_scale is not None:
@@ -246,6 +269,12 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next `step` updates the parameters, in place of the count of micro-batches."""
+        if not self._is_managed:
+            raise AssertedError(
+                "boundary-unmanaged",
+                f"set_gradient_accumulation_boundary({is_boundary}) says nothing where managed_gradient_accumulation "
+                "is false: each step updates the parameters; call step where it is to",
+            )
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -379,7 +408,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             raise ConfigError("save-dir-missing", f"save_dir={save_dir!r} names no folder; give the one of checkpoints")
         counters = {name: getattr(self, name) for name in _COUNTERS}
         extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
-        tag = str(tag or f"global_step{self.global_steps}")
+        tag = self._agreed_tag(str(tag or f"global_step{self.global_steps}"))
         contents: Contents = "trainable" if exclude_frozen_parameters else "all"
         try:
             self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
@@ -390,6 +419,20 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.global_rank == 0:
             write_zero_to_fp32(Path(save_dir))
         return True
+
+    def _agreed_tag(self, tag: str) -> str:
+        """Return rank 0's tag, under which all ranks save; say a word where another rank's differs, by the JSON."""
+        if self.world_size == 1 or not self.checkpoint_tag_validation_enabled():
+            return tag
+        tags = self.inner.checkpoints.tags_of_ranks(tag)
+        odd = next((rank for rank in tags if tags[rank] != tags[0]), 0)
+        if odd:
+            found = f"tag={tags[0]!r:.120} on rank 0 and {tags[odd]!r:.120} on rank {odd}"
+            if self.checkpoint_tag_validation_fail():
+                raise AssertedError("tags-differ", f"{found}: a checkpoint has one name; give all ranks the same tag")
+            if self.global_rank == 0:
+                logger.warning("%s: all ranks save under rank 0's; give all ranks the same tag", found)
+        return tags[0]
 
     def load_checkpoint(
         self,

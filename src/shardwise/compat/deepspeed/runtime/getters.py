@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 import torch.distributed as dist
 
-from shardwise.compat.deepspeed.config import dtype_of
+from shardwise.compat.deepspeed.config import TAG_RULES, dtype_of
 from shardwise.compat.deepspeed.finder import MissingNameError
 from shardwise.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from shardwise.compat.deepspeed.utils import groups, logger
@@ -123,7 +123,7 @@ _TABLE: Final[tuple[tuple[str, Mapping[str, tuple[str, Any]]], ...]] = (
 # Features that are refused where the JSON asks for them, so that an engine that runs has none of them.
 _NEVER: Final = (
     "autotuning_enabled data_efficiency_enabled data_sampling_enabled curriculum_learning_enabled random_ltd_enabled"
-    " checkpoint_writer_enabled checkpoint_tag_validation_fail compile_autosp compile_autotp"
+    " checkpoint_writer_enabled compile_autosp compile_autotp"
     " compile_zero_optimization_stage uses_parallelization_pass_only is_deepcompile_enabled is_deepcompile_active"
     " autotuning_profile_model_info is_first_weights_partition_group"
 )
@@ -292,8 +292,15 @@ class EngineGetters:
         return self.zero_optimization_stage() >= 3
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        """Return True: ranks save together, under one tag."""
-        return True
+        """Return whether a word is said where ranks give a checkpoint different tags."""
+        return self._tag_rule() != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Return whether that raises."""
+        return self._tag_rule() == "FAIL"
+
+    def _tag_rule(self) -> str:
+        return str(self._given.get("checkpoint.tag_validation", TAG_RULES[0])).upper()
 
     # What the optimizer and the schedule have.
 

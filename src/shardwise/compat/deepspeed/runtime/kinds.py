@@ -90,33 +90,6 @@ class FP16_UnfusedOptimizer(metaclass=_Kind):  # noqa: N801  DeepSpeed's name
     takes: ClassVar = lambda engine: _is_16_bit_without_zero(engine) and not _is_fused(engine)
 
 
-class LossScalerBase:
-    """Holds a loss scale, as DeepSpeed's checkpoints do; the engine has its own."""
-
-    def __init__(self, cur_scale: float = 1.0) -> None:
-        self.cur_scale, self.dynamic = cur_scale, False
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the scale."""
-        return self.cur_scale
-
-
-class LossScaler(LossScalerBase):
-    """Holds a scale that stays."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__(scale)
-
-
-class DynamicLossScaler(LossScalerBase):
-    """Holds a scale that changes; the arguments are those of DeepSpeed, of which the first counts."""
-
-    def __init__(self, init_scale: float = 2.0**32, *args: Any, **options: Any) -> None:
-        super().__init__(init_scale)
-        self.dynamic = True
-
-
 class ZeroStageEnum(IntEnum):
     """Names the stages by what they shard last."""
 

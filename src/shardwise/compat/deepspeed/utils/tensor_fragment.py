@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,15 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """Replace a state of the optimizer, such as `exp_avg`; the arguments are those of DeepSpeed."""
     engine, name = _place(param)
     engine.write(name, value, optim_state_key)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace each gradient of this step so far by what a function makes of it and its parameter."""
+    for parameter in param_list:
+        if parameter.requires_grad and (grad := safe_get_full_grad(parameter)) is not None:
+            safe_set_full_grad(parameter, update_func(grad, parameter))
 
 
 get_full_hp_param = safe_get_full_optimizer_state

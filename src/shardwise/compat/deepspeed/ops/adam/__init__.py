@@ -41,8 +41,7 @@ class DeepSpeedCPUAdam(metaclass=_TorchAdam):
             raise ConfigError("adam-bias-correction", "torch's Adams correct the bias; leave bias_correction out")
         kind = AdamW if adamw_mode else Adam
         made = kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-        setattr(made, _MADE_BY, cls)
-        return made
+        return marked(made, cls, adamw_mode)
 
 
 class FusedAdam(metaclass=_TorchAdam):
@@ -56,5 +55,17 @@ class FusedAdam(metaclass=_TorchAdam):
         given = {**dict(zip(names, args, strict=False)), **options}
         given["adamw_mode"] = given.pop("adam_w_mode", True)
         made = DeepSpeedCPUAdam(params, lr, bias_correction, **given)
-        setattr(made, _MADE_BY, cls)
-        return made
+        return marked(made, cls, given["adamw_mode"])
+
+
+def marked(made: Optimizer, kind: type, is_adamw: bool) -> Optimizer:
+    """Return an optimizer, which `isinstance` takes as of one of these classes from now on.
+
+    Args:
+        made: torch's Adam or AdamW.
+        kind: the class.
+        is_adamw: which of the two it is.
+    """
+    setattr(made, _MADE_BY, kind)
+    made.adam_w_mode = is_adamw  # type: ignore[attr-defined]
+    return made

@@ -86,6 +86,13 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
         yield
 
 
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Keep all parameters of an engine, or of a model, whole inside the context, which all ranks enter."""
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: a parameter is gathered wherever the model's forward uses it."""
 
