@@ -11,13 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import EngineError
-from shardwise.runtime.param_guard import clear_gradient, read_gradient
+from shardwise.runtime.param_guard import take_gradient
 from shardwise.runtime.torch_private import (
     give_hooks,
     hooks_of,
@@ -67,9 +68,7 @@ def hook_gradient(
     """
 
     def take(parameter: Tensor) -> None:
-        gradient = read_gradient(cast(nn.Parameter, parameter))
-        clear_gradient(cast(nn.Parameter, parameter))
-        events = receiver()
+        gradient, events = take_gradient(parameter), receiver()
         if gradient is not None and events is not None:
             events.on_gradient(parameter, gradient)
 
@@ -105,7 +104,10 @@ class GradientHandle:
                 call_after(hooks, parameter, whole)
             take(parameter)
 
-        given = before if whole is None else UserHooks(before, on_arrival), UserHooks(after, on_accumulated)
+        given = (
+            before if whole is None else UserHooks(before, on_arrival),
+            UserHooks(after, on_accumulated, uncompiled(take) if whole is None else None),
+        )
         self._given: tuple[Hooks, Hooks] = given
         with plain_torch_functions():
             give_hooks(parameter, *given)
@@ -140,19 +142,21 @@ class UserHooks(OrderedDict[int, Hook]):
     Args:
         earlier: the tensor's dict so far, whose handles stay good.
         run: is given all hooks of users, and what torch gives a hook.
+        alone: stands for `run` while there are no hooks of users; it costs a call less. None for `run`.
     """
 
-    def __init__(self, earlier: Hooks, run: Run) -> None:
+    def __init__(self, earlier: Hooks, run: Run, alone: Hook | None = None) -> None:
         super().__init__()
         self._earlier: Mapping[int, Hook] = {} if earlier is None else earlier
         self._later: dict[int, Hook] = {}
-        self._run(run)
+        self._run(run, alone)
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: Run, alone: Hook | None = None) -> None:
         earlier, later = self._earlier, self._later
+        alone = partial(run, ()) if alone is None else alone
 
         def call(given: Tensor) -> Any:
-            return run((*earlier.values(), *later.values()) if earlier or later else (), given)
+            return run((*earlier.values(), *later.values()), given) if earlier or later else alone(given)
 
         super().__setitem__(_ENTRY, call)
 

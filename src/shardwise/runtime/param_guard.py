@@ -89,6 +89,8 @@ class _WatchedParameter:
 
 
 _GRAD: Final[Any] = torch.Tensor.grad
+_READ_GRAD: Final[Any] = _GRAD.__get__  # bound here: each gradient of a step passes it
+_WRITE_GRAD: Final[Any] = _GRAD.__set__
 _DATA: Final[Any] = torch.Tensor.data
 _DETACH: Final[Any] = torch.Tensor.detach
 _CHECKPOINT_FILE: Final = detach_variable.__code__.co_filename
@@ -98,20 +100,17 @@ OnData = Callable[[nn.Parameter, Tensor | None], Tensor]
 """Is given a parameter whose `data` is read, or the value that it is set to; returns what to read it of."""
 
 
-def read_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return the `grad` of a parameter, without the call that reading it makes."""
-    return cast(Tensor | None, _GRAD.__get__(parameter))
+def take_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the `grad` of a parameter and set it to None, without the calls that reading and setting it make."""
+    gradient: Tensor | None = _READ_GRAD(parameter)
+    _WRITE_GRAD(parameter, None)
+    return gradient
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Say whether a parameter has a `grad`, without the call that reading it makes."""
     with plain_torch_functions():
-        return read_gradient(parameter) is not None
-
-
-def clear_gradient(parameter: nn.Parameter) -> None:
-    """Set the `grad` of a parameter to None, without the call that setting it makes."""
-    _GRAD.__set__(parameter, None)
+        return _READ_GRAD(parameter) is not None
 
 
 def watched_type(on_read: OnRead, on_data: OnData, on_write: OnWrite) -> type[nn.Parameter]:

@@ -337,14 +337,17 @@ class OpMode(TorchDispatchMode):
         return False
 
 
-def version(tensor: Tensor) -> int:
-    """Return how often a tensor has been written in place; writes through `.data` do not count, nor any to a tensor of
-    `torch.inference_mode`.
-    """
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each was written in place; writes through `.data` do not count, nor any in inference mode."""
     try:
-        return tensor._version
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # of a tensor of `torch.inference_mode`; to ask first would cost as much again
-        return 0
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def version(tensor: Tensor) -> int:
+    """Return the `versions` of one tensor."""
+    return versions((tensor,))[0]
 
 
 def view_base(tensor: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
-from shardwise.runtime.torch_private import plain_torch_functions, set_data, version
+from shardwise.runtime.torch_private import plain_torch_functions, set_data, version, versions
 
 
 class ParamWrites:
@@ -26,7 +26,7 @@ class ParamWrites:
         self._spec = spec
         self._parameters = parameters
         self._full = full
-        self._versions = [version(parameter) for parameter in parameters]
+        self._versions = versions(parameters)
         self._is_refused = False  # the new versions are
         self._hashes: dict[int, Tensor | None] = {}  # of the parameters whose `data` was read
 
@@ -104,7 +104,7 @@ class ParamWrites:
     @property
     def _has_new_version(self) -> bool:
         with plain_torch_functions():
-            return [version(parameter) for parameter in self._parameters] != self._versions
+            return versions(self._parameters) != self._versions
 
     def _assign(self, index: int, value: Tensor) -> None:
         """Set a parameter's `data`; where nothing trains it, its values go where they are stored."""
