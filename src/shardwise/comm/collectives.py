@@ -60,6 +60,15 @@ class AsyncWork:
         if self._second is not None:
             self._second.wait()
 
+    def followed_by(self, end: Callable[[], object]) -> AsyncWork:
+        """Return this work with `end` after the last of its collectives; it advances as it would alone."""
+
+        def finish() -> None:
+            self.wait()
+            end()
+
+        return AsyncWork(self.advance, lambda: AsyncWork(finish))
+
 
 class Launch:
     """Is a collective that a back end is starting: it collects what the host waits for.

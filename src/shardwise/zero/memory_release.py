@@ -275,7 +275,7 @@ class MemoryRelease:
             if name == "params":
                 yield from (each for each in (group.full, group.gathering.secondary) if each is not None)
             elif name == "grads" and group.grads is not None:
-                yield from group.grads.residuals
+                yield from group.grads.sums.residuals
                 yield from group.grads.buffers() if group.grads.has_gradients else ()
         for value in self._sharded.kept_tensors() if name == "optimizer" else ():
             if value.device.type == self._tracker.device.type:

@@ -34,7 +34,7 @@ from shardwise.runtime.torch_private import (
     set_unsharded_storage,
 )
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.grad_buckets import GradBucket
+from shardwise.zero.grad_buckets import make_bucket
 from shardwise.zero.group_gather import GroupGather
 from shardwise.zero.param_writes import ParamWrites
 from shardwise.zero.resources import ShardingResources
@@ -133,7 +133,7 @@ class ParamGroup:
             set_data(parameter, view)
         trim_host_memory()  # of the values that went into the shards
         self.writes = ParamWrites(spec, self.parameters, self.full)
-        self.grads = GradBucket(spec, layout, resources) if spec.trainable else None
+        self.grads = make_bucket(spec, layout, resources) if spec.trainable else None
         self._set_classes()
         self._free()
 

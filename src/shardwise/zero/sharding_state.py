@@ -25,6 +25,7 @@ from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
 from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
+from shardwise.zero.grad_buckets import GradState
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
@@ -277,7 +278,7 @@ class ShardingState:
         self.has_foreign_gradients |= self._began_in is not Phase.PRE_BACKWARD
         self.reductions.note_gradient(group)
         group.grads.add(index, gradient, self.will_reduce)
-        if group.grads.is_complete:
+        if group.grads.arrivals.is_complete:
             unit = self._unit_of[group.spec.unit]
             if self._is_over(unit):
                 self._close_backward(unit)
@@ -292,7 +293,7 @@ class ShardingState:
         That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first. Where
         inputs cannot be watched, it is when every parameter has its gradient and none of them is frozen.
         """
-        is_complete = all(group.grads is not None and group.grads.is_complete for group in unit.groups)
+        is_complete = all(group.grads is not None and group.grads.arrivals.is_complete for group in unit.groups)
         return not unit.is_root and (unit.has_all_inputs or (is_complete and unit.num_awaited_inputs <= 0))
 
     def _close_backward(self, unit: Unit) -> None:
@@ -318,7 +319,7 @@ class ShardingState:
             self._reduce_all()
         self.reducing.finish()  # what a schedule has started: it goes on over the replicas by itself
         for group in self.reductions.groups:
-            if group.grads is not None and group.grads.is_partial:
+            if group.grads is not None and group.grads.state is GradState.PARTIAL:
                 group.begin_reduce()
                 group.grads.reduce_replicas()
                 self.reducing.add(group)
@@ -548,7 +549,7 @@ class ShardingState:
         self._num_in_backward = 0
         for group in self.reductions.groups:
             if group.grads is not None:
-                group.grads.end_backward()
+                group.grads.arrivals.end_backward()
 
     def _reduce_all(self) -> None:
         for group in self.reductions.take_all():

@@ -373,14 +373,14 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
             "no-gradient", f"{place.spec.name} has no gradient to replace; call engine.backward(loss) first"
         )
     copy_range(place.own_part(accumulated), flat.to(place.group.master.dtype) / to_mean, place)
-    grads.mark_used(place.index)
+    grads.arrivals.mark_used(place.index)
 
 
 def mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bool]:
     """Return the factor from the accumulated sum to the mean gradient, and whether any rank has used the parameter."""
     states.sharding.finish()
     grads, data = place.group.grads, states.comms.data
-    is_used = grads is not None and grads.was_used[place.index]
+    is_used = grads is not None and grads.arrivals.used[place.index]
     flag = torch.tensor([float(is_used)], dtype=torch.float64, device=data.device)
     _, count, num_used = states.losses.sum_with(flag, f"gradient of {place.spec.name}")
     return states.losses.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
