@@ -126,16 +126,18 @@ class GradSums:
 
     Attributes:
         dtype: of what is not encoded.
+        name: for counts and messages.
+        over: the transport of each sum, by the ranks that sum: it sends what it gets, or codes.
         residuals: what encodings have rounded off, which the next ones add (`precision.reduce_feedback`).
     """
 
     def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources) -> None:
         self.dtype = torch_dtype(layout.precision_of(spec).reduce)
         self.residuals: list[Tensor] = []
-        self._name = f"reduce {spec.name}"
+        self.name = f"reduce {spec.name}"
         self._resources = resources
         sums = layout.sums_of(spec)
-        self._over = {over: self._transport(over, total) for over, total in sums.items()}
+        self.over = {over: self._transport(over, total) for over, total in sums.items()}
         is_cast = any(total.num_ranks > 1 and total.codec is None for total in sums.values() if not total.is_for_all)
         self._scattered_dtype = self.dtype if is_cast else None  # None for as it is
 
@@ -166,18 +168,6 @@ class GradSums:
         wire = self._resources.pool.acquire(bucket.numel(), self.dtype)
         wire.copy_(bucket)
         return wire
-
-    def scatter(self, wire: Tensor, into: Tensor, accumulate: bool) -> AsyncWork:
-        """Start the sum over the shard group, of which each rank gets its slice."""
-        return self._over["shards"].reduce_scatter(wire, into, accumulate=accumulate, name=self._name)
-
-    def reduce_replicas(self, total: Tensor) -> AsyncWork:
-        """Start to sum this rank's slice over the ranks that hold the same one."""
-        return self._over["replicas"].all_reduce(total, self.dtype, f"{self._name} over replicas")
-
-    def reduce_all(self, total: Tensor, wire: Tensor | None) -> AsyncWork:
-        """Start to sum whole gradients over all ranks that average; `wire` as for `Comm.all_reduce`."""
-        return self._over["data"].all_reduce(total, self.dtype, self._name, wire=wire)
 
 
 class GradBucket:
@@ -275,27 +265,34 @@ class GradBucket:
         Args:
             is_last: whether this is the last one before the step, so that the sum over the replicas follows.
         """
-        self.finish_reduce()
-        bucket = self._open_bucket(will_reduce=True)
-        self.arrivals.close_bucket(bucket)
-        leased, self._leased = self._leased, None
-        self._work = self._start(bucket, leased, is_last)
-        self._enter(GradState.REDUCING)
-
-    def _start(self, bucket: Tensor, leased: Tensor | None, is_last: bool) -> AsyncWork:
+        bucket, leased = self._close_bucket()
         # The wire comes first: making a buffer frees idle ones of the pool, and the accumulator, which outlives the
         # step, then does not come on top of them.
         wire, has_replicas = self.sums.wire_of(bucket), self.sums.has_replicas
         if has_replicas and self.state is GradState.SUMMED:
             self._stash()  # what the replicas have summed must not be summed again
-        summed = self.sums.scatter(wire, self._accumulator(), accumulate=self.holds_sum)
+        summed = self.sums.over["shards"].reduce_scatter(
+            wire, self._accumulator(), accumulate=self.holds_sum, name=self.sums.name
+        )
 
         def land() -> None:
             summed.wait()
             self._land(GradState.PARTIAL if has_replicas else GradState.SUMMED)
             self._release(leased, None if wire is bucket else wire)
 
-        return AsyncWork(land, self._sum_replicas if has_replicas and is_last else None)
+        self._run(AsyncWork(land, self._sum_replicas if has_replicas and is_last else None))
+
+    def _close_bucket(self) -> tuple[Tensor, Tensor | None]:
+        """Return the bucket, full, and what of it goes back to the pool."""
+        self.finish_reduce()
+        bucket = self._open_bucket(will_reduce=True)
+        self.arrivals.close_bucket(bucket)
+        leased, self._leased = self._leased, None
+        return bucket, leased
+
+    def _run(self, work: AsyncWork) -> None:
+        self._work = work
+        self._enter(GradState.REDUCING)
 
     def _release(self, *buffers: Tensor | None) -> None:
         for buffer in buffers:
@@ -304,7 +301,10 @@ class GradBucket:
 
     def _sum_replicas(self) -> AsyncWork:
         self._enter(GradState.REDUCING)
-        return self.sums.reduce_replicas(self._accumulator()).followed_by(partial(self._land, GradState.SUMMED))
+        return self._over_replicas(self._accumulator()).followed_by(partial(self._land, GradState.SUMMED))
+
+    def _over_replicas(self, total: Tensor) -> AsyncWork:
+        return self.sums.over["replicas"].all_reduce(total, self.sums.dtype, f"{self.sums.name} over replicas")
 
     def _land(self, state: GradState) -> None:
         self._enter(state)
@@ -433,9 +433,10 @@ class WholeBucket(GradBucket):
 class ReplicatedBucket(WholeBucket):
     """Gradients that every rank needs whole (stage 0): they are summed in place, over all ranks at once."""
 
-    def _start(self, bucket: Tensor, leased: Tensor | None, is_last: bool) -> AsyncWork:
-        # The sum releases what is leased.
-        return self.sums.reduce_all(self._stored(), leased).followed_by(partial(self._land, GradState.SUMMED))
+    def reduce(self, is_last: bool) -> None:
+        _, wire = self._close_bucket()  # the sum releases it
+        summed = self.sums.over["data"].all_reduce(self._stored(), self.sums.dtype, self.sums.name, wire=wire)
+        self._run(summed.followed_by(partial(self._land, GradState.SUMMED)))
 
 
 class AwayBucket(GradBucket):
@@ -449,9 +450,10 @@ class AwayBucket(GradBucket):
         self._storage = resources.tiers.place(tier, name, spec.shard_numel, self._dtype, Category.GRADIENTS)
         self._is_squared_at_once = False  # on the device, not by the worker thread
 
-    def _start(self, bucket: Tensor, leased: Tensor | None, is_last: bool) -> AsyncWork:
+    def reduce(self, is_last: bool) -> None:
+        bucket, leased = self._close_bucket()
         wire, total = self.sums.wire_of(bucket), self._pool.acquire(self.spec.shard_numel, self._dtype)
-        summed = self.sums.scatter(wire, total, accumulate=False)
+        summed = self.sums.over["shards"].reduce_scatter(wire, total, accumulate=False, name=self.sums.name)
 
         def release() -> None:
             summed.wait()
@@ -460,7 +462,7 @@ class AwayBucket(GradBucket):
         # The replicas sum before it is moved out, in every backward: what is stored away, and added to there, would
         # have to come back to be summed.
         evict = partial(self._evict, total, is_last, self.holds_sum)
-        return AsyncWork(release, lambda: self.sums.reduce_replicas(total).followed_by(evict))
+        self._run(AsyncWork(release, lambda: self._over_replicas(total).followed_by(evict)))
 
     def _evict(self, total: Tensor, is_last: bool, adds: bool) -> None:
         """Move a finished sum to where gradients are stored; `adds` where one is stored since the last step."""
