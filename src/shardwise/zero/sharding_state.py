@@ -163,6 +163,7 @@ class ShardingState:
         if not is_recomputed:
             self._enter_forward(unit)
         for group in unit.used_groups:
+            group.unshard()  # where no prefetch has started that
             group.wait()
             if not is_recomputed and group not in self.held:
                 self._lent.claim(group)
@@ -202,7 +203,7 @@ class ShardingState:
         for group in unit.groups:
             if group.is_viewed_by(read):
                 self._pin_until_backward(group)
-                group.is_lent = True
+                group.share()
             if not group.is_pinned or group in self.held:
                 group.guard()
         if unit.is_root:
@@ -240,6 +241,7 @@ class ShardingState:
             for group in unit.used_groups:  # a graph through this backward is being built, and will need the data again
                 self._pin_until_backward(group)
         for group in unit.used_groups:
+            group.unshard()
             group.wait()
             group.unguard()  # to a recomputation, which runs inside the module's own hooks
         if not begins:
@@ -370,11 +372,11 @@ class ShardingState:
             group.wait()
         for group in self._unannounced:
             group.wait()
-            group.is_pinned = True
+            group.pin()
 
     def _pin_until_backward(self, group: ParamGroup) -> None:
         """Keep a group whose use no hook ends until the end of the backward, or of an evaluation's forward."""
-        group.is_pinned = True
+        group.pin()
         if group not in self._unannounced:
             self._unannounced.append(group)
 
@@ -418,6 +420,7 @@ class ShardingState:
         for group in new:
             group.unshard()
         for group in new:
+            group.show()
             group.pin()
         self.held.update(new)
         return new
@@ -425,7 +428,7 @@ class ShardingState:
     def reshard_all(self, groups: Iterable[ParamGroup] | None = None, keeps_views: bool = False) -> None:
         """Release parameters that are stored as shards, except in `held`; `keeps_views` as for `ParamGroup.reshard`."""
         for group in self.groups if groups is None else groups:
-            group.is_pinned = group in self.held or group in self.kept
+            group.pin(group in self.held or group in self.kept)
             group.reshard(keeps_views)
 
     def close(self, keep_values: bool = True) -> None:
@@ -583,7 +586,7 @@ class ShardingState:
         """Note that a parameter's `data` is read, or set to `value`; return the tensor whose `data` it is."""
         used = self.on_released_use(parameter)
         group, index = self._place_of[id(parameter)]
-        group.is_lent = True
+        group.share()
         group.writes.note_data(index, value, group in self.held)
         return used
 

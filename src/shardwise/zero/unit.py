@@ -18,7 +18,8 @@ from torch.nn.utils import clip_grad
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import ROOT
 from shardwise.offload.worker import Task
-from shardwise.zero.param_group import ParamGroup, ParamState
+from shardwise.zero.flat_buffer import ParamState
+from shardwise.zero.param_group import ParamGroup
 
 log = logging.getLogger("shardwise")
 
