@@ -19,7 +19,7 @@ ranks have a shard each, and k = 2:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from itertools import starmap
 from typing import Final
@@ -50,6 +50,7 @@ from shardwise.runtime.torch_private import (
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.resources import ShardingResources
 
+AllGather = Callable[[Tensor, str], AsyncWork]
 MOST_DECODING: Final = 2
 """Groups whose codes are under way at once, after a step or where all are gathered: more would take memory alone."""
 
@@ -102,7 +103,6 @@ class Gather:
 
     def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources) -> None:
         self.secondary: SecondaryShard | None = None
-        self._name = f"unshard {spec.name}"
         self._shards = resources.comms.shards
         num_bytes, near = layout.secondary_bytes(spec), resources.comms.secondary
         if num_bytes and near is not None:
@@ -121,22 +121,22 @@ class Gather:
         if self.secondary is not None:
             self.secondary.is_current = False
 
-    def start(self, buffer: FlatBuffer) -> AsyncWork:
-        """Start to make all of a flat buffer valid."""
+    def send(self, buffer: FlatBuffer) -> tuple[Tensor, AllGather, Event]:
+        """Start to write this rank's slice; return what is gathered, by what, and when the slice is written."""
         wire, secondary = self._open(buffer), self.secondary
         if secondary is None or not secondary.is_current:
-            comm = self._shards
-            sent = self._write(buffer, comm.own_slice(wire))
-        else:
-            comm, sent = secondary.near, Event(None)
-            comm.own_slice(wire).copy_(secondary.values)
-        gathered = comm.all_gather(wire, self._name)
+            return wire, self._shards.all_gather, self._write(buffer, self._shards.own_slice(wire))
+        secondary.near.own_slice(wire).copy_(secondary.values)
+        return wire, secondary.near.all_gather, Event(None)
+
+    def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event, gathered: AsyncWork) -> AsyncWork:
+        """Return the work that ends with a valid flat buffer."""
 
         def finish() -> None:
-            sent.wait()
+            written.wait()
             gathered.wait()
-            if secondary is not None:
-                secondary.keep(wire)
+            if self.secondary is not None:
+                self.secondary.keep(wire)
             self._land(buffer, wire)
 
         return AsyncWork(finish)
@@ -178,8 +178,8 @@ class EncodedGather(Gather):
     # [Note: memory of codes]
     # The flat buffer gets its storage only when the codes are there, so that both are whole for as short as can be. For
     # the same reason few groups' codes are under way: the oldest gather is waited for, and its codes go to the pool.
-    def start(self, buffer: FlatBuffer) -> AsyncWork:
-        work = super().start(buffer)
+    def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event, gathered: AsyncWork) -> AsyncWork:
+        work = super().receive(buffer, wire, written, gathered)
         self._decoding.append(work)
         while len(self._decoding) > MOST_DECODING:
             self._decoding.popleft().wait()
@@ -235,9 +235,11 @@ class EncodedGather(Gather):
 class Recoding(EncodedGather):
     """Rounds a flat buffer that every rank steps whole: nothing is sent."""
 
-    def start(self, buffer: FlatBuffer) -> AsyncWork:
-        self.recode(buffer.full)
-        return AsyncWork()
+    def send(self, buffer: FlatBuffer) -> tuple[Tensor, AllGather, Event]:
+        return buffer.full, lambda wire, name: AsyncWork(), Event(None)
+
+    def _land(self, buffer: FlatBuffer, wire: Tensor) -> None:
+        self.recode(wire)
 
 
 def make_gather(spec: GroupSpec, layout: Layout, resources: ShardingResources) -> Gather:
@@ -347,7 +349,9 @@ class FlatBuffer(ABC):
         if self.state is not ParamState.SHARDED:
             return
         self._unshard_start_s = self._timeline.now()
-        self._work = self.transport.start(self)
+        wire, all_gather, written = self.transport.send(self)
+        gathered = all_gather(wire, f"unshard {self.spec.name}")
+        self._work = self.transport.receive(self, wire, written, gathered)
         self.enter(ParamState.UNSHARDING)
         if not self._resources.overlap:
             self.wait()
