@@ -255,10 +255,7 @@ class FlatBuffer(ABC):
     """Holds one group's parameters, and offers idempotent actions on them: unshard, wait, reshard.
 
     Args:
-        spec: the group's spec.
-        layout: gives stage and precision.
         parameters: the module's parameters in the order of `spec.params`.
-        resources: shared by the engine's groups.
         classes: of parameters whose storage is freed, and of those whose writes are watched.
 
     Attributes:

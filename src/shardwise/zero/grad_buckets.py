@@ -74,17 +74,14 @@ class GradArrivals:
         self._arrived = [False] * len(self._params)
         self._num_missing = len(self._params)
 
-    def expect(self, index: int) -> None:
-        """Raise if this backward has given the parameter its gradient already."""
+    def note(self, index: int) -> bool:
+        """Note a parameter's gradient; say whether the bucket has one of it, to which this one is added."""
         if self._arrived[index]:
             raise ConfigError(
                 "gradient-twice",
                 f"the gradient of {self._params[index].name} came twice in one backward, as reentrant checkpointing "
                 "does; pass use_reentrant=False to torch.utils.checkpoint",
             )
-
-    def note(self, index: int) -> bool:
-        """Note a parameter's gradient; say whether the bucket has one of it, to which this one is added."""
         was_written = self._written[index]
         self._num_missing -= 1
         self._written[index] = self._arrived[index] = self.used[index] = True
@@ -125,8 +122,6 @@ class GradSums:
     """Sums a group's gradients over ranks: the one place that knows what they are sent in.
 
     Attributes:
-        dtype: of what is not encoded.
-        name: for counts and messages.
         over: the transport of each sum, by the ranks that sum: it sends what it gets, or codes.
         residuals: what encodings have rounded off, which the next ones add (`precision.reduce_feedback`).
     """
@@ -175,7 +170,6 @@ class GradBucket:
 
     Attributes:
         arrivals: which parameters have got their gradients.
-        sums: over ranks.
         norm: which of the gradients this rank counts in it.
         state: over which ranks the accumulator is summed; `LEGAL` has the transitions.
         taking: moves the last gradient to where gradients are stored.
@@ -219,7 +213,6 @@ class GradBucket:
         """Add one parameter's gradient to the bucket.
 
         Args:
-            index: of the parameter in `spec.params`.
             gradient: of the parameter's shape, any floating dtype.
             will_reduce: the bucket is reduced at the end of this backward, so it may be in the wire's dtype.
         """
@@ -229,7 +222,6 @@ class GradBucket:
                 "sparse-gradient",
                 f"the gradient of {param.name} is sparse but shards are dense; build the embedding with sparse=False",
             )
-        self.arrivals.expect(index)
         bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
         target = bucket[param.offset : param.offset + param.numel]
         if self.arrivals.note(index):

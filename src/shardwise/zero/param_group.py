@@ -34,17 +34,13 @@ class ParamGroup(FlatBuffer):
     """Holds one group of parameters with what they are stepped by, and takes over what steps and other code write.
 
     Args:
-        spec: the group's spec.
-        layout: gives stage and precision.
         parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
-        resources: shared by the engine's groups.
         classes: of parameters whose storage is freed, and of those whose writes are watched.
 
     Attributes:
         master: the slice in the optimizer's precision and tier; `shard` itself where these are the same. Frozen
             parameters that are stored whole and decoded have one too.
         grads: the gradients; None where the group is frozen.
-        gradient_handles: what takes the parameters' gradients.
         writes: what other code writes into the parameters.
     """
 
@@ -126,7 +122,6 @@ class ParamGroup(FlatBuffer):
         """Take over an update that is under way on the host; the next use of the parameters waits for it.
 
         Args:
-            stepping: the update.
             gather_updates: called before the parameters are used, if they are stored whole: gathers groups up to this
                 one in the order of all ranks.
         """

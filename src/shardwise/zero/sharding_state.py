@@ -39,22 +39,16 @@ class ShardingState:
 
     Args:
         model: the model; its parameters move into the groups' buffers.
-        layout: the model's layout.
-        resources: what the groups share.
 
     Attributes:
         phase: what the engine does with the model; `LEGAL` has the transitions.
-        before_model: called before the model's forward.
         before_backward: called before a backward that the engine did not start; returns what to call after it.
-        will_reduce: the next backward reduces gradients.
         is_last: it is the last before the step.
         is_serving: the engine runs the model, or reads the loss of its output.
         has_foreign_gradients: a backward that the engine did not start has given gradients.
-        order: of the units, for prefetching.
         kept: groups that stay whole until a schedule reshards them.
         held: groups that stay whole inside `gathered`.
         reductions: the order in which groups are reduced, and how far this backward has come in it.
-        reducing: the reductions under way.
         watch: of what other code does to gradients.
     """
 
@@ -189,8 +183,6 @@ class ShardingState:
         """Release after a unit's forward what is not needed before its backward.
 
         Args:
-            unit: the unit.
-            outputs: the tensors of its output.
             backward_follows: True if hooks will report one, False if none can follow, None if one may follow unseen.
         """
         self._timeline.add(ActionKind.FORWARD, unit.name, unit.forward_start_s)
@@ -271,7 +263,6 @@ class ShardingState:
         """Add a parameter's gradient to its group, and reduce what is complete.
 
         Args:
-            parameter: whose gradient it is.
             gradient: of the parameter's shape, any floating dtype.
         """
         group, index = self._place_of[id(parameter)]

@@ -38,10 +38,8 @@ class SharedGradRanges:
         """Return the shared ranges of a rank's slice of a group.
 
         Args:
-            spec: the group's spec.
             held: the range of the group's flat buffer that the rank holds, in elements.
             tp_index: the rank's index in its tensor-parallel group.
-            degree: the size of that group.
             left_out: ranges of the flat buffer that the rank does not count, in order.
         """
         if degree == 1 and not left_out:
@@ -71,7 +69,6 @@ def sum_over_sharers(gradients: Sequence[tuple[SharedGradRanges, FlatState]], co
 
     Args:
         gradients: for each group what this rank shares, and its slice.
-        comm: the tensor-parallel group.
     """
     by_sharers: dict[int, list[FlatState]] = {}
     for sharing, gradient in gradients:
@@ -89,7 +86,6 @@ def sum_over_stages(
 
     Args:
         gradients: this rank's slices, by the ranks of the pipeline that hold them.
-        comms: the groups of those ranks.
     """
     for holders, parts in sorted(gradients.items()):
         _sum_parts(parts, comms[holders], 0, 1, f"gradients of stages' tied parameters on {holders}")
@@ -114,10 +110,8 @@ class NormShare:
     """Says which of a group's gradients this rank counts in the norm, so that each element counts once.
 
     Args:
-        spec: the group's spec.
         held: the range of the flat buffer whose gradients the rank holds, in elements.
         counted: the range within it that the rank counts: a slice of its own where all data ranks hold the same.
-        tensor: the tensor-parallel group.
 
     Attributes:
         sharing: what the held range has in common with the tensor-parallel group.
