@@ -36,13 +36,7 @@ class GlooComm(Comm):
     waits_on_host = True
 
     def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
-        """Fill `full` by sends and receives; see `Comm.all_gather`.
-
-        Args:
-            full: of any dtype.
-            name: for counts and messages.
-            stream: has no effect.
-        """
+        """Fill `full` by sends and receives; see `Comm.all_gather`."""
         if self.world_size == 1:
             return AsyncWork()
         numel, own = full.numel() // self.world_size, self.own_slice(full)
@@ -59,10 +53,7 @@ class GlooComm(Comm):
         """Exchange slices, then sum them in fp32 or wider; see `Comm.reduce_scatter`.
 
         Args:
-            source: in the wire dtype.
             out: in the dtype of the accumulator.
-            accumulate: add to what `out` holds.
-            name: for counts and messages.
         """
         if self.world_size == 1:
             return _scatter_alone(source, out, accumulate)
@@ -82,8 +73,6 @@ class GlooComm(Comm):
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype; may be `source` itself.
-            name: for counts and messages.
-            stream: has no effect.
         """
         is_small = out.numel() * out.element_size() < RING_BYTES or out.dtype.itemsize < 4
         if is_small and self.world_size == 2:
@@ -127,8 +116,6 @@ class GlooComm(Comm):
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype, and other storage.
-            name: for counts and messages.
-            stream: has no effect.
         """
         if self.world_size != 2:
             return self.reduce_scatter(source, out, accumulate=False, name=name)
@@ -160,8 +147,6 @@ class NcclComm(Comm):
         """Fill `full`; see `Comm.all_gather`.
 
         Args:
-            full: of any dtype.
-            name: for counts and messages.
             stream: the side stream on which it runs; None for the current stream.
         """
         if self.world_size == 1:
@@ -175,10 +160,7 @@ class NcclComm(Comm):
         """Sum natively in fp32 or wider; exchange what is narrower and sum it here. See `Comm.reduce_scatter`.
 
         Args:
-            source: in the wire dtype.
             out: in the dtype of the accumulator.
-            accumulate: add to what `out` holds.
-            name: for counts and messages.
         """
         if self.world_size == 1:
             return _scatter_alone(source, out, accumulate)
@@ -200,7 +182,6 @@ class NcclComm(Comm):
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype; may be `source` itself.
-            name: for counts and messages.
             stream: the side stream on which it runs; None for the current stream.
         """
         if out is not source:
@@ -215,7 +196,6 @@ class NcclComm(Comm):
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype, and other storage.
-            name: for counts and messages.
             stream: the side stream on which it runs; None for the current stream.
         """
         with self.launch(self._count("reduce_scatter", name, source, passes=1), stream) as started:
@@ -244,9 +224,7 @@ def process_group_comm(
     """Return a communicator over a process group.
 
     Args:
-        group: the ranks that communicate.
         axis: their name in counts and messages, such as `dp_shard`.
-        resources: of the engine.
         ranks: of the world, in the order of the group; empty where the group is the world.
 
     Raises:
@@ -278,7 +256,6 @@ def simulated_comm(place: RankPlace, resources: CommResources, backend: Backend)
 
     Args:
         place: of the one rank that is there.
-        resources: of the engine.
         backend: gloo or nccl, as which it counts and allocates.
     """
     return (GlooComm if backend == "gloo" else NcclComm)(place, resources, None, SimulatedC10d())
@@ -305,7 +282,6 @@ class ProcessGroupFactory:
     """Makes communicators over the mesh's process groups, and has this engine's part of their store.
 
     Args:
-        mesh: with the process groups.
         device: of the tensors that are sent.
         store: this engine's part of the process group's; None where there is one rank.
     """
@@ -321,9 +297,6 @@ class ProcessGroupFactory:
         """Connect the ranks along `axes` over their process group; see `CommFactory.comm`.
 
         Args:
-            axes: of the mesh.
-            use: what the collectives are for.
-            resources: of the engine.
             axis: the name in counts and messages.
 
         Raises:
@@ -345,10 +318,7 @@ class ProcessGroupFactory:
         """Connect some of the ranks along `axes`; see `CommFactory.comm_among`.
 
         Args:
-            axes: of the mesh.
             indices: of the ranks along these axes.
-            use: what the collectives are for.
-            resources: of the engine.
             axis: the name in counts and messages.
         """
         group = self._mesh.group_among(axes, indices, use)
@@ -368,9 +338,6 @@ class SimulatedFactory:
     """Makes simulated communicators around one rank of a mesh.
 
     Args:
-        mesh: of all ranks.
-        rank: that is real.
-        backend: as for `simulated_comm`.
         examples: what the stages of a pipeline receive; see `CommFactory`.
     """
 
@@ -385,9 +352,6 @@ class SimulatedFactory:
         """Simulate the ranks along `axes`; see `CommFactory.comm`.
 
         Args:
-            axes: of the mesh.
-            use: has no effect.
-            resources: of the engine.
             axis: the name in counts and messages.
         """
         ranks = self._mesh.ranks_along(axes, self.rank)
@@ -400,10 +364,7 @@ class SimulatedFactory:
         """Simulate some of the ranks along `axes`; see `CommFactory.comm_among`.
 
         Args:
-            axes: of the mesh.
             indices: of the ranks along these axes.
-            use: has no effect.
-            resources: of the engine.
             axis: the name in counts and messages.
         """
         index, along = self._mesh.index_along(axes, self.rank), self._mesh.ranks_along(axes, self.rank)

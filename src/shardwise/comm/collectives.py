@@ -60,6 +60,15 @@ class AsyncWork:
         if self._second is not None:
             self._second.wait()
 
+    def followed_by(self, end: Callable[[], object]) -> AsyncWork:
+        """Return this work with `end` after the last of its collectives; it advances as it would alone."""
+
+        def finish() -> None:
+            self.wait()
+            end()
+
+        return AsyncWork(self.advance, lambda: AsyncWork(finish))
+
 
 class Launch:
     """Is a collective that a back end is starting: it collects what the host waits for.
@@ -90,11 +99,7 @@ class CommResources:
     """Bundles what the communicators of one engine share.
 
     Attributes:
-        device: of the tensors.
         timeout_s: seconds; a collective on gloo that waits longer fails.
-        streams: side streams on CUDA.
-        pool: receive buffers come from here.
-        comm_log: counts the collectives.
     """
 
     device: torch.device
@@ -108,7 +113,6 @@ class CommResources:
         """Return the resources of a communicator that belongs to no engine.
 
         Args:
-            device: of the tensors.
             timeout_s: seconds; a collective on gloo that waits longer fails.
             pool: receive buffers come from here; None for a pool of its own.
         """
@@ -122,7 +126,6 @@ class RankPlace:
 
     Attributes:
         rank: of this process in the group.
-        world_size: of the group.
         axis: the ranks' name in counts and messages, such as `dp_shard`.
         ranks: of the world, in the order of the group; empty where the group is the world.
     """
@@ -151,9 +154,6 @@ class CommFactory(Protocol):
         """Connect the ranks that differ from this one along `axes` only; each use has its communicator.
 
         Args:
-            axes: of the mesh.
-            use: what the collectives are for.
-            resources: of the engine.
             axis: the name in counts and messages.
         """
 
@@ -166,7 +166,6 @@ class CommFactory(Protocol):
             axes: axes of the mesh along which the ranks differ.
             indices: of the ranks along these axes, ascending.
             use: what the collectives are for; each use has its communicator.
-            resources: of the engine.
             axis: the name in counts and messages.
         """
 
@@ -181,7 +180,6 @@ class Comm(ABC):
 
     Args:
         place: of this process in the group.
-        resources: shared by the engine's communicators.
         group: of torch; None where the other ranks are simulated.
         c10d: has the functions of `torch.distributed`; another object simulates them.
 
@@ -222,8 +220,6 @@ class Comm(ABC):
         """Fill `full` [n * s] with every rank's slice; this rank's own slice is in it already.
 
         Args:
-            full: of any dtype.
-            name: for counts and messages.
             stream: the side stream on which it runs on NCCL; None for the current stream.
         """
 
@@ -234,8 +230,6 @@ class Comm(ABC):
         Args:
             source: in the wire dtype; must not change until the collective is waited for.
             out: in the dtype of the accumulator; may be this rank's slice of `source`'s storage.
-            accumulate: add to what `out` holds.
-            name: for counts and messages.
         """
 
     @abstractmethod
@@ -245,8 +239,6 @@ class Comm(ABC):
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype; may be `source` itself.
-            name: for counts and messages.
-            stream: as for `all_gather`.
         """
 
     @abstractmethod
@@ -256,8 +248,6 @@ class Comm(ABC):
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype, and other storage.
-            name: for counts and messages.
-            stream: as for `all_gather`.
         """
 
     def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
@@ -268,20 +258,13 @@ class Comm(ABC):
 
         Args:
             buffer: must not change until the message is sent.
-            to: rank of the group.
             tag: of the message; it has no effect on NCCL, where messages from one rank to another are taken in order.
         """
         work = self._c10d.isend(_bytes_of(buffer), group=self._group, group_dst=to, tag=tag)
         return self._in_stream([] if work is None else [work])
 
     def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Receive into a contiguous tensor, as large as what `source` sends.
-
-        Args:
-            buffer: is filled.
-            source: rank of the group.
-            tag: of the message.
-        """
+        """Receive into a contiguous tensor, as large as what `source` sends."""
         work = self._c10d.irecv(_bytes_of(buffer), group=self._group, group_src=source, tag=tag)
         return self._in_stream([] if work is None else [work])
 
@@ -296,9 +279,6 @@ class Comm(ABC):
         """Sum `buffer` [n * s] over the ranks in place, sent as `wire_dtype`; all ranks get equal bits.
 
         Args:
-            buffer: fp32 or wider.
-            wire_dtype: in which it is sent.
-            name: for counts and messages.
             wire: of the pool, with what this rank sends, if that is not in `buffer`; it is released.
         """
         if self.world_size == 1:
@@ -317,7 +297,6 @@ class Comm(ABC):
         Args:
             buffer: has this rank's slice, which is rounded too, so that all ranks get equal bits.
             wire: of the pool, as many elements; it is released.
-            name: for counts and messages.
         """
         self.own_slice(wire).copy_(self.own_slice(buffer))
         gathered = self.all_gather(wire, name)
@@ -344,10 +323,8 @@ class Comm(ABC):
 
         Args:
             peers: ranks of the group, ascending, this one among them.
-            row_bytes: of each row.
             write: fills the rows [p, row_bytes] to send; on NCCL it runs on the side stream of reductions.
             read: takes the rows that came, in the order of `peers`.
-            name: for counts and messages.
         """
         with self._streams.side_stream("reduce"):
             sent, received = (self._pool.acquire(len(peers) * row_bytes, torch.uint8) for _ in range(2))
@@ -390,8 +367,6 @@ class Comm(ABC):
             sends: by rank of the group, without this one: contiguous tensors of any dtype, none of them empty. They
                 must not change until the exchange is waited for.
             receives: tensors to fill, by the rank that sends them: as many, as large and in the same order.
-            name: for counts and messages.
-            stream: as for `all_gather`.
 
         Raises:
             ValueError: a tensor has no element, is not contiguous, or belongs to no other rank of the group.
@@ -435,19 +410,12 @@ class Comm(ABC):
 
         Args:
             values: on the device; reduced in place where `known` is empty.
-            name: for counts and messages.
             known: numbers of the host, summed too and returned after the values.
         """
         return self._reduce_scalars(values, known, dist.ReduceOp.SUM, name)
 
     def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
-        """Return the element-wise maximum of a small fp64 vector over the ranks, on the host.
-
-        Args:
-            values: as for `sum_scalars`.
-            name: for counts and messages.
-            known: as for `sum_scalars`.
-        """
+        """Return the element-wise maximum of a small fp64 vector over the ranks, on the host."""
         return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
 
     def broadcast(self, buffer: Tensor, name: str, source: int = 0) -> None:
@@ -484,7 +452,6 @@ class Comm(ABC):
         """Start the collective of the context: all of them pass here, whatever they are and whatever moves them.
 
         Args:
-            call: as counted.
             stream: the side stream for it, where it runs in the order of streams; None for the current one.
             finish: runs once the host has waited for it (gloo).
         """

@@ -30,13 +30,10 @@ class EncodedSum:
     """Sums buffers over a communicator's ranks; it takes the place of a `Comm` that sends values as they are.
 
     Args:
-        comm: of at least two ranks.
-        codec: of what they send.
         pool: has buffers for what is sent and received.
         node_size: ranks of a node, neighbours in the group, by which the sum is taken in two steps; 1 for one step.
         residuals: where what is rounded off is kept, with zeros at the start: of the whole buffer [n * s], and of a
             node's sums, one slice a node; None where it is dropped.
-        errors: measures what is rounded off.
     """
 
     def __init__(
@@ -62,8 +59,6 @@ class EncodedSum:
         Args:
             source: of any floating dtype; s is a multiple of 256.
             out: in the dtype of the accumulator; may be this rank's slice of `source`'s storage.
-            accumulate: add to what `out` holds.
-            name: for counts and messages.
         """
         numel, num_nodes = out.numel(), self.world_size // self._node_size
         node, place = divmod(self._comm.rank, self._node_size)
@@ -103,9 +98,7 @@ class EncodedSum:
         """Sum `buffer` [n * s] over the ranks in place; the sums are sent to all ranks as `wire_dtype`, not encoded.
 
         Args:
-            buffer: fp32 or wider.
             wire_dtype: in which the sums are sent.
-            name: for counts and messages.
             wire: of the pool, with what this rank adds, if that is not in `buffer`; it is released.
         """
         source = buffer if wire is None else wire
@@ -130,7 +123,6 @@ def encode_rows(
     """Encode rows, some columns at a time.
 
     Args:
-        codec: of the rows.
         values: [..., s] of any floating dtype.
         sent: uint8 [..., num_bytes(s)], contiguous, to write into.
         residual: [..., s], added before, and replaced by what is rounded off; 0 where that is not finite, as an
@@ -161,9 +153,6 @@ def sum_rows(codec: WireCodec, rows: Tensor, out: Tensor, accumulate: bool) -> N
     """Decode rows and sum them as `sum_chunks` does, some columns at a time.
 
     Args:
-        codec: of the rows.
-        rows: uint8 [n, num_bytes(s)].
-        out: [s], the sum.
         accumulate: whether `out` holds a sum already, to which this one is added.
     """
     num_rows = rows.shape[0]

@@ -28,7 +28,6 @@ class GradSum:
     """Describe a sum of gradients over ranks.
 
     Attributes:
-        num_ranks: that sum.
         numel: elements that each of them adds; `num_ranks` divides them.
         dtype: in which they are sent where they are not encoded, and in which sums are sent to all ranks.
         codec: how they are encoded; None for as they are, and for one rank.
@@ -87,9 +86,6 @@ def sums_of(
 
     Args:
         group: its gradients are encoded if its parameters may be.
-        stage: the group's placements.
-        policy: the group's dtypes.
-        node_size: see `GradSum`.
     """
 
     def summed(num_ranks: int, numel: int, is_for_all: bool, nearby: int) -> GradSum:

@@ -24,7 +24,7 @@ from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.schedule import Action, TimedAction
-from shardwise.zero.param_group import ParamState
+from shardwise.zero.flat_buffer import ParamState
 
 PROFILE_NAME: Final = "profile"
 

@@ -275,7 +275,7 @@ def adopt_masters(states: EngineState) -> None:
     """Update the parameters from the masters that were written; feedback starts at zero. All ranks call it."""
     for group in states.sharding.groups:
         group.adopt_master()
-        for residual in group.grads.residuals if group.grads is not None else ():
+        for residual in group.grads.sums.residuals if group.grads is not None else ():
             residual.zero_()
 
 

@@ -50,8 +50,9 @@ from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import Category, MemoryTracker, trim_host_memory
 from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
+from shardwise.zero.flat_buffer import ParamState
 from shardwise.zero.optimizer import ShardedOptimizer
-from shardwise.zero.param_group import ParamGroup, ParamState
+from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.sharding_state import ShardingState
 
 STATES: Final = ("optimizer", "master", "grads", "params")
@@ -212,7 +213,7 @@ class MemoryRelease:
             self._spill_buffer.read(memory.bytes())
             self._freed.popleft()
         for group, state in self._states_before.items():
-            group.state = state
+            group.enter(state)
         for parameter, kind in self._kinds_before:
             set_parameter_class(parameter, kind)
         self._spill_buffer.close()
@@ -237,7 +238,7 @@ class MemoryRelease:
             group.finish_reduce()
             if not group.is_released_between_uses:
                 group.wait()
-            elif group.state is not ParamState.SHARDED:
+            elif not group.is_sharded:
                 raise EngineError(
                     "offload-inside-gathered", "states cannot be offloaded inside engine.gathered(); call it outside"
                 )
@@ -273,9 +274,11 @@ class MemoryRelease:
         yield from (each.tensor for each in self._storages(name) if isinstance(each, DeviceStorage))
         for group in self._sharding.groups:
             if name == "params":
-                yield from (each for each in (group.full, group.gathering.secondary) if each is not None)
+                yield group.full
+                if group.transport.secondary is not None:
+                    yield group.transport.secondary.values
             elif name == "grads" and group.grads is not None:
-                yield from group.grads.residuals
+                yield from group.grads.sums.residuals
                 yield from group.grads.buffers() if group.grads.has_gradients else ()
         for value in self._sharded.kept_tensors() if name == "optimizer" else ():
             if value.device.type == self._tracker.device.type:
@@ -314,7 +317,7 @@ class MemoryRelease:
         offloaded = released_type(_refuse_use(names))
         for group in self._sharding.groups:
             self._states_before[group] = group.state
-            group.state = ParamState.OFFLOADED
+            group.enter(ParamState.OFFLOADED)
             for parameter, place in zip(group.parameters, group.spec.params, strict=True):
                 names[id(parameter)] = place.name
                 self._kinds_before.append((parameter, type(parameter)))

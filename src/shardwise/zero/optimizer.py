@@ -290,7 +290,7 @@ class ShardedOptimizer:
         self._options_of = {name: index for index, named in enumerate(named_groups) for name in named.names}
         for group in self._groups:
             if group.grads is not None:
-                group.grads.count(self._options_of)
+                group.grads.norm.count(self._options_of)
         if self.whole is not None:
             self.whole.follow(self._groups, self.pieces, self._options_of)
         views = self.views()
@@ -337,7 +337,7 @@ class ShardedOptimizer:
 
     def used(self) -> list[bool]:
         """Return for each of `names` whether it has got a gradient on this rank since the last step."""
-        return [flag for group in self._groups if group.grads for flag in group.grads.was_used]
+        return [flag for group in self._groups if group.grads for flag in group.grads.arrivals.used]
 
     def square_sums(self) -> list[Tensor]:
         """Prepare the gradients for the step, and return for each group's slice the sum of its squares.
@@ -350,8 +350,8 @@ class ShardedOptimizer:
                 self._gradients[group] = gradient
         shared: list[tuple[SharedGradRanges, FlatState]] = []
         for group, grads in held:
-            if grads.sharing.summed:
-                shared.append((grads.sharing, self._flat_of(group, grads)))
+            if grads.norm.sharing.summed:
+                shared.append((grads.norm.sharing, self._flat_of(group, grads)))
         sum_over_sharers(shared, self._tensor)
         self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
         squares = []
@@ -359,7 +359,7 @@ class ShardedOptimizer:
             if self._holders.get(group, (self._pipeline_rank,))[0] != self._pipeline_rank:
                 continue  # another stage counts it
             whole = self._gradients.get(group)
-            square = grads.square() if whole is None else grads.square_of(whole)
+            square = grads.square() if whole is None else grads.norm.square_of(whole)
             squares.append(square.to(self._tensor.device, non_blocking=True))
         return squares
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.state_shards import FlatState, TensorFlatState, is_flat
 from shardwise.zero import state_access
-from shardwise.zero.param_group import ParamState
 from shardwise.zero.state_access import GRAD, MASTER, EngineState, ParamLocation, find_held
 
 
@@ -58,7 +57,7 @@ def write_own_part(states: EngineState, name: str, value: Tensor, state: str) ->
     flat[start : start + value.numel()].copy_(value.detach().reshape(-1))
     with torch.no_grad():
         if state == MASTER:
-            if place.group.state is not ParamState.SHARDED and not place.is_whole:
+            if not place.group.is_sharded and not place.is_whole:
                 fix = "give all of it to engine.write (DeepSpeed's safe_set_full_fp32_param), or write after a step"
                 raise ConfigError(
                     "parameter-gathered", f"{name} is whole on each rank now, and only a part of it was given; {fix}"

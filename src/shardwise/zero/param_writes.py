@@ -14,13 +14,7 @@ from shardwise.runtime.torch_private import plain_torch_functions, set_data, ver
 
 
 class ParamWrites:
-    """Says whether the parameters of a group were written: in place by their versions, else where `data` was read.
-
-    Args:
-        spec: the group's.
-        parameters: views of `full`.
-        full: the group's flat buffer.
-    """
+    """Says whether the parameters of a group were written: in place by their versions, else where `data` was read."""
 
     def __init__(self, spec: GroupSpec, parameters: Sequence[nn.Parameter], full: Tensor) -> None:
         self._spec = spec
@@ -34,7 +28,6 @@ class ParamWrites:
         """Note that a present parameter's `data` is read, or set it: no version counts what is written there.
 
         Args:
-            index: of the parameter.
             value: what it is set to; None where it is read.
             is_held: the parameter is inside `gathered`, at whose end what was written is asked for.
         """

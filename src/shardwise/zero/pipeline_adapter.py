@@ -46,6 +46,7 @@ class PipelineAdapter:
         """Wait for the parameters that `unshard` has asked for."""
         for group in self._groups_of(stage):
             if stage in self._kept_for.get(group, ()) and group not in self._sharding.kept:
+                group.show()
                 group.pin()
                 self._sharding.kept.add(group)
 
@@ -56,7 +57,7 @@ class PipelineAdapter:
             keepers.discard(stage)
             if not keepers:
                 self._sharding.kept.discard(group)
-                group.is_pinned = group in self._sharding.held
+                group.pin(group in self._sharding.held)
                 group.reshard()
 
     def prefetch(self, stage: int) -> None:

@@ -141,11 +141,7 @@ class RecordedOrder:
 
 
 class StaticOrder:
-    """Follows module order, the same on all ranks.
-
-    Args:
-        names: the blocks in module order.
-    """
+    """Follows module order, the same on all ranks."""
 
     is_lockstep = True
 

@@ -25,6 +25,7 @@ from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
 from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
+from shardwise.zero.grad_buckets import GradState
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
@@ -38,22 +39,16 @@ class ShardingState:
 
     Args:
         model: the model; its parameters move into the groups' buffers.
-        layout: the model's layout.
-        resources: what the groups share.
 
     Attributes:
         phase: what the engine does with the model; `LEGAL` has the transitions.
-        before_model: called before the model's forward.
         before_backward: called before a backward that the engine did not start; returns what to call after it.
-        will_reduce: the next backward reduces gradients.
         is_last: it is the last before the step.
         is_serving: the engine runs the model, or reads the loss of its output.
         has_foreign_gradients: a backward that the engine did not start has given gradients.
-        order: of the units, for prefetching.
         kept: groups that stay whole until a schedule reshards them.
         held: groups that stay whole inside `gathered`.
         reductions: the order in which groups are reduced, and how far this backward has come in it.
-        reducing: the reductions under way.
         watch: of what other code does to gradients.
     """
 
@@ -162,6 +157,7 @@ class ShardingState:
         if not is_recomputed:
             self._enter_forward(unit)
         for group in unit.used_groups:
+            group.unshard()  # where no prefetch has started that
             group.wait()
             if not is_recomputed and group not in self.held:
                 self._lent.claim(group)
@@ -187,8 +183,6 @@ class ShardingState:
         """Release after a unit's forward what is not needed before its backward.
 
         Args:
-            unit: the unit.
-            outputs: the tensors of its output.
             backward_follows: True if hooks will report one, False if none can follow, None if one may follow unseen.
         """
         self._timeline.add(ActionKind.FORWARD, unit.name, unit.forward_start_s)
@@ -201,7 +195,7 @@ class ShardingState:
         for group in unit.groups:
             if group.is_viewed_by(read):
                 self._pin_until_backward(group)
-                group.is_lent = True
+                group.share()
             if not group.is_pinned or group in self.held:
                 group.guard()
         if unit.is_root:
@@ -239,6 +233,7 @@ class ShardingState:
             for group in unit.used_groups:  # a graph through this backward is being built, and will need the data again
                 self._pin_until_backward(group)
         for group in unit.used_groups:
+            group.unshard()
             group.wait()
             group.unguard()  # to a recomputation, which runs inside the module's own hooks
         if not begins:
@@ -268,7 +263,6 @@ class ShardingState:
         """Add a parameter's gradient to its group, and reduce what is complete.
 
         Args:
-            parameter: whose gradient it is.
             gradient: of the parameter's shape, any floating dtype.
         """
         group, index = self._place_of[id(parameter)]
@@ -277,7 +271,7 @@ class ShardingState:
         self.has_foreign_gradients |= self._began_in is not Phase.PRE_BACKWARD
         self.reductions.note_gradient(group)
         group.grads.add(index, gradient, self.will_reduce)
-        if group.grads.is_complete:
+        if group.grads.arrivals.is_complete:
             unit = self._unit_of[group.spec.unit]
             if self._is_over(unit):
                 self._close_backward(unit)
@@ -292,7 +286,7 @@ class ShardingState:
         That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first. Where
         inputs cannot be watched, it is when every parameter has its gradient and none of them is frozen.
         """
-        is_complete = all(group.grads is not None and group.grads.is_complete for group in unit.groups)
+        is_complete = all(group.grads is not None and group.grads.arrivals.is_complete for group in unit.groups)
         return not unit.is_root and (unit.has_all_inputs or (is_complete and unit.num_awaited_inputs <= 0))
 
     def _close_backward(self, unit: Unit) -> None:
@@ -318,7 +312,7 @@ class ShardingState:
             self._reduce_all()
         self.reducing.finish()  # what a schedule has started: it goes on over the replicas by itself
         for group in self.reductions.groups:
-            if group.grads is not None and group.grads.is_partial:
+            if group.grads is not None and group.grads.state is GradState.PARTIAL:
                 group.begin_reduce()
                 group.grads.reduce_replicas()
                 self.reducing.add(group)
@@ -367,11 +361,11 @@ class ShardingState:
             group.wait()
         for group in self._unannounced:
             group.wait()
-            group.is_pinned = True
+            group.pin()
 
     def _pin_until_backward(self, group: ParamGroup) -> None:
         """Keep a group whose use no hook ends until the end of the backward, or of an evaluation's forward."""
-        group.is_pinned = True
+        group.pin()
         if group not in self._unannounced:
             self._unannounced.append(group)
 
@@ -415,6 +409,7 @@ class ShardingState:
         for group in new:
             group.unshard()
         for group in new:
+            group.show()
             group.pin()
         self.held.update(new)
         return new
@@ -422,7 +417,7 @@ class ShardingState:
     def reshard_all(self, groups: Iterable[ParamGroup] | None = None, keeps_views: bool = False) -> None:
         """Release parameters that are stored as shards, except in `held`; `keeps_views` as for `ParamGroup.reshard`."""
         for group in self.groups if groups is None else groups:
-            group.is_pinned = group in self.held or group in self.kept
+            group.pin(group in self.held or group in self.kept)
             group.reshard(keeps_views)
 
     def close(self, keep_values: bool = True) -> None:
@@ -546,7 +541,7 @@ class ShardingState:
         self._num_in_backward = 0
         for group in self.reductions.groups:
             if group.grads is not None:
-                group.grads.end_backward()
+                group.grads.arrivals.end_backward()
 
     def _reduce_all(self) -> None:
         for group in self.reductions.take_all():
@@ -580,7 +575,7 @@ class ShardingState:
         """Note that a parameter's `data` is read, or set to `value`; return the tensor whose `data` it is."""
         used = self.on_released_use(parameter)
         group, index = self._place_of[id(parameter)]
-        group.is_lent = True
+        group.share()
         group.writes.note_data(index, value, group in self.held)
         return used
 

@@ -43,7 +43,7 @@ from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
 from shardwise.runtime.optimizer_probe import first_states
 from shardwise.runtime.state_shards import FlatState, is_flat
 from shardwise.zero.optimizer import ShardedOptimizer
-from shardwise.zero.param_group import ParamGroup, ParamState
+from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.stored_state import ParamPiece, place_state
 from shardwise.zero.tp_params import gather_param, owned_part, shard_param, synchronize_shares
@@ -167,7 +167,7 @@ def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor
     if state in (PARAM, MASTER):
         held = group.shard if state == PARAM else group.master
         exact = _assemble(states, place, place.own_part(held), held.dtype, state)
-        return group.gathering.shown(exact) if state == PARAM else exact
+        return group.transport.shown(exact, group.full.dtype) if state == PARAM else exact
     return _read_optimizer_state(states, place, state)
 
 
@@ -373,14 +373,14 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
             "no-gradient", f"{place.spec.name} has no gradient to replace; call engine.backward(loss) first"
         )
     copy_range(place.own_part(accumulated), flat.to(place.group.master.dtype) / to_mean, place)
-    grads.mark_used(place.index)
+    grads.arrivals.mark_used(place.index)
 
 
 def mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bool]:
     """Return the factor from the accumulated sum to the mean gradient, and whether any rank has used the parameter."""
     states.sharding.finish()
     grads, data = place.group.grads, states.comms.data
-    is_used = grads is not None and grads.was_used[place.index]
+    is_used = grads is not None and grads.arrivals.used[place.index]
     flag = torch.tensor([float(is_used)], dtype=torch.float64, device=data.device)
     _, count, num_used = states.losses.sum_with(flag, f"gradient of {place.spec.name}")
     return states.losses.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
@@ -390,12 +390,12 @@ def write_param(place: ParamLocation, flat: Tensor) -> None:
     """Write a whole parameter, 1-D, into what this rank has of it."""
     group = place.group
     wide = flat.to(group.master.dtype)
-    if group.gathering.has_copies:
+    if group.transport.has_copies:
         copy_range(place.own_part(group.master), wide, place)
         group.adopt_master()
         return
     rounded = wide.to(group.shard.dtype)
-    if group.state is not ParamState.SHARDED:
+    if not group.is_sharded:
         group.wait()
         group.parameters[place.index].copy_(group.shaped(place.index, rounded))
         group.writes.accept(place.index)
@@ -584,5 +584,5 @@ def take_over(states: EngineState, groups: Iterable[ParamGroup], source: int = 0
         if tied is not None:
             tied.broadcast(group.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")
         group.take_written()
-        if group.gathering.has_copies:
+        if group.transport.has_copies:
             group.adopt_master()

@@ -29,9 +29,7 @@ def shard_param(split: ParamSplit, index: int, whole: Tensor) -> Tensor:
     """Return the local tensor of one rank of the tensor-parallel group; zero where it is padding.
 
     Args:
-        split: how the parameter is split.
         index: of the rank in the group.
-        whole: of shape `split.global_shape`.
     """
     if split.is_whole:
         return whole
@@ -45,10 +43,7 @@ def gather_param(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_
     """Return the whole tensor on every rank, from the ranks' local ones. All ranks of the group call it.
 
     Args:
-        split: how the parameter is split.
         local: this rank's tensor, or a gradient of it, of shape `split.local_shape`.
-        comm: the tensor-parallel group.
-        name: for counts and messages.
         is_gradient: whether to sum what ranks share, where their gradients are parts of one.
     """
     shares = split.shares(comm.rank)
@@ -72,10 +67,7 @@ def synchronize_shares(split: ParamSplit, local: Tensor, comm: Comm, name: str) 
     What ranks share becomes what its owner has, and padding becomes zero.
 
     Args:
-        split: how the parameter is split.
         local: this rank's tensor, of shape `split.local_shape`.
-        comm: the tensor-parallel group.
-        name: for counts and messages.
     """
     if comm.world_size == 1 or local.numel() == 0:
         return
@@ -94,9 +86,7 @@ def owned_part(split: ParamSplit, index: int, local: Tensor) -> Tensor:
     """Return a local gradient with zeros where the sum of the sharers' gradients counts on another rank.
 
     Args:
-        split: how the parameter is split.
         index: of the rank in the tensor-parallel group.
-        local: the gradient, of shape `split.local_shape`.
     """
     shares = [share for share in split.shares(index) if share.is_summed and not share.is_owned_by(index)]
     if not shares:
@@ -113,7 +103,6 @@ def whole_parameter(
     """Return what shows users' hooks the whole of a parameter; None where this rank's gradient is its sample's.
 
     Args:
-        place: of the parameter.
         tensor: the ranks that have parts of the matrices.
         context: those that have parts of the tokens.
         make_present: gathers the values of this rank's parameter.

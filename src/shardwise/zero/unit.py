@@ -18,7 +18,8 @@ from torch.nn.utils import clip_grad
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import ROOT
 from shardwise.offload.worker import Task
-from shardwise.zero.param_group import ParamGroup, ParamState
+from shardwise.zero.flat_buffer import ParamState
+from shardwise.zero.param_group import ParamGroup
 
 log = logging.getLogger("shardwise")
 
@@ -53,10 +54,8 @@ class Unit:
     """Holds the groups of one module, and what is known of its passes.
 
     Attributes:
-        name: the module's.
         groups: of the trainable and of the frozen parameters.
         stage: of a pipeline, which computes now; None for all that the module belongs to.
-        forward_start_s: when the last forward began.
         backward_start_s: when the backward began; None where none is under way.
         num_awaited_inputs: forwards whose inputs are to get their gradients.
         has_all_inputs: the inputs of all forwards have them.
@@ -149,8 +148,6 @@ class LentGroups:
         """Gather a group; return one of its parameters as `ParamGroup.lend` does.
 
         Args:
-            group: the group.
-            index: of the parameter.
             stays: others do not take its place.
         """
         if group.state is not ParamState.UNSHARDED:
@@ -171,9 +168,6 @@ class LentGroups:
 class GradientWatch:
     """Answers what other code does to `grad` of parameters while the engine has the gradients, where nothing is.
 
-    Args:
-        model: the engine's.
-
     Attributes:
         on_zero_grad: returns what is called for `zero_grad()` of the model.
         refuses: what would change gradients is refused; False where scripts are used to its doing nothing.
@@ -189,8 +183,6 @@ class GradientWatch:
         """Watch the parameters of groups that are stored whole, or stop.
 
         Args:
-            is_on: watch them.
-            groups: the groups.
             watched: the class of parameters that are watched.
         """
         self._is_paused = False
