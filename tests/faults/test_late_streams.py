@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,6 @@ from harness.late_streams import LateDevice
 from harness.models import CASES, make_batches
 from harness.training import make_config
 from shardwise import Engine, initialize
-from shardwise.comm.loss import LossAccumulator
-from shardwise.zero.grad_buckets import GradBucket
 
 NUM_STEPS = 3
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
@@ -93,31 +90,6 @@ def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accum
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
     assert all(torch.equal(found[1][key], value) for key, value in expected[1].items())
-
-
-def test_the_backward_begins_before_the_count_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What gradients are divided by is waited for when a group is first stepped, with reductions after it."""
-    seen: list[str] = []
-    start_sum, reduce = LossAccumulator.start_sum, GradBucket.reduce
-
-    def start_noted(losses: LossAccumulator, name: str) -> Callable[[], list[float]]:
-        seen.append("start")
-        read = start_sum(losses, name)
-        return lambda: (seen.append("read"), read())[1]
-
-    def reduce_noted(grads: GradBucket, is_last: bool) -> None:
-        seen.append("reduce")
-        reduce(grads, is_last)
-
-    monkeypatch.setattr(LossAccumulator, "start_sum", start_noted)
-    monkeypatch.setattr(GradBucket, "reduce", reduce_noted)
-    (first, second) = make_batches(CASES["transformer"], num_steps=2, world_size=1, num_micro_batches=1)
-    with make_engine({"tiers": {"optimizer": "host"}, "zero": {"stage": 2}}) as engine:
-        engine.train_step(first[0])
-        seen.clear()
-        engine.train_step(second[0])
-    assert seen.count("read") == 1
-    assert seen[:3] == ["start", "reduce", "reduce"]
 
 
 @pytest.mark.parametrize("where", ["all host", "optimizer host", "activations", "all host, activations too"])

@@ -76,8 +76,8 @@ SHARED_CODES = frozenset(
         """
     batch-equation batch-multiple config-not-resolved cp-divides-tokens dropout-rate
     engine-closed extra-missing extra-not-json file-unreadable heads-divide-hidden kv-heads-divide-heads layout-heads
-    layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json optimizer-element-wise
-        options-not-read
+    layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json
+    optimizer-element-wise options-not-read
     not-utf8 operand-device parameter-released parameter-written parts-fill-dim pipeline-rank-alone
     qkv-dtype-device qkv-empty hf-json-malformed model-not-buildable nested-too-deep
     model-size-unknown

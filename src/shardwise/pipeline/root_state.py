@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.class_swap import watch_attributes
-from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes
+from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.torch_private import is_fake, pytree
@@ -240,7 +240,7 @@ class RootState:
             if not is_first or is_write or self._is_past_units or self._stage == self._num_stages - 1:
                 return
             self._notes[self._stage].reads[label] = ""
-            value = module._buffers.get(name, vars(module).get(name))
+            value = registered_buffers(module).get(name, vars(module).get(name))
             is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
             if is_left or label in self._stale.get(self._stage, ()):
                 raise stale_state(label, self._stage)
@@ -250,7 +250,7 @@ class RootState:
     def _label(self, attributes: dict[str, Any], name: str) -> str:
         """Return the full name of an attribute; none for one of a module that is not registered."""
         for prefix, module in self._modules.items():
-            if attributes is vars(module) or attributes is module._buffers:
+            if attributes is vars(module) or attributes is registered_buffers(module):
                 return f"{prefix}{name}"
         return ""
 
@@ -260,7 +260,7 @@ class RootState:
         return {
             f"{prefix}{name}": _digest(_value_of(own.get((id(attributes), name)), value))
             for prefix, module in self._modules.items()
-            for attributes in (vars(module), module._buffers)
+            for attributes in (vars(module), registered_buffers(module))
             for name, value in attributes.items()
         }
 

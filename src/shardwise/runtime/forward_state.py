@@ -230,8 +230,13 @@ def _places(root: nn.Module) -> Iterator[_Place]:
                     seen.setdefault(id(part), part)
     for module in seen.values():
         yield _Place(vars(module), id(module), is_rare=type(module).__module__.startswith("torch."))
-        if module._buffers:
-            yield _Place(module._buffers, id(module))
+        if buffers := registered_buffers(module):
+            yield _Place(buffers, id(module))
+
+
+def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return what holds a module's own buffers, by name."""
+    return module._buffers
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def test_the_answer_is_shown_where_it_cannot_be_written(capsys):
         assert cli.main(["plan", *asked, "--json", "/dev/full"]) == 1
         captured = capsys.readouterr()
         assert "4 x h100" in captured.out
-        assert captured.err == "shardwise: /dev/full: No space left on device\n"
+        assert captured.err == "shardwise: /dev/full: No space left on device [disk-full]\n"
 
 
 def test_files_are_written_though_who_reads_has_seen_enough(monkeypatch):

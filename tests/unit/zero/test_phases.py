@@ -27,7 +27,7 @@ def test_a_step_of_the_engine_within_its_backward_is_refused() -> None:
     model = nn.Linear(2, 1).double()
     engine = initialize(model, make_config(1, {}), loss_fn=lambda output, batch: output.sum())
     sharding = engine.step_context.sharding
-    model.weight.register_hook(lambda gradient: sharding.refresh({}))
+    model.weight.register_hook(lambda gradient: sharding.refresh({}, at_once=False))
     with pytest.raises(RuntimeError, match=r"cannot go from .*BACKWARD to STEPPING"):
         engine.train_step([torch.ones(1, 2, dtype=torch.float64)])
 
