@@ -250,7 +250,7 @@ class GradBucket:
     # `RunningReductions` advances it when the next group's reduction has been started, so that the second collective of
     # this group comes after the first of the next one, on every rank. What a collective reads or writes goes back to
     # the pool only after `wait` has made the current stream wait for it: `release` marks the end of use in the order
-    # of the compute stream, so whoever takes the buffer next, on any stream, comes after the collective.
+    # of the compute stream, so the next use of the buffer, on any stream, comes after the collective.
     def reduce(self, is_last: bool) -> None:
         """Start to sum the bucket over the ranks; an unused parameter counts as zero.
 
