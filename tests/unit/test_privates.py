@@ -28,11 +28,12 @@ def own_names(owner: ast.ClassDef) -> set[str]:
 
 
 def foreign_privates(node: ast.AST, own: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield each `x._y` where x is not self or cls, and `_y` is not of the class around it."""
+    """Yield each `x._y` where x is not self, cls or super(), and `_y` is not of the class around it."""
     if isinstance(node, ast.ClassDef):
         own = own | own_names(node)
     if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-        is_own = isinstance(node.value, ast.Name) and (node.value.id in ("self", "cls") or node.attr in own)
+        owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+        is_own = isinstance(owner, ast.Name) and (owner.id in ("self", "cls", "super") or node.attr in own)
         if not is_own and node.attr not in PUBLIC:
             yield f"{node.lineno}: {ast.unparse(node)}"
     for child in ast.iter_child_nodes(node):

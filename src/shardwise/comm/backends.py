@@ -36,7 +36,6 @@ class GlooComm(Comm):
     waits_on_host = True
 
     def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
-        """Fill `full` by sends and receives; see `Comm.all_gather`."""
         if self.world_size == 1:
             return AsyncWork()
         numel, own = full.numel() // self.world_size, self.own_slice(full)
@@ -50,11 +49,7 @@ class GlooComm(Comm):
         return started.as_work()
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
-        """Exchange slices, then sum them in fp32 or wider; see `Comm.reduce_scatter`.
-
-        Args:
-            out: in the dtype of the accumulator.
-        """
+        """Exchange slices, then sum them in fp32 or wider; see `Comm.reduce_scatter`."""
         if self.world_size == 1:
             return _scatter_alone(source, out, accumulate)
         received = self._pool.acquire(source.numel(), source.dtype)
@@ -68,12 +63,7 @@ class GlooComm(Comm):
         return started.as_work()
 
     def start_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
-        """Start a sum; what is narrower than fp32 is summed in fp32. See `Comm.start_sum`.
-
-        Args:
-            source: must not change until the collective is waited for.
-            out: of the same dtype; may be `source` itself.
-        """
+        """Start a sum; what is narrower than fp32 is summed in fp32. See `Comm.start_sum`."""
         is_small = out.numel() * out.element_size() < RING_BYTES or out.dtype.itemsize < 4
         if is_small and self.world_size == 2:
             return self._start_sum_of_two(source, out, name)
@@ -111,12 +101,6 @@ class GlooComm(Comm):
         return started.as_work()
 
     def scatter_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
-        """Start a sum of which this rank gets a slice; see `Comm.scatter_sum`.
-
-        Args:
-            source: must not change until the collective is waited for.
-            out: of the same dtype, and other storage.
-        """
         if self.world_size != 2:
             return self.reduce_scatter(source, out, accumulate=False, name=name)
         slices = source.chunk(2)
@@ -144,11 +128,6 @@ class NcclComm(Comm):
     waits_on_host = False
 
     def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
-        """Fill `full`; see `Comm.all_gather`.
-
-        Args:
-            stream: the side stream on which it runs; None for the current stream.
-        """
         if self.world_size == 1:
             return AsyncWork()
         own = self.own_slice(full)
@@ -157,11 +136,7 @@ class NcclComm(Comm):
         return started.as_work()
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
-        """Sum natively in fp32 or wider; exchange what is narrower and sum it here. See `Comm.reduce_scatter`.
-
-        Args:
-            out: in the dtype of the accumulator.
-        """
+        """Sum natively in fp32 or wider; exchange what is narrower and sum it here. See `Comm.reduce_scatter`."""
         if self.world_size == 1:
             return _scatter_alone(source, out, accumulate)
         with self.launch(self._count("reduce_scatter", name, source, passes=1), "reduce") as started:
@@ -177,13 +152,7 @@ class NcclComm(Comm):
         return started.as_work()
 
     def start_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
-        """Start a sum in the tensors' own dtype; see `Comm.start_sum`.
-
-        Args:
-            source: must not change until the collective is waited for.
-            out: of the same dtype; may be `source` itself.
-            stream: the side stream on which it runs; None for the current stream.
-        """
+        """Start a sum in the tensors' own dtype; see `Comm.start_sum`."""
         if out is not source:
             out.copy_(source)
         if self.world_size == 1:
@@ -191,13 +160,6 @@ class NcclComm(Comm):
         return self._reduce_in_place(out, dist.ReduceOp.SUM, name, stream)
 
     def scatter_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
-        """Start a sum of which this rank gets a slice; see `Comm.scatter_sum`.
-
-        Args:
-            source: must not change until the collective is waited for.
-            out: of the same dtype, and other storage.
-            stream: the side stream on which it runs; None for the current stream.
-        """
         with self.launch(self._count("reduce_scatter", name, source, passes=1), stream) as started:
             self._c10d.reduce_scatter_tensor(out, source, group=self._group)
         return started.as_work()
@@ -294,14 +256,6 @@ class ProcessGroupFactory:
         self._mesh = mesh
 
     def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
-        """Connect the ranks along `axes` over their process group; see `CommFactory.comm`.
-
-        Args:
-            axis: the name in counts and messages.
-
-        Raises:
-            ConfigError: it would carry messages of a pipeline that wait for each other in a circle.
-        """
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
         if bound is not None and use in (DOWN, UP) and self._mesh.shape.size_along(axes) > 2:
             raise ConfigError(
@@ -315,12 +269,6 @@ class ProcessGroupFactory:
     def comm_among(
         self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
     ) -> Comm | None:
-        """Connect some of the ranks along `axes`; see `CommFactory.comm_among`.
-
-        Args:
-            indices: of the ranks along these axes.
-            axis: the name in counts and messages.
-        """
         group = self._mesh.group_among(axes, indices, use)
         if group is None:
             return None
@@ -349,11 +297,6 @@ class SimulatedFactory:
         self._backend: Backend = backend
 
     def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
-        """Simulate the ranks along `axes`; see `CommFactory.comm`.
-
-        Args:
-            axis: the name in counts and messages.
-        """
         ranks = self._mesh.ranks_along(axes, self.rank)
         place = RankPlace(self._mesh.index_along(axes, self.rank), len(ranks), axis, ranks)
         return simulated_comm(place, resources, self._backend)
@@ -361,12 +304,6 @@ class SimulatedFactory:
     def comm_among(
         self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
     ) -> Comm | None:
-        """Simulate some of the ranks along `axes`; see `CommFactory.comm_among`.
-
-        Args:
-            indices: of the ranks along these axes.
-            axis: the name in counts and messages.
-        """
         index, along = self._mesh.index_along(axes, self.rank), self._mesh.ranks_along(axes, self.rank)
         if index not in indices:
             return None

@@ -84,7 +84,7 @@ def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig)
         precision: encoded sums of gradients run within the ranks that share secondary shards first, in every stage.
     """
     key = f"zero.secondary_shard={zero.secondary_shard}"
-    if zero.secondary_shard and zero.stage < 3 and precision.reduce not in ("int8", "int4"):
+    if zero.secondary_shard and zero.stage < 3 and precision.reduce in ("param", "fp32"):
         rule = f"keeps what stage 3 gathers, and zero.stage={zero.stage} gathers nothing for use"
         yield "secondary-shard-stage", f"{key} {rule}; set zero.stage=3 or leave the key out"
     elif zero.secondary_shard and tiers.params != "device":
@@ -94,7 +94,7 @@ def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig)
 
 def wrong_feedback(precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
     """Yield a code and a message where feedback has no encoding whose rounding it could keep."""
-    if precision.reduce_feedback and precision.reduce not in ("int8", "int4"):
+    if precision.reduce_feedback and precision.reduce in ("param", "fp32"):
         yield (
             "feedback-without-codes",
             f"precision.reduce_feedback keeps what codes round off, and precision.reduce={precision.reduce} sends "

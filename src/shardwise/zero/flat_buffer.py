@@ -242,12 +242,13 @@ class Recoding(EncodedGather):
         self.recode(wire)
 
 
-def make_gather(spec: GroupSpec, layout: Layout, resources: ShardingResources) -> Gather:
-    """Return what gathers a group."""
+def make_gather(spec: GroupSpec, layout: Layout, resources: ShardingResources, is_released: bool) -> Gather:
+    """Return what gathers a group, whose parameters are stored as shards if they are released between uses."""
     codec, stage = layout.gather_codec(spec), layout.stage_of(spec)
     if codec is None:
         return Gather(spec, layout, resources)
-    kind = Recoding if stage.optimizer is Placement.REPLICATE else EncodedGather
+    steps_all = stage.optimizer is Placement.REPLICATE or spec.num_shards == 1
+    kind = Recoding if steps_all and not is_released else EncodedGather
     return kind(spec, layout, resources, codec)
 
 
@@ -296,7 +297,7 @@ class FlatBuffer(ABC):
         self._kinds = tuple(map(parameter_class, parameters))
         self._released_kinds = tuple(map(classes.released, self._kinds))
         self._present_kinds = self._kinds
-        self.transport = make_gather(spec, layout, resources)
+        self.transport = make_gather(spec, layout, resources, self.is_released_between_uses)
 
     @abstractmethod
     def finish_update(self) -> None:

@@ -122,6 +122,7 @@ class GradSums:
     """Sums a group's gradients over ranks: the one place that knows what they are sent in.
 
     Attributes:
+        has_replicas: a sum over the replicas follows that over the shard group.
         over: the transport of each sum, by the ranks that sum: it sends what it gets, or codes.
         residuals: what encodings have rounded off, which the next ones add (`precision.reduce_feedback`).
     """
@@ -130,6 +131,7 @@ class GradSums:
         self.dtype = torch_dtype(layout.precision_of(spec).reduce)
         self.residuals: list[Tensor] = []
         self.name = f"reduce {spec.name}"
+        self.has_replicas = resources.comms.replicas.world_size > 1
         self._resources = resources
         sums = layout.sums_of(spec)
         self.over = {over: self._transport(over, total) for over, total in sums.items()}
@@ -150,11 +152,6 @@ class GradSums:
         self._resources.tracker.track(residual, Category.GRADIENTS)
         self.residuals.append(residual)
         return residual
-
-    @property
-    def has_replicas(self) -> bool:
-        """Say whether a sum over the replicas follows that over the shard group."""
-        return self._resources.comms.replicas.world_size > 1
 
     def wire_of(self, bucket: Tensor) -> Tensor:
         """Return a bucket as the shard group sends it: itself, or a buffer of the pool."""
@@ -250,7 +247,7 @@ class GradBucket:
     # `RunningReductions` advances it when the next group's reduction has been started, so that the second collective of
     # this group comes after the first of the next one, on every rank. What a collective reads or writes goes back to
     # the pool only after `wait` has made the current stream wait for it: `release` marks the end of use in the order
-    # of the compute stream, so whoever takes the buffer next, on any stream, comes after the collective.
+    # of the compute stream, so the next use of the buffer, on any stream, comes after the collective.
     def reduce(self, is_last: bool) -> None:
         """Start to sum the bucket over the ranks; an unused parameter counts as zero.
 

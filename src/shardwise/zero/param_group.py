@@ -158,7 +158,6 @@ class ParamGroup(FlatBuffer):
                 self.unshard()
 
     def finish_update(self) -> None:
-        """Take over the last update of the parameters, after those of the groups that all ranks gather before it."""
         if self._gather_updates is not None:
             self._gather_updates()
         self.gather_update()
@@ -204,7 +203,6 @@ class ParamGroup(FlatBuffer):
         self.follow_writes()
 
     def follow_writes(self) -> None:
-        """Take over what has been written into the present parameters since they were gathered, if something has."""
         if self.state is ParamState.UNSHARDED and self.writes.are_followed:
             with torch.no_grad():
                 self.take_written()
