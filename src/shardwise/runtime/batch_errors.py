@@ -9,10 +9,12 @@ import inspect
 import re
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.config.arguments import described
 from shardwise.config.errors import CodedError, EngineError
+from shardwise.runtime.torch_private import assert_async
 
 # What torch's operators say of operands of the wrong size, dtype or class.
 _OF_OPERANDS: Final = re.compile(
@@ -20,12 +22,30 @@ _OF_OPERANDS: Final = re.compile(
     r"|[Ee]xpected .*(dim|size|channel|input|type|tensor|shape)|is invalid for input of size|normalized_shape"
     r"|must be Tensor, not|no data!|index out of range in self"
     r"|(Target|index) -?\d+ is out of bounds|[Ee]xpected (input|target) (batch_size|size|dtype)"
-    r"|Target size .* must be the same"
+    r"|Target size .* must be the same|not in the valid range"
     r"|tuple index out of range|Dimension out of range|values to unpack"
     r"|'(NoneType|numpy.ndarray|list|str)' object has no attribute"
 )
 _OF_TORCH: Final = (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError, AttributeError)
 _MAX_SHOWN: Final = 4
+
+
+def check_indices(indices: Tensor, size: int) -> None:
+    """Raise where one of `indices`, int32 or int64, is not in 0 to `size` - 1, as torch's own lookups do.
+
+    A lookup that is split over ranks sees only whether a row is its own, so it calls this first. On an accelerator the
+    device asserts, and the host does not wait for it.
+
+    Raises:
+        IndexError: one is outside.
+    """
+    if torch.compiler.is_compiling():  # a compiler removes what nobody reads
+        assert_async(((indices >= 0) & (indices < size)).all(), f"index out of range in self: it has {size} rows")
+        return
+    try:
+        indices.new_zeros(1).expand(size).gather(0, indices.flatten())
+    except RuntimeError as error:
+        raise IndexError(f"index out of range in self: {error}") from None
 
 
 def refuse_misfit(error: BaseException, model: nn.Module, inputs: Any) -> None:

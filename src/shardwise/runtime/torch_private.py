@@ -37,6 +37,7 @@ __all__ = [
     "STATE_DICT_CODE",
     "OpMode",
     "OpOverload",
+    "assert_async",
     "compiler_errors",
     "constant_in_graphs",
     "container_types",
@@ -82,6 +83,11 @@ __all__ = [
     "wrapper_like",
     "written_tensors",
 ]
+
+
+def assert_async(is_so: Tensor, message: str) -> None:
+    """Raise if `is_so` holds false; on an accelerator its device asserts, later. Compilers keep it."""
+    torch._assert_async(is_so, message)
 
 
 def in_backward() -> bool:
