@@ -214,7 +214,7 @@ RULES: Final[tuple[OptimizerRule, ...]] = (
 )
 _BY_NAME: Final[Mapping[str, OptimizerRule]] = MappingProxyType({rule.name: rule for rule in RULES})
 _BY_KIND: Final[Mapping[type[Optimizer], OptimizerRule]] = MappingProxyType({rule.kind: rule for rule in RULES})
-_STORED: Final = [state for rule in RULES if rule.kernel for state in (*rule.states, *rule.matrix_states)]
+_STORED: Final = tuple(state for rule in RULES if rule.kernel for state in (*rule.states, *rule.matrix_states))
 STORED_STATES: Final = tuple({state.name: state for state in _STORED}.values())
 """Each state that the library may store itself, once: a name means the same in all rows."""
 

@@ -39,8 +39,8 @@ def check_indices(indices: Tensor, size: int) -> None:
     Raises:
         IndexError: one is outside.
     """
-    if torch.compiler.is_compiling():  # a compiler removes what nobody reads
-        assert_async(((indices >= 0) & (indices < size)).all(), f"index out of range in self: it has {size} rows")
+    if torch.compiler.is_compiling():  # a compiler removes a lookup that is not read
+        assert_async(((indices >= 0) & (indices < size)).all(), f"index out of range in self, which has {size} rows")
         return
     try:
         indices.new_zeros(1).expand(size).gather(0, indices.flatten())
