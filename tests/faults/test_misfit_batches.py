@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.pool import WorkerPool
 from harness.refusals import refusal_of
@@ -156,3 +156,49 @@ def test_wrong_tokens_and_targets_are_refused_in_every_loss(
     for found in ranks(2 if "mesh" in sections else 1).run(try_losses, sections):
         wrong = {name: code for name, code in found.items() if code != "batch-misfit"}
         assert not wrong, wrong
+
+
+class Faulty(nn.Module):
+    """Has a fault of its own, or raises what a batch would make an operator raise."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.linear, self.fault = nn.Linear(4, 4), fault
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.fault == "attribute":
+            return self.kept.mean() + y  # type: ignore[attr-defined,no-any-return]
+        if self.fault == "unpack":
+            (first, second), third = self.kept, y
+            return first + second + third
+        if self.fault == "tuple":
+            return y * y.shape[7]
+        if self.fault == "value":
+            raise ValueError("Expected input of another size")
+        if self.fault == "runtime":
+            raise RuntimeError("size mismatch of my own")
+        return y
+
+
+@pytest.mark.parametrize("is_loss", [False, True], ids=["model", "loss"])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("attribute", AttributeError),
+        ("unpack", ValueError),
+        ("tuple", IndexError),
+        ("value", ValueError),
+        ("runtime", RuntimeError),
+    ],
+)
+def test_a_fault_of_the_users_own_code_stays_theirs(fault: str, kind: type[Exception], is_loss: bool) -> None:
+    model, other = Faulty("" if is_loss else fault), Faulty(fault)
+    config = {"run": {"device": "cpu"}, "precision": {"param": "fp32"}}
+    engine = initialize(model, config, loss_fn=lambda y, _: (other(y) if is_loss else y).sum())
+    with engine, pytest.raises(kind) as caught:
+        engine.train_step([(torch.ones(2, 4), None)])
+    assert type(caught.value) is kind
+    assert caught.traceback[-1].name == "forward"
+    assert "Faulty was given input [2, 4]" in caught.value.__notes__[0]
