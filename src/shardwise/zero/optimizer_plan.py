@@ -165,6 +165,12 @@ def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimiz
     Raises:
         ConfigError: it returns none.
     """
+    if isinstance(factory, type) and not issubclass(factory, Optimizer):
+        raise ConfigError(
+            "no-optimizer-made",
+            f"{described('what is given as optimizer', factory)}, which is no torch.optim.Optimizer; give a class or "
+            "function that makes one over parameter groups, or set optimizer.name",
+        )
     try:
         made: Any = factory(groups)
     except Exception as error:
