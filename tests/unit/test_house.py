@@ -74,11 +74,11 @@ SHARED_CODES = frozenset(
     re.findall(
         r"\S+",
         """
-    batch-equation batch-multiple config-not-resolved cp-divides-tokens dropout-rate
+    batch-equation batch-misfit batch-multiple config-not-resolved cp-divides-tokens dropout-rate
     engine-closed extra-missing extra-not-json file-unreadable heads-divide-hidden kv-heads-divide-heads layout-heads
     layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json
-    optimizer-element-wise options-not-read
-    not-utf8 operand-device parameter-released parameter-written parts-fill-dim pipeline-rank-alone
+    not-utf8 operand-device optimizer-element-wise options-not-read parameter-released
+    parameter-written parts-fill-dim pipeline-rank-alone
     qkv-dtype-device qkv-empty hf-json-malformed model-not-buildable nested-too-deep
     model-size-unknown
     rank-out-of-range sparse-gradient store-silent too-little-space tp-divides-tokens unknown-parameter

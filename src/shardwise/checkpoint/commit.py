@@ -215,10 +215,14 @@ def clean(root: Path) -> None:
     Raises:
         CheckpointError: the system refuses.
     """
-    for each in entries(root):
-        if _LEFTOVER.fullmatch(each.name):
-            with named_errors("remove", each):
-                remove(each)
+    for each in leftovers(root):
+        with named_errors("remove", each):
+            remove(each)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Return what saves have begun to write, or to delete, in a root: by a run that lives, or left by a dead one."""
+    return [each for each in entries(root) if _LEFTOVER.fullmatch(each.name)]
 
 
 def read_manifest(step_folder: Path, checks_files: bool = True) -> Manifest:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -21,12 +20,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.load import own_tensors
-from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
-from shardwise.checkpoint.reader import ChunkReader
-from shardwise.config.untrusted_files import UntrustedFileError, parse_json
+from shardwise.checkpoint.manifest import CheckpointError, Manifest
+from shardwise.checkpoint.reader import read_json
+from shardwise.checkpoint.shared_values import TooDeepError, TooManyValuesError, ValueCounter
+from shardwise.config.untrusted_files import MAX_DEPTH, UntrustedFileError, check_nesting
 from shardwise.layout.mesh_shape import DATA_AXES, MeshShape
-from shardwise.layout.slicing import LocalTensor
-from shardwise.runtime.state_shards import PARAM
 
 NAME: Final = "data"
 """Names the tensor that holds a rank's text."""
@@ -34,7 +32,6 @@ NAME: Final = "data"
 # A state with one of these counts the samples of all ranks: the second is of MosaicML's streams.
 _OF_ALL_RANKS: Final = ("num_samples", "sample_in_epoch")
 _MANY_VALUES: Final = 1 << 22
-_OLDER: Final = "use an older checkpoint"
 _TUPLE, _ITEMS, _BYTES, _TENSOR, _ARRAY = "__tuple__", "__items__", "__bytes__", "__tensor__", "__array__"
 
 
@@ -65,10 +62,10 @@ def read_state(loader: DataLoaderState, mesh: MeshShape) -> tuple[Tensor, dict[s
     """
     state = loader.state_dict()
     try:
-        if _num_values(state, {}) > _MANY_VALUES:
-            raise RecursionError
-        text = json.dumps(encoded(state)).encode()
-    except RecursionError:
+        ValueCounter(_parts, _MANY_VALUES, MAX_DEPTH).count(state)
+        text = json.dumps(encoded(state))
+        check_nesting(text, "the state", "")  # as when it is read again
+    except (TooManyValuesError, TooDeepError, UntrustedFileError):
         raise CheckpointError(
             "loader-state-too-large",
             f"the state of {type(loader).__name__} has more than {_MANY_VALUES:,} values, those that occur repeatedly "
@@ -76,7 +73,7 @@ def read_state(loader: DataLoaderState, mesh: MeshShape) -> tuple[Tensor, dict[s
         ) from None
     is_global = isinstance(state, Mapping) and any(key in state for key in _OF_ALL_RANKS)
     kind = PositionKind(type(loader).__name__, is_global, mesh.num_data_ranks)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8), asdict(kind)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), asdict(kind)
 
 
 def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, mesh: MeshShape, rank: int) -> None:
@@ -126,39 +123,10 @@ def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, me
     loader.load_state_dict(state)
 
 
-def read_json(folder: Path, stored: StoredTensor, what: str) -> Any:
-    """Return the values that a checkpoint stores as a tensor of bytes, the text of JSON.
-
-    Args:
-        folder: of the checkpoint.
-        stored: the tensor, as the manifest has it.
-        what: its name in errors.
-
-    Raises:
-        CheckpointError: it is no such text.
-    """
-    where = f"{folder}: {what}"
-    if PARAM not in stored.states or stored.states[PARAM].dtype != "U8" or stored.states[PARAM].value is not None:
-        raise CheckpointError("not-json", f"{where} is not stored as text; {_OLDER}")
-    text = torch.empty(math.prod(stored.shape), dtype=torch.uint8)
-    with ChunkReader(folder) as reader:
-        reader.read(stored, PARAM, LocalTensor.whole(stored.shape).pieces, text)
-    try:
-        return parse_json(text.numpy().tobytes().decode(), where, _OLDER)
-    except UntrustedFileError as error:
-        raise CheckpointError(error.code, str(error)) from None
-    except UnicodeDecodeError:
-        raise CheckpointError("not-utf8", f"{where} is not UTF-8 text; {_OLDER}") from None
-
-
-def _num_values(value: Any, known: dict[int, int]) -> int:
-    """Return how many values are in a value; what is in it twice counts twice."""
-    if not isinstance(value, Mapping | list | tuple):
-        return 1
-    if id(value) not in known:
-        parts = value.values() if isinstance(value, Mapping) else value
-        known[id(value)] = 1 + sum(_num_values(part, known) for part in parts)
-    return known[id(value)]
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def encoded(value: Any, where: str = "state") -> Any:

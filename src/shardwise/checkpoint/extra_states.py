@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from shardwise.checkpoint.data_position import read_json
 from shardwise.checkpoint.load import own_tensors, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
+from shardwise.checkpoint.reader import read_json
 from shardwise.checkpoint.tagged_json import NoWordError, from_json, to_json
 from shardwise.checkpoint.training_state import Role, whole
 from shardwise.runtime.state_shards import StateShard

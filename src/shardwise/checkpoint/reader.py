@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -42,12 +42,14 @@ from shardwise.checkpoint.manifest import (
     StoredTensor,
 )
 from shardwise.checkpoint.safetensors_io import named_dtype
-from shardwise.config.untrusted_files import open_regular
-from shardwise.layout.slicing import Chunk, Rect, flat_range_to_rects, overlap, rect_to_flat_ranges, stack
+from shardwise.config.untrusted_files import UntrustedFileError, open_regular, parse_json
+from shardwise.layout.slicing import Chunk, LocalTensor, Rect, flat_range_to_rects, overlap, rect_to_flat_ranges, stack
 from shardwise.runtime.pinned_memory import memory_of
+from shardwise.runtime.state_shards import PARAM
 
 # The file may also come from elsewhere, such as a download.
 _FIX: Final = "use an older checkpoint, or get the file again"
+_OLDER: Final = "use an older checkpoint"
 # The most that one call reads, and the size of the buffer.
 _CHUNK_BYTES: Final = 4 * BLOCK_BYTES
 # Without checksums, gaps of up to this size between wanted bytes are read and dropped rather than skipped.
@@ -221,6 +223,31 @@ class ChunkReader:
                     "file-unreadable", f"{self._folder.name}/{file} cannot be opened: {error.strerror}; {_FIX}"
                 ) from error
         return self._files[file]
+
+
+def read_json(folder: Path, stored: StoredTensor, what: str) -> Any:
+    """Return the values that a checkpoint stores as a tensor of bytes, the text of JSON.
+
+    Args:
+        folder: of the checkpoint.
+        stored: the tensor, as the manifest has it.
+        what: its name in errors.
+
+    Raises:
+        CheckpointError: it is no such text.
+    """
+    where = f"{folder}: {what}"
+    if PARAM not in stored.states or stored.states[PARAM].dtype != "U8" or stored.states[PARAM].value is not None:
+        raise CheckpointError("not-json", f"{where} is not stored as text; {_OLDER}")
+    text = torch.empty(math.prod(stored.shape), dtype=torch.uint8)
+    with ChunkReader(folder) as reader:
+        reader.read(stored, PARAM, LocalTensor.whole(stored.shape).pieces, text)
+    try:
+        return parse_json(text.numpy().tobytes().decode(), where, _OLDER)
+    except UntrustedFileError as error:
+        raise CheckpointError(error.code, str(error)) from None
+    except UnicodeDecodeError:
+        raise CheckpointError("not-utf8", f"{where} is not UTF-8 text; {_OLDER}") from None
 
 
 @dataclass(frozen=True)

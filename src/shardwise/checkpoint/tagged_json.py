@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.shared_values import TooManyValuesError, ValueCounter
 from shardwise.runtime.torch_private import plain_torch_functions
 
 TAGGED: Final = "__tagged__"
@@ -118,34 +119,32 @@ def _with_earlier_tensors(value: Any) -> Any:
 
 
 class _Sizes:
-    """Counts what is in the values of nodes, one after the other, before these are made.
-
-    What is in a value twice counts twice, so that a few nodes cannot make a value of a billion leaves, nor a nesting
-    that no function of C survives.
-    """
+    """Counts what is in the values of nodes, one after the other, before these are made."""
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._depths: list[int] = []
+        self._nodes: list[Any] = []
+        self._counter = ValueCounter(self._parts, _MANY_VALUES, _MOST_DEPTH, key_of=int)
         self._num_hashed = 0
 
     def add(self, node: Any) -> None:
         """Count one more node.
 
         Raises:
-            ValueError: with this one there are too many, or they are too deep.
+            ValueError: with this one there are too many values, or they are too deep.
         """
-        parts = [number for number in _part_numbers(node) if type(number) is int and 0 <= number < len(self._sizes)]
-        size = 1 + sum(self._sizes[number] for number in parts)
-        depth = 1 + max((self._depths[number] for number in parts), default=0)
+        self._nodes.append(node)
+        size = self._counter.count(len(self._nodes) - 1)
         # A set and a mapping hash their members; a tuple in them is walked over each time.
-        self._num_hashed += size if parts and node[0] not in ("list", "tuple") else 0
-        if max(size, self._num_hashed) > _MANY_VALUES:
-            raise ValueError(f"more than {_MANY_VALUES:,} values, those that occur repeatedly counted each time")
-        if depth > _MOST_DEPTH:
-            raise ValueError(f"nested deeper than {_MOST_DEPTH} levels")
-        self._sizes.append(size)
-        self._depths.append(depth)
+        self._num_hashed += size if size > 1 and node[0] not in ("list", "tuple") else 0
+        if self._num_hashed > _MANY_VALUES:
+            raise TooManyValuesError(
+                f"more than {_MANY_VALUES:,} values, those that occur repeatedly counted each time"
+            )
+
+    def _parts(self, number: int) -> list[int]:
+        """Return the numbers of the earlier nodes that are the parts of a node."""
+        parts = _part_numbers(self._nodes[number])
+        return [part for part in parts if type(part) is int and 0 <= part < number]
 
 
 def _part_numbers(node: Any) -> Sequence[Any]:

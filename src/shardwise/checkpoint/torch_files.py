@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError
+from shardwise.checkpoint.shared_values import TooDeepError, TooManyValuesError, ValueCounter
 from shardwise.config.untrusted_files import open_regular
 from shardwise.runtime.torch_private import fake_tensors, file_offset
 
@@ -73,8 +74,7 @@ def read_torch_file(path: Path, folder: Path, stand_ins: Sequence[Any], *, with_
                 f"{path} wants {_wanted(file) or 'more than values'}, which is none of the tensors and values that a "
                 "checkpoint needs, so none of it was executed; where you trust it, save it again without that",
             ) from error
-    tensors: list[Tensor] = []
-    _count(content, path, {}, set(), tensors, 0)
+    tensors = _tensors_in(content, path)
     if not with_values:
         _check_places(tensors, records, path)
     return content
@@ -241,25 +241,23 @@ def _too_deep(path: Path) -> DamagedError:
     return DamagedError("nested-too-deep", f"{path} has a pickle nested deeper than {_MOST_DEPTH} levels; {_FIX}")
 
 
-def _count(value: Any, path: Path, known: dict[int, int], within: set[int], tensors: list[Tensor], depth: int) -> int:
-    """Return how many values are in a value, and collect its tensors; what is in it twice counts twice."""
-    if isinstance(value, Tensor):
+def _tensors_in(content: Any, path: Path) -> list[Tensor]:
+    """Return the tensors in what was read, once for each place; what it unpacks to is bounded."""
+    tensors: list[Tensor] = []
+
+    def parts(value: Any) -> Iterable[Any]:
+        if not isinstance(value, Tensor):
+            return _parts(value)
         tensors.append(value)
-        return 1
-    parts = list(_parts(value))
-    if not parts:
-        return 1
-    if id(value) in known:
-        return known[id(value)]
-    if id(value) in within or depth > _MOST_DEPTH:  # in itself, or too deep
-        raise _too_deep(path)
-    within.add(id(value))
-    total = 1 + sum(_count(part, path, known, within, tensors, depth + 1) for part in parts)
-    within.remove(id(value))
-    if total > _MOST_VALUES:
-        raise _too_many(path)
-    known[id(value)] = total
-    return total
+        return ()
+
+    try:
+        ValueCounter(parts, _MOST_VALUES, _MOST_DEPTH).count(content)
+    except TooManyValuesError:
+        raise _too_many(path) from None
+    except TooDeepError:
+        raise _too_deep(path) from None
+    return tensors
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -16,7 +16,6 @@ shardwise.config.resolve.ConfigError: zero.stege is not a config key; did you me
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -336,7 +335,8 @@ def batch_equation(batch: BatchConfig, num_data_ranks: int, is_pipelined: bool =
         num_data_ranks: dp_replicate x dp_shard.
         is_pipelined: whether mesh.pp > 1, where accumulation is called micro-batches (chunks).
     """
-    chunks = "micro-batches (chunks)" if is_pipelined else "accumulation"
+    micro_batches = "micro-batch" if batch.accumulation == 1 else "micro-batches"
+    chunks = f"{micro_batches} (chunks)" if is_pipelined else "accumulation"
     return (
         f"global batch {batch.global_size} = {batch.micro_size} samples a micro-batch x "
         f"{batch.accumulation} {chunks} x {num_data_ranks} data-parallel ranks"
@@ -450,7 +450,8 @@ def _explain(section: str, leaf: str, value: Any) -> str:
     schema = _sections()[section].model_json_schema()["properties"][leaf]
     word = value.lower() if isinstance(value, str) and len(value) <= _MAX_SHOWN else ""
     close = difflib.get_close_matches(word, _words(schema), n=1, cutoff=0.5)
-    default = "" if schema["default"] is None else f" for the default {json.dumps(schema['default'])}"
+    # Not its value: that of a job depends on its model and machine.
+    default = "" if schema["default"] is None else " for the default"
     fix = f"did you mean {close[0]}?" if close else f"leave it out{default}"
     return f"{section}.{leaf}={shown_value(value)} must be {_rule(schema, value)}; {fix}"
 

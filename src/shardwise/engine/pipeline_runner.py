@@ -196,6 +196,9 @@ class PipelineRunner:
                 self._has_failed = True
             if not execution.is_stepping:
                 self._pipes.hang_up()
+                if not torch.is_grad_enabled():
+                    # The first stages have sent all that they have, and wait in the evaluation's sum.
+                    context.comms.all.hang_up()
             raise
         if self._has_failed:
             context.note_failure("")

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import AttentionConfig, ConfigError
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
@@ -365,7 +366,17 @@ def lm_loss(
 
     Returns:
         The sum (fp32, or fp64 for fp64 logits) and the int64 number of targets that count, both of no dims.
+
+    Raises:
+        EngineError: there are not as many targets as logits have tokens, or they are no integers.
     """
+    if targets.numel() != math.prod(logits.shape[:-1]) or targets.dtype not in (torch.int64, torch.int32):
+        dtype = str(targets.dtype).removeprefix("torch.")
+        raise EngineError(
+            "batch-misfit",
+            f"the loss got targets {list(targets.shape)} {dtype} for logits {list(logits.shape)}; give one of "
+            f"int64 for each token, -100 where none counts: {list(logits.shape[:-1])}",
+        )
     count = (targets != IGNORED_TARGET).sum()
     deferred_sum = getattr(logits, "cross_entropy_sum", None)
     if deferred_sum is not None:

@@ -37,6 +37,7 @@ __all__ = [
     "STATE_DICT_CODE",
     "OpMode",
     "OpOverload",
+    "assert_async",
     "compiler_errors",
     "constant_in_graphs",
     "container_types",
@@ -82,6 +83,11 @@ __all__ = [
     "wrapper_like",
     "written_tensors",
 ]
+
+
+def assert_async(is_so: Tensor, message: str) -> None:
+    """Raise if `is_so` holds false; on an accelerator its device asserts, later. Compilers keep it."""
+    torch._assert_async(is_so, message)
 
 
 def in_backward() -> bool:
@@ -564,7 +570,7 @@ def cpu_flash_attention(
         scale: of q k^T.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q, k, v, 0.0, isinstance(mask, str), attn_mask=_mask_tensor(mask), scale=scale)
+    out, lse = op(q, k, v, 0.0, isinstance(mask, str), attn_mask=None if isinstance(mask, str) else mask, scale=scale)
     return out, lse
 
 
@@ -591,10 +597,6 @@ def cpu_flash_attention_backward(
         scale: of q k^T.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    is_causal, mask = isinstance(mask, str), _mask_tensor(mask)
+    is_causal, mask = isinstance(mask, str), None if isinstance(mask, str) else mask
     grad_q, grad_k, grad_v = op(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
     return grad_q, grad_k, grad_v
-
-
-def _mask_tensor(mask: Tensor | Literal["causal"] | None) -> Tensor | None:
-    return None if isinstance(mask, str) else mask

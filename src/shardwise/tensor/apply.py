@@ -127,7 +127,7 @@ class _PlanApplier:
         if layer.style == "vocab":
             start, stop = layer.parts[0].range_of(self.ops.comm.rank, degree)
             local_padding = padding - start if padding is not None and start <= padding < stop else None
-            state = layers.EmbeddingState(self.ops, layer.module, start, stop, local_padding)
+            state = layers.EmbeddingState(self.ops, layer.module, split.global_shape[0], start, stop, local_padding)
         else:
             order = _order(layer.parts, degree) if layer.gathers_output else ()
             state = layers.EmbeddingState(self.ops, layer.module, gathers_output=layer.gathers_output, order=order)
@@ -193,7 +193,7 @@ def _order(parts: tuple[FusedPart, ...], degree: int) -> Order:
     return () if tuple(pieces) == as_it_is else tuple(pieces)
 
 
-_SPEAKS_OF_SHAPES: Final = re.compile(r"shape|size|dimension|cannot be multiplied|to unpack")
+_SPEAKS_OF_SHAPES: Final = re.compile(r"shape|(?<!batch_)size|dimension|cannot be multiplied|to unpack")
 
 
 def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout | None) -> None:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import EngineError
+from shardwise.runtime.batch_errors import check_indices
 from shardwise.tensor import collectives
 
 
@@ -102,8 +103,7 @@ def cross_entropy_sum(
         dtype: the result and all sums have the widest of this dtype, fp32 and the dtype of `hidden`.
 
     Raises:
-        IndexError: a target is neither ignored nor in the vocabulary; an assertion of the device on CUDA. The message
-            is torch's own.
+        IndexError: a target is neither ignored nor in the vocabulary; an assertion of the device on CUDA.
     """
     job = _ChunkJob.of(hidden, vocab, terms, dtype)
     return _Sum.apply(hidden, weight, bias, targets, job)
@@ -198,8 +198,7 @@ class _Targets:
     def of(targets: Tensor, job: _ChunkJob) -> _Targets:
         counts = targets != job.terms.ignore_index
         valid = targets.where(counts, 0)
-        # Raises, or asserts on the device, where one is not in the vocabulary, without a copy to the host.
-        valid.new_zeros(1).expand(job.vocab.size).gather(0, valid)
+        check_indices(valid, job.vocab.size)
         local = valid - job.vocab.start
         is_own = counts & (local >= 0) & (local < job.vocab.num_own)
         return _Targets(counts, is_own, local.where(is_own, 0))

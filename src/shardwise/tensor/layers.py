@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.config.resolve import ConfigError
+from shardwise.runtime.batch_errors import check_indices
 from shardwise.runtime.class_swap import subclass_module
 from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
 from shardwise.tensor.mappings import TpMappings
@@ -174,6 +175,7 @@ class EmbeddingState(LayerState):
     """Holds the state of an embedding.
 
     Attributes:
+        size: the number of rows of the whole, without padding.
         start: the first token of this rank's rows.
         stop: the token after its last one.
         padding: the row that never trains, counted from `start`; None where this rank does not hold it.
@@ -181,6 +183,7 @@ class EmbeddingState(LayerState):
         order: as for linear layers.
     """
 
+    size: int = 0
     start: int = 0
     stop: int = 0
     padding: int | None = None
@@ -199,6 +202,8 @@ class VocabEmbedding(nn.Embedding):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [...] -> [..., features]
         (ids,) = (*args, *kwargs.values())
         state = self._shardwise_embedding
+        if ids.dtype in (torch.int64, torch.int32):  # torch refuses the others below
+            check_indices(ids, state.size)
         is_elsewhere = (ids < state.start) | (ids >= state.stop)
         rows = (ids - state.start).masked_fill(is_elsewhere, 0)
         found = F.embedding(rows, self.weight, state.padding).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)

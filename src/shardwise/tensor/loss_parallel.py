@@ -395,7 +395,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    is_plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
+    is_plain = weight is None and size_average is None and reduce is None and target.dtype == torch.int64
     fits = source.vocab_dim == min(1, source.hidden.dim() - 1) and target.shape == source.hidden.shape[:-1]
     if not (is_plain and fits and reduction in ("mean", "sum", "none")):
         return NotImplemented

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.checkpoint.commit import rename_later, step_folders, step_of
+from shardwise.checkpoint.commit import leftovers, rename_later, step_folders, step_of
 from shardwise.checkpoint.find import IN_RUN, newest_whole
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import LENIENT_FIX
 from shardwise.config.errors import system_code, with_code
-from shardwise.config.resolve import BatchConfig, Config, ConfigError, TiersConfig, read_toml
+from shardwise.config.resolve import BatchConfig, Config, ConfigError, RunConfig, TiersConfig, read_toml
 from shardwise.config.untrusted_files import UntrustedFileError, open_regular, read_json
 from shardwise.config.written_files import write_whole
 from shardwise.engine.checkpoint_api import saves_from_files
@@ -120,6 +120,11 @@ class RunCheckpoints:
         notes = [f"not whole, so not used: {line}" for line in report.damaged]
         if self._trainer.engine.comm.rank == 0 and self.root.is_dir():
             notes += [f"renamed {folder}, which is of a later step" for folder in rename_later(self.root, report.step)]
+        if report.path.parent != self.root:  # else the first save removes them
+            notes += [
+                f"{folder} is half of a save that did not end; delete it, unless a run is writing it"
+                for folder in leftovers(report.path.parent)
+            ]
         for note in notes:
             log.warning("%s", note)
         return Resumed(report.path, report.step, tuple(notes))
@@ -246,24 +251,28 @@ def _step_in(line: bytes) -> int:
         return 0
 
 
-def go_on_command(root: Path, folder: Path | None) -> str:
+def go_on_command(root: Path, folder: Path | None, saves_there: bool = True) -> str:
     """Return the command that goes on from the newest checkpoint in `root`.
 
     Args:
         root: the folder of checkpoints.
-        folder: of the run that saves there, and shall do so again; None where another run has.
+        folder: of the run; the new one's is beside it, where its curve finds the steps before. None for no run.
+        saves_there: whether this run saves in `root`, and the new one shall do so again.
 
     >>> go_on_command(Path("runs/my first/checkpoints"), Path("runs/my first"))
     "shardwise train --resume 'runs/my first'"
     >>> go_on_command(Path("ck"), Path("runs/a"))
     'shardwise train --resume ck checkpoint.path=ck'
+    >>> go_on_command(Path("mine/a/checkpoints"), Path("mine/a"))
+    'shardwise train --resume mine/a run.dir=mine'
     """
-    command = "shardwise train --resume"
-    if folder is None:
-        return f"{command} {shlex.quote(str(root))}"
-    if root == folder / IN_RUN:  # the folder of a run is shorter than that of its checkpoints, and does as well
-        return f"{command} {shlex.quote(str(folder))}"
-    return f"{command} {shlex.quote(str(root))} {shlex.quote(f'checkpoint.path={root}')}"
+    words = [str(root)]
+    if folder is not None and saves_there:
+        # The folder of a run is shorter than that of its checkpoints, and does as well.
+        words = [str(folder)] if root == folder / IN_RUN else [str(root), f"checkpoint.path={root}"]
+    if folder is not None and folder.parent != Path(RunConfig().dir):
+        words.append(f"run.dir={folder.parent}")
+    return f"shardwise train --resume {' '.join(map(shlex.quote, words))}"
 
 
 def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
@@ -274,11 +283,11 @@ def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
         folder: of the run.
         resume: the checkpoint that the run itself has gone on from, or its folder; None where it began afresh.
     """
-    for root, run in ((checkpoint_root(config, folder), folder), (resume, None)):
+    for root, is_own in ((checkpoint_root(config, folder), True), (resume, False)):
         if root is not None:
             with suppress(CheckpointError, OSError):
                 newest, _ = newest_whole(root)
-                return f"to go on from {newest.name}: {go_on_command(root, run)}"
+                return f"to go on from {newest.name}: {go_on_command(root, folder, is_own)}"
     fix = f"; checkpoint.every={max(1, config.run.steps // 10)} saves while it trains"
     return f"nothing was saved by then, so there is nothing to go on from{fix * (config.checkpoint.every is None)}"
 

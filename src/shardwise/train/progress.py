@@ -220,11 +220,11 @@ def _figures(state: Progress, width: int) -> RenderableType:
 def _numbers(state: Progress) -> Iterator[tuple[str, Text]]:
     """Yield the names and values of the last step's numbers, an even number of them."""
     yield "loss", Text(f"{state.loss:.4f}", style="bold")
-    yield "eval_loss", Text("{1:.4f}, step {0}".format(*state.eval_loss) if state.eval_loss else "")
+    yield "eval_loss", Text("{1:.4f}, step {0}".format(*state.eval_loss) if state.eval_loss else "not yet evaluated")
     yield "lr", Text(f"{state.lr:.2e}")
     yield "grad_norm", Text(f"{state.grad_norm:.2f}")
     yield "tokens_per_s", Text(f"{state.tokens_per_s:,.0f}, smoothed")
-    yield "mfu", Text("not known" if state.mfu is None else f"{state.mfu:.0%}, smoothed")
+    yield "mfu", Text("not known: no peak FLOP/s" if state.mfu is None else f"{state.mfu:.0%}, smoothed")
 
 
 def curve(points: Sequence[Point], width: int, height: int) -> list[Text]:

@@ -167,7 +167,14 @@ def join(
         config, folder, shard_path, resume = _agree_on_place(config, env, console, resume)
     else:
         folder, shard_path = prepared
-    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
+    return run_rank(
+        *(config, folder, shard_path),
+        env=env,
+        stop=stop,
+        console=console,
+        resume=resume,
+        is_launched_here=prepared is not None,
+    )
 
 
 def config_of(folder: Path) -> Config:
@@ -191,10 +198,11 @@ def run_rank(
     stop: StopFlag,
     console: Console,
     resume: Path | None = None,
+    is_launched_here: bool = False,
 ) -> int:
     """Train on this rank of an existing process group; return the exit code: 0, 1, 2, or 128 + a signal's number.
 
-    The arguments are those of `join`.
+    The arguments are those of `join`; where `is_launched_here`, `start` says after a stop how to go on.
     """
     trainer: Trainer | None = None
     try:
@@ -220,7 +228,12 @@ def run_rank(
             measured = compare(trainer, folder, prediction, recorder.step_s)  # which the page shows
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
             outcome = replace(
-                outcome, stopped_by=stopped_by, host=trainer.host, prediction=prediction, measured=measured
+                outcome,
+                stopped_by=stopped_by,
+                says_how_to_go_on=stopped_by is None or not is_launched_here,
+                host=trainer.host,
+                prediction=prediction,
+                measured=measured,
             )
             console.print(Escaped(render_outcome(recorder.outcome(outcome))), crop=False)
         if outcome.failure is not None:

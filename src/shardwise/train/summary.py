@@ -50,6 +50,7 @@ class RunOutcome:
         prediction: what the planner predicted for rank 0 before the first step.
         measured: what was measured in its place.
         page: the run as a page, in its folder.
+        says_how_to_go_on: whether the summary does; after a stop the local launcher has the last word.
     """
 
     state: Progress
@@ -66,6 +67,7 @@ class RunOutcome:
     prediction: StepFigures | None = None
     measured: StepFigures | None = None
     page: Path | None = None
+    says_how_to_go_on: bool = True
 
 
 def render_outcome(outcome: RunOutcome) -> RenderableType:
@@ -84,7 +86,8 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     saved, exported, state = outcome.saved, outcome.exported, outcome.state
     if saved is not None:
         more = f" run.steps={2 * state.step}" if state.step >= state.total_steps else ""
-        yield "to go on", f"{go_on_command(saved.root, outcome.folder)}{more}"
+        if outcome.says_how_to_go_on:
+            yield "to go on", f"{go_on_command(saved.root, outcome.folder)}{more}"
         if exported is None:
             yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
     if exported is not None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.config.arguments import described
-from shardwise.config.errors import CodedError
 from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import Layout
 from shardwise.optim.muon import IS_MATRIX, MuonWithAdamW
@@ -136,10 +135,10 @@ def plan_optimizer(
 
         try:
             small = _made_by(given, _small_groups(layout, dtype))
-        except CodedError as error:
+        except Exception as error:
             return OptimizerPlan(in_one, partial(_raise, error), name_of, Optimizer)
         scope = step_scope(small, dtype, device)
-        return OptimizerPlan(in_one, given, name_of, type(small), scope)
+        return OptimizerPlan(in_one, partial(_made_by, given), name_of, type(small), scope)
 
     def by_decay(layout: Layout, _: Collection[str]) -> list[NamedGroup]:
         places = [place for group in layout.groups if group.trainable and not group.is_matrix for place in group.params]
@@ -161,22 +160,26 @@ def plan_optimizer(
 
 
 def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return the optimizer that the user's function makes over parameter groups.
+    """Return the optimizer that the user's function makes over parameter groups; what it raises stays as it is.
 
     Raises:
-        ConfigError: it makes none.
+        ConfigError: it returns none.
     """
-    try:
-        made: Any = factory(groups)
-    except CodedError:
-        raise
-    except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if isinstance(factory, type) and not issubclass(factory, Optimizer):
         raise ConfigError(
             "no-optimizer-made",
-            f"the function given as optimizer fails on parameter groups ({said}); give one that makes an optimizer "
-            "over them, or set optimizer.name",
-        ) from error
+            f"{described('what is given as optimizer', factory)}, which is no torch.optim.Optimizer; give a class or "
+            "function that makes one over parameter groups, or set optimizer.name",
+        )
+    try:
+        made: Any = factory(groups)
+    except Exception as error:
+        sizes = ", ".join(str(list(each.shape)) for each in groups[0]["params"][:4])
+        error.add_note(
+            "initialize has called the function given as optimizer with a list of one parameter group, whose "
+            f"parameters are {sizes}; first with small ones, to see what it makes"
+        )
+        raise
     if not isinstance(made, Optimizer):
         raise ConfigError(
             "no-optimizer-made",

@@ -1,5 +1,6 @@
 """Torch's private names do on this torch what the library takes them to do."""
 
+import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.runtime.batch_errors import check_indices
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
     OpMode,
@@ -45,6 +47,18 @@ from shardwise.runtime.torch_private import (
     wrapper_like,
     written_tensors,
 )
+
+
+def test_an_assertion_stays_in_compiled_code() -> None:
+    def check(indices: Tensor) -> Tensor:
+        check_indices(indices, 4)
+        return indices + 1
+
+    compiled = torch.compile(check, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.tensor([0, 3])).tolist() == [1, 4]
+    for call, wrong in itertools.product((check, compiled), ([4, 0], [0, -1])):
+        with pytest.raises((IndexError, RuntimeError), match="index out of range in self"):
+            call(torch.tensor(wrong))
 
 
 def test_in_backward_is_true_in_hooks_and_recomputation_only() -> None:

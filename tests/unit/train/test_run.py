@@ -184,20 +184,21 @@ def test_an_end_by_an_error_says_how_to_go_on(train, tmp_path, monkeypatch, caps
     monkeypatch.setattr(RunRecorder, "see", failing_late)
     assert train(steps=4, checkpoint={"every": 2, "background": False})[0] == 1
     hint = capsys.readouterr().err.splitlines()[-1]
-    assert hint == f"shardwise: to go on from step-00000002: shardwise train --resume {tmp_path / 'run'}"
+    command = f"shardwise train --resume {tmp_path / 'run'} run.dir={tmp_path}"
+    assert hint == f"shardwise: to go on from step-00000002: {command}"
 
 
 def test_the_way_on_is_from_the_newest_whole_checkpoint_and_else_from_where_the_run_began(tmp_path):
-    folder, before = tmp_path / "my run", tmp_path / "before"
+    folder, before, where = tmp_path / "my run", tmp_path / "before", f"run.dir={tmp_path}"
     config = Config.from_dict({"checkpoint": {"every": 1}})
     assert how_to_go_on(config, folder, None) == "nothing was saved by then, so there is nothing to go on from"
     commit(begin(before, 3), before, Manifest(step=3, tensors=(), files={}))
-    assert how_to_go_on(config, folder, before).endswith(f"step-00000003: shardwise train --resume {before}")
+    assert how_to_go_on(config, folder, before).endswith(f"step-00000003: shardwise train --resume {before} {where}")
     own = folder / "checkpoints"
     for step in (4, 5):
         commit(begin(own, step), own, Manifest(step=step, tensors=(), files={}))
     (own / "step-00000005" / "manifest.json").write_text("torn")
-    assert how_to_go_on(config, folder, before).endswith(f"step-00000004: shardwise train --resume '{folder}'")
+    assert how_to_go_on(config, folder, before).endswith(f"step-00000004: shardwise train --resume '{folder}' {where}")
 
 
 def test_a_refused_config_leaves_no_folder(train, tmp_path, monkeypatch, capsys):
