@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch
 from harness.faults import NUM_RANKS, Whole, run_to_end, stored
 from harness.pool import WorkerPool
 from harness.snapshots import Snapshots
+from harness.warm_python import WarmPython
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # last: tests have folders of the same names
 torch.set_num_threads(1)
@@ -126,6 +128,22 @@ def ranks() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm_programs() -> Iterator[WarmPython]:
+    """What programs begin in, for fixtures of a module; tests take `warm_python`."""
+    warm = WarmPython()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def warm_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of Python that the test starts have imported torch and the library, unless the test is marked `cold`."""
+    if request.node.get_closest_marker("cold") is None:
+        warm: WarmPython = request.getfixturevalue("warm_programs")
+        monkeypatch.setattr(subprocess, "Popen", warm.popen())
 
 
 @pytest.fixture(scope="session")

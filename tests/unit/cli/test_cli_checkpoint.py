@@ -23,6 +23,8 @@ from shardwise.cli import main as cli
 from shardwise.layout.slicing import Rect
 from shardwise.train.tokenizer import byte_tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 ABOUT = {
     "layout": {"mesh": {"pp": 1, "dp_shard": 2, "tp": 2}, "stage": 3, "precision": {"param": "bf16", "master": "fp32"}},
     "config": {"zero": {"stage": 3}, "optimizer": {"lr": 0.1}},

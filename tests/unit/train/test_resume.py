@@ -10,12 +10,12 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.checkpoint.commit import begin, commit
+from shardwise.checkpoint.find import IN_RUN
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.config.resolve import AttentionConfig, BatchConfig, Config
 from shardwise.models import decoder_config
 from shardwise.report.run_folder import run_source
 from shardwise.train.checkpoints import (
-    FOLDER_NAME,
     Resumed,
     fit_micro_size,
     keep_global_batch,
@@ -56,7 +56,7 @@ def write_run(name: str, *steps: int, run_name: str | None = None) -> Path:
     """A run's folder in `runs`."""
     folder = Path("runs", name)
     folder.mkdir(parents=True)
-    write(folder / FOLDER_NAME, *steps)
+    write(folder / IN_RUN, *steps)
     values = SAVED | {"run": SAVED["run"] | {"name": run_name}}
     (folder / "config.json").write_text(Config.from_dict(values).to_json())
     return folder
@@ -172,8 +172,8 @@ def test_auto_takes_the_newest_run_of_that_name_that_has_saved():
     write_run("20250102-000001-mine", run_name="mine")  # killed before its first save
     write_run("20250103-000000-mine-2", 10, run_name="mine-2")
     by_preset = write_run("20250104-000000-25m", 10)
-    assert resumed("auto", "run.name=mine")[1] == newest / FOLDER_NAME
-    assert resumed("auto", "model.preset=25m")[1] == by_preset / FOLDER_NAME
+    assert resumed("auto", "run.name=mine")[1] == newest / IN_RUN
+    assert resumed("auto", "model.preset=25m")[1] == by_preset / IN_RUN
     assert resumed("auto")[1] is None, "there is no run of the tiny preset"
 
 
@@ -182,8 +182,8 @@ def test_auto_takes_the_last_run_though_the_clock_was_set_back_before_it():
     now = datetime(2025, 1, 1)
     for _ in range(2):
         last = create_folder(Config.from_dict({"run": {"name": "mine"}}), now)
-        write(last / FOLDER_NAME, 10)
-        assert resumed("auto", "run.name=mine")[1] == last / FOLDER_NAME
+        write(last / IN_RUN, 10)
+        assert resumed("auto", "run.name=mine")[1] == last / IN_RUN
 
 
 def test_auto_finds_what_the_newest_run_of_that_name_has_saved_elsewhere():
@@ -341,10 +341,10 @@ def steps_in(folder: Path) -> list[int]:
 def test_the_metrics_of_a_resumed_run_begin_with_those_of_the_runs_before(tmp_path, is_elsewhere):
     first, second = write_run("20260101-000000-25m", 5), Path("runs", "20260102-000000-25m")
     third = Path("runs", "20260103-000000-25m")
-    root = first / FOLDER_NAME
+    root = first / IN_RUN
     if is_elsewhere:
         root = tmp_path / "elsewhere"
-        (first / FOLDER_NAME).rename(root)
+        (first / IN_RUN).rename(root)
     # The first has gone on after it saved, and was killed in the middle of a line.
     (first / METRICS_NAME).write_text(lines_of(1, 2, 3, 4, 5, 6) + '{"step": 7')
     config = Config.from_dict(SAVED)
@@ -353,7 +353,7 @@ def test_the_metrics_of_a_resumed_run_begin_with_those_of_the_runs_before(tmp_pa
     assert steps_in(second) == [1, 2, 3, 4, 5]
     with (second / METRICS_NAME).open("a") as file:
         file.write(lines_of(6, 7, 8))
-    own = write(second / FOLDER_NAME, 8)
+    own = write(second / IN_RUN, 8)
     third.mkdir()
     take_over_metrics(config, third, Resumed(own / "step-00000008", 8))
     assert steps_in(third) == list(range(1, 9))
@@ -365,10 +365,10 @@ def test_the_metrics_of_a_run_that_died_in_a_save_lack_that_step_alone():
     """A step is recorded after its save; of the runs that saved into one folder the one that came furthest counts."""
     first, second = write_run("20260101-000000-25m", 5), Path("runs", "20260102-000000-25m")
     root = Path("shared")
-    (first / FOLDER_NAME).rename(root)
+    (first / IN_RUN).rename(root)
     (first / METRICS_NAME).write_text(lines_of(1, 2, 3, 4))
     other = write_run("20260101-000001-25m", 2)
-    shutil.rmtree(other / FOLDER_NAME)
+    shutil.rmtree(other / IN_RUN)
     for run in (first, other):
         text = json.loads((run / CONFIG_NAME).read_text())
         text.setdefault("checkpoint", {})["path"] = str(root)
@@ -382,7 +382,7 @@ def test_the_metrics_of_a_run_that_died_in_a_save_lack_that_step_alone():
 def test_metrics_that_there_are_not_or_that_are_not_wanted_are_left_out():
     first, second = write_run("20260101-000000-25m", 5), Path("runs", "20260102-000000-25m")
     second.mkdir()
-    resumed_at = Resumed(first / FOLDER_NAME / "step-00000005", 5)
+    resumed_at = Resumed(first / IN_RUN / "step-00000005", 5)
     take_over_metrics(Config.from_dict(SAVED), second, resumed_at)  # there are none
     (first / METRICS_NAME).write_text(lines_of(6, 7) + '{"step": 5')
     take_over_metrics(Config.from_dict(SAVED), second, resumed_at)
