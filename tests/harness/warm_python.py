@@ -159,10 +159,10 @@ def _serve(connection: Connection) -> None:
     gc.collect()
     gc.freeze()
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    told = _RealPopen(
+    printed = _RealPopen(
         [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"], env=plain, stdout=subprocess.PIPE
     ).communicate()[0]
-    path: list[str] = json.loads(told)
+    path: list[str] = json.loads(printed)
     asked = socket.socket(fileno=os.dup(connection.fileno()))
     connection.close()
     with contextlib.suppress(EOFError, ConnectionError):

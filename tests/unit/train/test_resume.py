@@ -189,7 +189,7 @@ def test_auto_takes_the_last_run_though_the_clock_was_set_back_before_it():
 def test_auto_finds_what_the_newest_run_of_that_name_has_saved_elsewhere():
     write_run("20250101-000000-mine", 30, run_name="mine")
     newest = write_run("20250102-000000-mine", run_name="mine")
-    assert resumed("auto", "run.name=mine")[1] == Path("runs/20250101-000000-mine", FOLDER_NAME)
+    assert resumed("auto", "run.name=mine")[1] == Path("runs/20250101-000000-mine", IN_RUN)
     elsewhere = write(Path("elsewhere"), 10)  # the checkpoint.path that its config names
     assert resumed("auto", "run.name=mine")[1] == elsewhere
     assert resumed(newest)[1] == elsewhere
