@@ -11,6 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from zlib import crc32
 
 import hypothesis
@@ -37,6 +38,13 @@ PARITY = Path(__file__).parent / "parity"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`: all combinations")
     parser.addoption("--update-snapshots", action="store_true", help="write tests/data/snapshots again")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Of what `--full` alone runs the variants are not made: there are thousands, and each process would make them."""
+    is_full = isinstance(obj, FunctionType) and any(mark.name == "full" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_full and not collector.config.getoption("--full") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -161,6 +161,7 @@ def test_a_folder_that_cannot_be_written_is_not_wrong_use(root, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.cold
 def test_show_needs_no_torch(root):
     script = "import sys, shardwise.cli.main as cli; cli.main(['checkpoint', 'show', 'runs/a']); print('torch' in sys.modules)"  # noqa: E501
     environ = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
