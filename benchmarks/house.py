@@ -18,7 +18,7 @@ import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -80,6 +80,12 @@ class Sources:
         return ((path, tree) for path, tree in self.trees.items() if path.split("/")[0] in packages)
 
 
+@cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, which many measures look at."""
+    return tuple(ast.walk(tree))
+
+
 def targets(node: ast.AST) -> list[ast.expr]:
     """The expressions that a statement assigns to."""
     if isinstance(node, ast.Assign):
@@ -124,7 +130,7 @@ def type_of(node: ast.AST, of_arguments: Mapping[str, str]) -> str | None:
 
 def classes(sources: Sources) -> Iterator[tuple[str, dict[str, str | None]]]:
     for path, tree in sources.trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 yield f"{path}: {node.name}", attributes_of(node)
 
@@ -154,14 +160,14 @@ def foreign_writes(sources: Sources) -> list[str]:
     return [
         f"{path}:{target.lineno}: {ast.unparse(target)}"
         for path, tree in sources.of(CORE)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         for target in targets(node)
         if isinstance(target, ast.Attribute) and not is_of_self(target)
     ]
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | Functions):
             yield getattr(node, "name", "the module"), ast.get_docstring(node) or ""
 
@@ -198,7 +204,7 @@ def aliases(sources: Sources) -> list[str]:
     return [
         f"{path}: {node.module}.{name.name} as {name.asname}"
         for path, tree in sources.trees.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ImportFrom)
         for name in node.names
         if name.asname not in (None, name.name) and f"{node.module}.{name.name}" in sources.modules
@@ -210,7 +216,7 @@ def frozen_classes(sources: Sources) -> set[str]:
     return {
         node.name
         for tree in sources.trees.values()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
         if any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
         or any(ast.unparse(base) in ("NamedTuple", "Enum") for base in node.bases)
@@ -235,7 +241,7 @@ def importers(sources: Sources) -> Mapping[str, set[str]]:
     """Path of a module -> paths of the modules that import it."""
     found: dict[str, set[str]] = defaultdict(set)
     for path, tree in sources.trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             names = [name.name for name in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}", *(f"{node.module}.{name}" for name in names)]
@@ -261,7 +267,7 @@ def vague_names(sources: Sources) -> list[str]:
     return [
         f"{path}:{node.lineno}: {node.id}"
         for path, tree in sources.trees.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_NAMES
     ]
 

@@ -6,10 +6,12 @@ import gc
 import logging
 import os
 import random
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from zlib import crc32
 
 import hypothesis
@@ -20,6 +22,7 @@ import torch
 from harness.faults import NUM_RANKS, Whole, run_to_end, stored
 from harness.pool import WorkerPool
 from harness.snapshots import Snapshots
+from harness.warm_python import WarmPython
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # last: tests have folders of the same names
 torch.set_num_threads(1)
@@ -35,6 +38,13 @@ PARITY = Path(__file__).parent / "parity"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`: all combinations")
     parser.addoption("--update-snapshots", action="store_true", help="write tests/data/snapshots again")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Of what `--full` alone runs the variants are not made: there are thousands, and each process would make them."""
+    is_full = isinstance(obj, FunctionType) and any(mark.name == "full" for mark in getattr(obj, "pytestmark", ()))
+    return [] if is_full and not collector.config.getoption("--full") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -126,6 +136,22 @@ def ranks() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm_programs() -> Iterator[WarmPython]:
+    """What programs begin in, for fixtures of a module; tests take `warm_python`."""
+    warm = WarmPython()
+    yield warm
+    warm.close()
+
+
+@pytest.fixture
+def warm_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of Python that the test starts have imported torch and the library, unless the test is marked `cold`."""
+    if request.node.get_closest_marker("cold") is None:
+        warm: WarmPython = request.getfixturevalue("warm_programs")
+        monkeypatch.setattr(subprocess, "Popen", warm.popen())
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 
-pytestmark = pytest.mark.begin
+pytestmark = [pytest.mark.begin, pytest.mark.usefixtures("warm_python")]
 
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
 

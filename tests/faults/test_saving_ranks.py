@@ -33,6 +33,8 @@ from harness.waiting import PATIENCE_S
 from shardwise.checkpoint.commit import read_manifest, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 FILE = "rank-*"
 ROOT = "checkpoints"
 SHORT_S = 4.0  # longer than a machine may stall

@@ -5,7 +5,9 @@ The whole campaign is `python -m harness.stops` in the folder `tests`; its table
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -21,9 +23,10 @@ from harness.stops import (
     run_whole,
     stored,
 )
+from harness.warm_python import WarmPython
 from shardwise.checkpoint.manifest import StoredTensor
 
-pytestmark = pytest.mark.begin
+pytestmark = [pytest.mark.begin, pytest.mark.usefixtures("warm_python")]
 
 # Signals to the launcher, and its own stop, are quick in `test_launcher`.
 QUICK = (Stop("STOP", "0", "save"),)
@@ -32,8 +35,9 @@ _BUSY_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[StoredTensor]]:
-    return run_whole(tmp_path_factory.mktemp("whole"))
+def whole(warm_programs: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[StoredTensor]]:
+    with patch.object(subprocess, "Popen", warm_programs.popen()):
+        return run_whole(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,12 @@ from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import Event, Streams
 from shardwise.runtime.timeline import Timeline
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 # How long others are silently waited for: longer than a machine may stall; and for ranks that come.
 SILENT_S, TIMEOUT_S = 3.0, 60.0
 # In which a call times out: after it has been reported.
-SHORT_S = 3 * SILENT_S
+SHORT_S = 2 * SILENT_S
 CPU = torch.device("cpu")
 RUN = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": SILENT_S}
 

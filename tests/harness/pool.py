@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -204,14 +204,13 @@ class WorkerPool:
     def _start(self) -> _Worker:
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = template()
         ours, theirs = context.Pipe()
         self._num_started += 1
         log = self._folder / f"worker{self._num_started}.log"
         log.touch()
         process = context.Process(target=_serve, args=(theirs, self._store.port, log), daemon=True)
-        with _one_thread():
+        with one_thread():
             process.start()
         theirs.close()
         return _Worker(process, ours, log)
@@ -241,6 +240,13 @@ class Ranks:
         return self.pool.run(self.num_ranks, fn, args, timeout_s, grace_s)
 
 
+def template() -> ForkServerContext:
+    """The process that others are forked from, with what it imports when the first of them starts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((fn, args))
@@ -250,7 +256,7 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """An environment for the template in which libraries start no threads at import: fork loses threads."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}

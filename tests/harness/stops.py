@@ -78,6 +78,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
 if "RANK" in os.environ and "STOPS_FOLDER" in os.environ:
     sys.meta_path.insert(0, Finder())
+    for name in PATCHES.keys() & sys.modules.keys():  # where the interpreter does not begin empty
+        PATCHES[name](sys.modules[name])
     pause("start")
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -72,7 +72,7 @@ def run_cells(rank: int, world_size: int, name: str, cells: Sequence[Cell], fold
         for number, cell in enumerate(cells):
             case = case_of(name, cell.options)
             key = repr(sorted(cell.options.items()))
-            expected[key] = expected.get(key) or plain_run(case)
+            expected[key] = expected.get(key) or _of_rank_0(rank, case)
             outcomes.append(_attempt(rank, case, cell, expected[key], folder / str(number)))
             dist.barrier()
     return outcomes
@@ -91,6 +91,14 @@ def plain_run(case: ModelCase) -> Trace:
     return Trace(trace.losses, trace.grad_norms, {}, trace.parameters)
 
 
+def _of_rank_0(rank: int, case: ModelCase) -> Trace:
+    """The plain run, which one rank computes for all: on few cores the ranks would wait for each other."""
+    found = [plain_run(case) if rank == 0 else None]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
+
+
 def _micro_batches(case: ModelCase, step: int) -> list[Any]:
     return [case.batch(NUM_RANKS * step + micro, 2, torch.float64) for micro in range(NUM_RANKS)]
 
@@ -98,7 +106,7 @@ def _micro_batches(case: ModelCase, step: int) -> list[Any]:
 def _attempt(rank: int, case: ModelCase, cell: Cell, expected: Trace, folder: Path) -> Outcome:
     run = _reload if cell.name == "reload" else _train
     try:
-        found = run(rank, case, cell, folder)
+        found = run(rank, case, cell, folder, expected.parameters.keys())
     except Exception as error:
         return _explain(error)
     pairs = [
@@ -118,13 +126,13 @@ def _explain(error: Exception) -> Outcome:
     return Outcome("crash", text + "\n" + "".join(traceback.format_tb(error.__traceback__)[-6:]))
 
 
-def _train(rank: int, case: ModelCase, cell: Cell, folder: Path) -> Trace:
+def _train(rank: int, case: ModelCase, cell: Cell, folder: Path, names: Collection[str]) -> Trace:
     with _open(case, cell.name, cell.sections, seed=rank) as engine:
         losses, norms = _steps(engine, case, range(NUM_STEPS))
-        return Trace(losses, norms, {}, _parameters(engine, case))
+        return Trace(losses, norms, {}, _parameters(engine, names))
 
 
-def _reload(rank: int, case: ModelCase, cell: Cell, folder: Path) -> Trace:
+def _reload(rank: int, case: ModelCase, cell: Cell, folder: Path, names: Collection[str]) -> Trace:
     """A step over two sharding ranks, whose checkpoint another layout goes on from."""
     with _open(case, "stage 3", cell.sections, seed=rank) as engine:
         losses, norms = _steps(engine, case, range(1))
@@ -134,7 +142,7 @@ def _reload(rank: int, case: ModelCase, cell: Cell, folder: Path) -> Trace:
         if "mesh" in LAYOUTS[cell.target] and cell.target != "pipeline":
             _see_one_value(engine)
         more = _steps(engine, case, range(1, NUM_STEPS))
-        parameters = _parameters(engine, case)
+        parameters = _parameters(engine, names)
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
@@ -174,6 +182,5 @@ def _steps(engine: Engine, case: ModelCase, steps: range) -> tuple[list[float], 
     return [each.loss for each in results], [each.grad_norm for each in results]
 
 
-def _parameters(engine: Engine, case: ModelCase) -> dict[str, torch.Tensor]:
-    names = [name for name, _ in case.build(torch.float64).named_parameters()]
+def _parameters(engine: Engine, names: Collection[str]) -> dict[str, torch.Tensor]:
     return {name: engine.read(name).clone() for name in names}

@@ -15,7 +15,7 @@ from shardwise.comm.mesh import open_store
 
 SUBJECT = "checkpoint of step 7"
 # Ranks that show progress are not given up where the machine stalls for a while.
-SHORT_S = 5.0
+SHORT_S = 3.0
 
 
 def make_rounds(rank: int, world_size: int, timeout_s: float = 20.0) -> StoreBarrier:

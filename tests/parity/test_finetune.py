@@ -22,6 +22,8 @@ from shardwise.train.loop import build_trainer
 from shardwise.train.prepare import PreparedData, open_data, prepare_data
 from shardwise.train.setup import check_job
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 

@@ -36,7 +36,7 @@ from shardwise.train.prepare import open_data, prepare_data
 from shardwise.train.recorder import RunRecorder
 from shardwise.train.setup import resolve_job
 
-pytestmark = pytest.mark.begin
+pytestmark = [pytest.mark.begin, pytest.mark.usefixtures("warm_python")]
 
 NUM_STEPS = 8
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))

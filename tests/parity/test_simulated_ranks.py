@@ -71,9 +71,10 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
         "precision": {"param": options["precision"]},
     }
     case = make_case(options["model"])
-    for rank, real in enumerate(ranks(world_size).run(measure, options["model"], overrides)):
+    reals = ranks(world_size).run(measure, options["model"], overrides)
+    for rank in (0, world_size - 1):  # which differ in their place on each axis
         simulation = simulate_case(case, overrides, rank, world_size)
-        assert simulated(simulation) == real
+        assert simulated(simulation) == reals[rank]
         assert simulation.states_bytes == simulation.layout.bytes_at_rest(rank // tp)
 
 

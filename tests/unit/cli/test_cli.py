@@ -18,6 +18,8 @@ from shardwise.config.reference import describe_key
 from shardwise.config.resolve import Config, all_keys
 from shardwise.train import setup as job
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 SMALL_MODEL = ["num_layers=1", "hidden_size=32", "num_heads=2", "num_kv_heads=1", "ffn_size=64"]
 TEXT = "".join(f"def double_{number}(x):\n    return {2 * number} * x\n\n" for number in range(400))
 
@@ -49,6 +51,7 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.cold
 def test_two_ranks_train_and_leave_every_file(settings, capfd):
     assert cli.main(["train", *settings, "run.num_procs=2", "precision.param=fp32"]) == 0
     folder = run_folder()
@@ -124,6 +127,7 @@ def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
     assert (writer.returncode, err) == (141, "")
 
 
+@pytest.mark.cold
 def test_a_full_disk_under_the_output_is_one_line():
     script = "from shardwise.cli.main import main; raise SystemExit(main(['config']))"
     with open("/dev/full", "w") as full:
@@ -140,6 +144,7 @@ def test_a_half_set_environment_is_refused(settings, capsys, monkeypatch):
     assert "[rank-unset]" in capsys.readouterr().err
 
 
+@pytest.mark.cold
 def test_help_needs_no_torch():
     script = (
         "import sys, shardwise.cli.main\nshardwise.cli.main.main(['train', '--help'])\nprint('torch' in sys.modules)"
@@ -149,6 +154,7 @@ def test_help_needs_no_torch():
     assert out.splitlines()[-1] == "False"
 
 
+@pytest.mark.cold
 def test_no_extra_is_needed_to_import_the_engine_and_the_trainer():
     missing = "sys.modules.update(dict.fromkeys(['transformers', 'tensorboard', 'triton', 'deepspeed']))"
     script = f"import sys; {missing}; import shardwise.engine.initialize, shardwise.train.run, shardwise.planner.plan"

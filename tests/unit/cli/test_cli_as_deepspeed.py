@@ -13,6 +13,8 @@ from harness.paths import SOURCE
 from shardwise.cli.main import main
 from shardwise.launch.as_deepspeed import DEEPSPEED_VERSION, deepspeed_environment
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 SAME = """
 import deepspeed, sys
 import deepspeed.ops.sparse_attention as theirs

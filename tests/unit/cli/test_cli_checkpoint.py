@@ -23,6 +23,8 @@ from shardwise.cli import main as cli
 from shardwise.layout.slicing import Rect
 from shardwise.train.tokenizer import byte_tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 ABOUT = {
     "layout": {"mesh": {"pp": 1, "dp_shard": 2, "tp": 2}, "stage": 3, "precision": {"param": "bf16", "master": "fp32"}},
     "config": {"zero": {"stage": 3}, "optimizer": {"lr": 0.1}},
@@ -159,6 +161,7 @@ def test_a_folder_that_cannot_be_written_is_not_wrong_use(root, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.cold
 def test_show_needs_no_torch(root):
     script = "import sys, shardwise.cli.main as cli; cli.main(['checkpoint', 'show', 'runs/a']); print('torch' in sys.modules)"  # noqa: E501
     environ = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}

@@ -24,6 +24,8 @@ from shardwise.compat.deepspeed.finder import MissingNameError, placeholder
 from shardwise.compat.deepspeed.runtime import lr_schedules
 from shardwise.config.resolve import ConfigError
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 ROOT = "shardwise.compat.deepspeed"
 NAMES = Path(names.__file__).with_name("names.txt")
 LISTED = {module: listed.split() for module, _, listed in (x.partition(":") for x in NAMES.read_text().splitlines())}

@@ -24,6 +24,8 @@ from shardwise.compat.deepspeed.utils.zero_to_fp32 import (
     write_zero_to_fp32,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 NAMES = {"embed.weight", "head.weight", "mix.weight", "mix.bias", "out.weight", "base.weight", "offset"}
 
 

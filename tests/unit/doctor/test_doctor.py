@@ -26,6 +26,8 @@ from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.setup import job_config
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 ON_H100 = rank(GPU.name, flops_per_s={"fp32": 5e13, "bf16": 7e14}, copies_bytes_per_s=(("host->device", 5e10),))
 MEASURED = replace(FAST, ranks=(ON_H100, ON_H100), swap=SwapSpeed("/nvme", 2**27, True, 7e9, 6e9))
 

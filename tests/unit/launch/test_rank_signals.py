@@ -15,6 +15,8 @@ from shardwise.launch import signals as rank
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.signals import StopFlag, exit_with_parent, install_stop_signal
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 
 @pytest.fixture(autouse=True)
 def _handlers_back():

@@ -13,6 +13,8 @@ import pytest
 from shardwise.train import metrics as train_sinks
 from shardwise.train.metrics import RunInfo, SinkSet, StepRecord, scalars
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 CONFIG = {"zero": {"stage": 3}, "run": {"sinks": ["jsonl"]}}
 
 
