@@ -165,6 +165,7 @@ def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimiz
     Raises:
         ConfigError: it returns none.
     """
+    make: Callable[[list[dict[str, Any]]], Any] = factory  # before the type checker narrows it to a class
     if isinstance(factory, type) and not issubclass(factory, Optimizer):
         raise ConfigError(
             "no-optimizer-made",
@@ -172,7 +173,7 @@ def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimiz
             "function that makes one over parameter groups, or set optimizer.name",
         )
     try:
-        made: Any = factory(groups)
+        made = make(groups)
     except Exception as error:
         sizes = ", ".join(str(list(each.shape)) for each in groups[0]["params"][:4])
         error.add_note(
