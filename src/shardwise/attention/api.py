@@ -283,7 +283,6 @@ def drawn(q: Tensor, layout: BlockLayout, p: float) -> Draw:
 
     Args:
         q: [B, H, Nq, D].
-        layout: of the attention.
         p: the rate; more than 0 and less than 1.
 
     Raises:

@@ -126,7 +126,6 @@ class Backend(Protocol):
             q: [B, H, Nq, D].
             k: [B, K, Nk, D].
             v: [B, K, Nk, D].
-            extras: modifiers of the scores.
             plan: of the layout, made by `plan`.
         """
 
@@ -148,7 +147,6 @@ class Backend(Protocol):
         Args:
             grad_out: [B, H, Nq, D].
             grad_lse: [B, H, Nq], gradient of the log-sum-exp; None where it has none.
-            saved: tensors of the forward.
             extras: as in the forward.
             plan: as in the forward.
             needs_bias: compute the gradient of the bias too.

@@ -44,7 +44,6 @@ class Pattern:
         blocks: [heads or 1, num_blocks, num_blocks], bool, on the CPU, rows of queries; read only.
         block: tokens of a block; the last one may have fewer.
         causal: a token sees none after it, inside a block too.
-        num_tokens: of the sequence.
         queries: the tokens whose queries are present, in this order; None for all. They are fewer where keys are
             cached, or where the sequence is spread over ranks.
         keys: the tokens whose keys are present, in this order; None for all.
@@ -105,7 +104,6 @@ class BlockLayout:
         Args:
             blocks: [num_blocks, num_blocks] or [heads, num_blocks, num_blocks]; not 0 where a block of queries (rows)
                 sees a block of keys (columns).
-            block: tokens of a block.
             causal: a token sees none after it, whatever the blocks say.
             num_tokens: of the sequence; all blocks are whole when left out.
 
@@ -145,8 +143,6 @@ class BlockLayout:
 
         Args:
             function: a `BlockFunction`, called on some rows at a time.
-            num_tokens: of the sequence.
-            block: tokens of a block.
             num_heads: heads that differ; 1 where all share a layout.
             causal: a token sees none after it, whatever the function returns.
 
@@ -299,9 +295,6 @@ def keep_last(kept: dict[Key, Made], key: Key, make: Callable[[], Made], most: i
 
     Args:
         kept: from keys to values, changed in place.
-        key: of the value.
-        make: returns the value.
-        most: values to keep.
     """
     if key in kept:
         return
@@ -334,8 +327,6 @@ def blocks_of_function(function: BlockFunction, num_heads: int, num_blocks: int)
 
     Args:
         function: a `BlockFunction`.
-        num_heads: heads to evaluate it for.
-        num_blocks: blocks of the sequence.
 
     Raises:
         ConfigError: the function does not work on tensors.
@@ -364,7 +355,6 @@ def visible_pairs(patterns: Sequence[Pattern], *, up_to_diagonal: bool = False) 
     """Count the visible pairs, exact to the token; the mean over heads.
 
     Args:
-        patterns: of one layout.
         up_to_diagonal: leave out pairs in which the key is after the query.
     """
     return sum(_mean(keys_of_rows(each, up_to_diagonal=up_to_diagonal)) for each in patterns)
@@ -398,13 +388,7 @@ def keys_of_rows(pattern: Pattern, *, up_to_diagonal: bool = False) -> Tensor:
 
 
 def tile_pairs(patterns: Sequence[Pattern], rows: int, columns: int) -> float:
-    """Count the pairs in whole tiles that cover the gathered key blocks of each tile of rows; the mean over heads.
-
-    Args:
-        patterns: of one layout.
-        rows: queries of a tile.
-        columns: keys of a tile.
-    """
+    """Count the pairs in whole tiles that cover the gathered key blocks of each tile of rows; the mean over heads."""
     pairs = 0.0
     for pattern in patterns:
         seen = union_of_rows(pattern, rows).sum(-1) * pattern.block  # [heads or 1, num_tiles]
@@ -456,8 +440,6 @@ def is_there(runs: Runs, num_blocks: int, block: int) -> Tensor:
     """Say which slots of a pattern's blocks hold a token of the runs, bool [num_blocks, block].
 
     Args:
-        runs: of token numbers.
-        num_blocks: of the pattern.
         block: slots of a block; those after the last token of the last block are False.
     """
     there = torch.zeros(num_blocks * block, dtype=torch.bool)
@@ -470,7 +452,6 @@ def cut(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Select rows and columns of blocks [heads, num_blocks, num_blocks]: a view where both are contiguous.
 
     Args:
-        blocks: of a pattern.
         rows: int64, ascending indices.
         columns: int64, ascending indices.
     """

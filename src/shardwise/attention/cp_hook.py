@@ -102,7 +102,6 @@ def sequence_mask(num_samples: int, lengths: tuple[int, ...], real: Tensor | Non
     """Make the mask that describes whole sequences to layers, on the CPU or on the device of `real`.
 
     Args:
-        num_samples: B.
         lengths: of the documents of each row, S tokens in all.
         real: False for padding, bool [B, S]; None where there is none.
 

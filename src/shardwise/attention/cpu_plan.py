@@ -107,7 +107,6 @@ def make_plan(layout: BlockLayout, group: int) -> BackendPlan:
     """Plan a layout.
 
     Args:
-        layout: of any patterns.
         group: query heads of a KV head, whose rows a kernel computes as one where all heads share the layout.
     """
     group = group if layout.num_heads == 1 else 1

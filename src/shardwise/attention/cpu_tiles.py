@@ -34,7 +34,6 @@ class TileBatch:
     """Holds the tiles that one call of a kernel computes.
 
     Attributes:
-        sample: of the batch.
         first_kv: the first KV head.
         num_kv: KV heads.
         first_head: the first query head.
@@ -68,11 +67,7 @@ def calls_of(
     """Yield calls that cover each tile of each head and sample once, always in the same order.
 
     Args:
-        plan: the tiles.
-        num_samples: of the batch.
-        heads: of the tensors.
         num_scores: most scores of a call; a call has at least one tile.
-        dtype: of masks.
     """
     for bucket in plan.buckets:
         group, most_kv = (heads.group, heads.num_kv) if bucket.head == ALL_HEADS else (1, 1)
@@ -98,7 +93,6 @@ def into_blocks(tensor: Tensor, slots: BlockTable, block: int) -> Tensor:
     Args:
         tensor: [B, H, N, ...], any dtype.
         slots: the place of each token.
-        block: tokens of a block.
     """
     if slots.token_of.numel():
         tensor = tensor.index_select(2, slots.token_of.clamp(min=0))
@@ -130,7 +124,6 @@ def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
     Args:
         blocks: [B, num_blocks, block, H, D], written.
-        call: the tiles.
         values: [L, T, R, D], in the dtype of blocks.
     """
     height = call.rows.shape[1]
@@ -144,7 +137,6 @@ def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
     Args:
         blocks: [B, H, num_blocks, block], written.
-        call: the tiles.
         values: [L, T, R], in the dtype of blocks.
     """
     height = call.rows.shape[1]
@@ -158,7 +150,6 @@ def add_keys(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
     Args:
         blocks: [B, num_blocks, block, K, D], added to.
-        call: the tiles.
         values: [L, T, C, D], cast to the dtype of blocks.
     """
     flat = values.permute(1, 2, 0, 3).to(blocks.dtype)  # [T, C, L, D]
@@ -172,7 +163,6 @@ def tokens_of(slots: BlockTable, blocks: Tensor, block: int) -> Tensor:
     Args:
         slots: the place of each token.
         blocks: [T, blocks of a tile], int64.
-        block: tokens of a block.
     """
     in_slots = (blocks[..., None] * block + torch.arange(block)).flatten(1)
     return slots.token_of.clamp(min=0)[in_slots] if slots.token_of.numel() else in_slots
@@ -194,7 +184,6 @@ class ScoreSource:
     """Provides the masks and dropout factors of calls.
 
     Attributes:
-        plan: the tiles.
         extras: modifiers of the scores.
         is_padded: for each sample, whether some of its keys are padding.
         real: bool [B, 1, num_blocks, block], which keys are real; None without key padding.
@@ -214,7 +203,6 @@ class ScoreSource:
         Args:
             plan: whose slots say where tokens go.
             extras: has the padding [B, Nk] and the draw.
-            num_samples: B.
         """
         is_padded, real, draw = (False,) * num_samples, None, None
         if extras.key_padding is not None:
@@ -249,7 +237,6 @@ class ScoreSource:
 
         Args:
             grad: [1 or B, 1 or H, Nq, Nk], added to.
-            call: the tiles.
             values: [L, T, R, C], cast to the dtype of grad.
         """
         by_head = values.unflatten(2, (call.group, -1)).transpose(1, 2).flatten(0, 1)  # [heads, T, R of one head, C]

@@ -46,7 +46,6 @@ def attend(
         q: [B, H, Nq, D].
         k: [B, K, Nk, D].
         v: [B, K, Nk, D].
-        extras: modifiers of the scores.
         layout: of Nq queries and Nk keys, and 1 or H heads.
         backend: one of `BACKENDS`.
     """

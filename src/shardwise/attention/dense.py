@@ -40,7 +40,6 @@ def dense_layout(num_tokens: int, *, causal: bool) -> BlockLayout:
     """Return the layout in which each token sees all tokens, or all up to itself.
 
     Args:
-        num_tokens: of the sequence.
         causal: a token sees none after it.
 
     Raises:
@@ -83,9 +82,7 @@ def partial_backend(layout: BlockLayout, q: Tensor, extras: ScoreModifiers) -> s
     """Choose the back end, one of `custom_op.BACKENDS` or "flex", for attention over some of the keys.
 
     Args:
-        layout: of these queries and keys.
         q: [B, H, Nq, D].
-        extras: modifiers of the scores.
     """
     fits = q.device.type == "cpu" and has_cpu_flash_attention() and _is_bare(extras) and is_dense(layout)
     return backend_for(q.device.type, "dense" if fits else None)
@@ -95,7 +92,6 @@ class Band(NamedTuple):
     """Names neighbouring queries and the keys that they see; all are slices of indices into the tensors.
 
     Attributes:
-        queries: of the band.
         keys: those that all queries of the band see; may be empty.
         diagonal_queries: the last queries of the band, which see more; may be empty.
         diagonal_keys: those right after `keys`: the first of the diagonal's queries sees one of them, each further

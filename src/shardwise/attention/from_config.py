@@ -41,7 +41,6 @@ def structure_of(section: AttentionConfig, num_heads: int, *, causal: bool = Tru
 
     Args:
         section: `attention` of a config.
-        num_heads: query heads, over all ranks.
         causal: a token sees none after it.
 
     Raises:

@@ -67,10 +67,8 @@ class _LayoutKey(NamedTuple):
     """Identifies a kept layout.
 
     Attributes:
-        num_heads: of this rank.
         rank: the tensor-parallel rank; None where the model's heads are not split.
         num_queries: the last ones of a sequence.
-        num_keys: of the sequence.
         lengths: tokens of packed documents; None for one sequence.
         is_causal: whether the model is causal.
     """
@@ -115,7 +113,6 @@ class _ModuleAttention:
     """The attribute that an attention module gets; copies share it, and unpickling registers the attention again.
 
     Attributes:
-        structure: of the model.
         is_cross: whether the module attends to another sequence.
         name: of the attention in transformers' registries.
         spread: computes attention where a sequence is spread over ranks; not pickled. None without context parallelism.
@@ -160,7 +157,6 @@ class _ModuleAttention:
         """Make the layout of all heads of the model.
 
         Args:
-            num_tokens: of the sequence.
             lengths: tokens of packed documents; None for one sequence.
             is_causal: whether the model is causal.
 
@@ -342,7 +338,6 @@ def sparse_attention_forward(
     """Compute attention with the signature that transformers calls.
 
     Args:
-        module: the attention module.
         query: [B, H, Nq, D].
         key: [B, K, Nk, D], whose heads are not repeated.
         value: [B, K, Nk, D].

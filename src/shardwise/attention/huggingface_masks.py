@@ -32,13 +32,7 @@ MaskFunction = Callable[..., Tensor]  # of transformers: whether a query sees a 
 
 
 def window_error(module: str, window: str, num_keys: int) -> ConfigError:
-    """Return the error for an attention with a window of the model's own.
-
-    Args:
-        module: the class of the attention.
-        window: what it has.
-        num_keys: of the sequence.
-    """
+    """Return the error for an attention with a window of the model's own."""
     return ConfigError(
         "sliding-window",
         f"{module} has a window of {window}, less than the {num_keys} keys; set config.sliding_window=None and "
@@ -63,8 +57,6 @@ def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any)
     """Make the mask that `sparse_attention_forward` reads, of size B x N, with the signature that transformers calls.
 
     Args:
-        batch_size: B.
-        q_length: queries.
         kv_length: slots for keys; in a static cache that is not full, more than there are keys.
         options: `q_offset`, `kv_offset`, `mask_function`, `attention_mask` [B, Nk] and others, which transformers
             passes.

@@ -57,13 +57,11 @@ def pad_to_block_size(
     DeepSpeed pads positions with `pad_token_id`; here they get 0.
 
     Args:
-        block: tokens of a block.
         input_ids: [B, N].
         attention_mask: [B, N], 1 or True for a real token; if None, it is made where tokens are added.
         token_type_ids: [B, N].
         position_ids: [B or 1, N].
         inputs_embeds: [B, N, D].
-        pad_token_id: of added tokens.
         model_embeddings: from token ids [B, n] to embeddings [B, n, D], for `inputs_embeds`.
 
     Raises:

@@ -276,7 +276,6 @@ class FixedSparsityConfig(SparsityConfig):
     al., 2019, arXiv 1904.10509, "fixed", as customised by DeepSpeed).
 
     Attributes:
-        num_local_blocks: of a window.
         num_global_blocks: blocks of each window that all see; its last ones where there is one pattern.
         attention: the direction in which tokens see.
         horizontal_global_attention: the global blocks see all others.

@@ -57,8 +57,6 @@ class SaveRequest:
     Attributes:
         root: the folder of the step folders, the same folder on all ranks; its path may differ.
         manifest: without tensors and files, which the save fills in; rank 0's is the one that is written.
-        state_shards: of this rank.
-        numbers: of this rank.
         keep_last: as in `commit.retain`.
         keep_every: as in `commit.retain`.
         is_damaged: the checkpoint that `root` has of this step is known to be damaged; it is renamed before the save.
@@ -82,8 +80,6 @@ class Saver:
 
     Args:
         store: of the engine; None where there is one rank.
-        rank: of this process.
-        world_size: how many ranks save.
         timeout_s: seconds without progress after which the other ranks give a rank up.
         device: that of the engine; copies are pinned if it is a GPU.
 

@@ -492,8 +492,6 @@ def named_errors(doing: str, path: Path, code: str = "folder-refused") -> Iterat
     """Turn an `OSError` into a `CheckpointError` that says what failed, where, why, and what would help.
 
     Args:
-        doing: a verb for the message.
-        path: what it is done to.
         code: of the error; that of a full disk is `disk-full` in any case.
 
     >>> with named_errors("write", Path("/runs/a/latest")):
@@ -544,7 +542,6 @@ def await_folder(path: Path, timeout_s: float) -> None:
     """Return once a folder that another rank has made is there; a network file system may show it late.
 
     Args:
-        path: of the folder.
         timeout_s: seconds to wait, but at most `_FOLDER_S`.
 
     Raises:

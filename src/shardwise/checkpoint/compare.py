@@ -51,7 +51,6 @@ class ChangedValues:
     """Describes a state of a tensor whose elements differ.
 
     Attributes:
-        name: of the tensor.
         state: which of its states.
         numel: how many elements it has.
         num_different: how many differ in their bits; where the dtypes differ, in their values.
@@ -91,8 +90,6 @@ def compare(a: Path, b: Path, weights_only: bool = False, progress: Progress | N
     """Compare two checkpoints.
 
     Args:
-        a: a step folder.
-        b: another step folder.
         weights_only: compare only the values of parameters and buffers, nothing of the optimizer, config or run.
         progress: called with how many bytes of how many have been read; None for no calls.
 
@@ -140,7 +137,6 @@ def changed_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -
 
     Args:
         a: a table of tables or values.
-        b: another one.
         prefix: put before every key that is returned.
     """
     changed: list[ChangedState] = []

@@ -147,9 +147,7 @@ def export_packed(
     Args:
         source: as for `export_checkpoint`, and so are the others.
         folder: the folder to write; it must not exist, or be empty.
-        weights: the kind of the codes.
         dtype: of what is not packed, and of the scales.
-        hf_config: the config.json to put there.
         tokenizer: a folder whose tokenizer is copied there.
         progress: called while the plain folder is written.
 

@@ -44,10 +44,7 @@ class StoreBarrier:
     Args:
         store: of the engine, the same on all ranks; None where there is one rank.
         number: of the save, the same on all ranks.
-        rank: of this process.
-        world_size: how many ranks save.
         timeout_s: seconds without progress after which a rank is given up.
-        subject: what is saved, for messages.
     """
 
     def __init__(
@@ -63,7 +60,6 @@ class StoreBarrier:
         """Do this rank's work, wait for the other ranks, and return the verdict, the same on all ranks.
 
         Args:
-            name: of the round.
             work: does this rank's work; returns its report.
             judge: runs on rank 0 only, once all have worked, with the reports by rank; returns the verdict.
 

@@ -81,10 +81,6 @@ def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, me
 
     Args:
         loader: of this rank; None where the user gave none.
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
-        mesh: of this run.
-        rank: of this process.
 
     Raises:
         CheckpointError: the checkpoint has no position, or one of each of another number of data ranks.

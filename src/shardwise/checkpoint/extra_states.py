@@ -57,8 +57,6 @@ def read_extra_states(model: nn.Module, folder: Path, manifest: Manifest) -> dic
 
     Args:
         model: the whole model.
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
 
     Raises:
         CheckpointError: one cannot be read here, such as an object of a class that is not imported.

@@ -31,7 +31,6 @@ class Found:
     """Describes a checkpoint, or what is left of one.
 
     Attributes:
-        folder: the step folder.
         manifest: None where the manifest, or the size of a file, shows damage.
         damage: what is wrong then; otherwise empty.
         is_latest: whether the file `latest` names it.

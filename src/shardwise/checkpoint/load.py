@@ -73,7 +73,6 @@ class LoadPlan:
     """Lists the stored tensors that a load will read, and what it will leave out.
 
     Attributes:
-        manifest: of the checkpoint.
         match: stored tensors by the model's names.
         with_states: whether the optimizer's states and the trajectory are loaded too.
         misfits: the parts of the trajectory that are left out, each with the reason; see `training_state.misfits`.
@@ -105,7 +104,6 @@ class LoadPlan:
         """Fill the state shards that the checkpoint has, and return the bytes that were read.
 
         Args:
-            folder: of the checkpoint.
             state_shards: those given to `plan_load`, or some of them.
             progress: called time and again.
 
@@ -158,12 +156,9 @@ def plan_load(
     """Decide which stored tensor goes where; the decision is the same on every rank.
 
     Args:
-        manifest: of the checkpoint.
         state_shards: all parameters of the model, as this rank has them, and its buffers.
-        where: the checkpoint, for messages.
         misfits: the parts of the checkpoint's trajectory that do not fit the engine's optimizer and schedule.
         strict: refuse what does not fit, instead of skipping it.
-        weights_only: leave optimizer and trajectory alone.
 
     Raises:
         CheckpointError: it does not fit the model.

@@ -178,10 +178,6 @@ class Manifest:
     def from_text(cls, text: str | bytes, where: str) -> Self:
         """Read what `to_text` wrote, and check that it describes a valid checkpoint: callers rely on that.
 
-        Args:
-            text: of the file.
-            where: its path, for messages.
-
         Raises:
             DamagedError: it is not what was written; or not what this version would write: a value of another type, a
                 file of another folder, pieces that do not cover their tensor once.
@@ -229,7 +225,6 @@ class RankManifest:
 
     Attributes:
         file: its name; empty where the rank wrote none.
-        num_bytes: of the file.
         tensors: those of which the rank has written pieces or numbers.
     """
 
@@ -265,10 +260,7 @@ def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
     """Return the name of an entry of a file: tensor, state unless that is `param`, rectangle unless it is the whole.
 
     Args:
-        name: of the tensor.
         shape: of the whole tensor.
-        state: which of its states.
-        rect: the rectangle of the tensor.
 
     >>> entry_key("up.weight", (4, 3), "param", Rect((0, 0), (4, 3)))
     'up.weight'

@@ -72,9 +72,7 @@ class StateMatch:
         """Raise unless everything fits.
 
         Args:
-            where: the checkpoint, for the message.
             others: other parts of it that do not fit, a text each.
-            fix: what helps against these.
 
         Raises:
             CheckpointError: something does not fit; the message lists it.

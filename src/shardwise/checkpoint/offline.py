@@ -120,7 +120,6 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
     """Read all of a checkpoint once, in the order of its bytes, and compare it with its manifest.
 
     Args:
-        folder: the step folder.
         progress: called with how many bytes of how many are done; None for no calls.
 
     Raises:
@@ -210,7 +209,6 @@ def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple
 
     Args:
         tensors: shape, and bytes an element over all states.
-        num_files: how many parts to make.
 
     Returns:
         For each part the indices of its tensors, with a rectangle for each, in order.
@@ -240,7 +238,6 @@ def reshard(
     """Write a checkpoint again with balanced files; all that it contains is kept.
 
     Args:
-        source: the step folder.
         root: where the new step folder is committed, whole or not at all.
         num_files: how many files share the tensors; with one, every tensor is one entry under its plain name.
         progress: called with how many bytes of how many are done; None for no calls.
@@ -336,9 +333,7 @@ def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rec
     """Yield the elements of a rectangle, row-major, as 1-D tensors of `CHUNK_NUMEL` elements; the last may be shorter.
 
     Args:
-        reader: of the tensor's folder.
         tensor: as the manifest has it.
-        state: which of its states.
         rect: the rectangle of the whole tensor.
     """
     flat = _StoredState(reader, tensor, state, rect)

@@ -58,11 +58,7 @@ _MAX_OPEN_FILES: Final = 64
 
 
 class ChunkReader:
-    """Reads pieces from the files of one folder; a context manager, since it keeps files open.
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """Reads pieces from the files of one folder; a context manager, since it keeps files open."""
 
     def __init__(self, folder: Path) -> None:
         self.num_read_bytes = 0
@@ -85,7 +81,6 @@ class ChunkReader:
 
         Args:
             tensor: as the manifest has it.
-            state: which of its states.
             pieces: the wanted ones, each a rectangle of the whole tensor at an offset of `target`.
             target: 1-D and contiguous, of any dtype, on any device.
 
@@ -119,8 +114,6 @@ class ChunkReader:
 
         Args:
             tensor: as the manifest has it.
-            state: which of its states.
-            piece: one of that state's.
         """
         source = _ChunkSource.of(piece, tensor.states[state].dtype, f"{tensor.name} {state}")
         memory = memory_of(self._buffer(torch.device("cpu")))
@@ -229,9 +222,7 @@ def read_json(folder: Path, stored: StoredTensor, what: str) -> Any:
     """Return the values that a checkpoint stores as a tensor of bytes, the text of JSON.
 
     Args:
-        folder: of the checkpoint.
         stored: the tensor, as the manifest has it.
-        what: its name in errors.
 
     Raises:
         CheckpointError: it is no such text.

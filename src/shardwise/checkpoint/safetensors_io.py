@@ -58,10 +58,8 @@ class FileTensor:
     Attributes:
         name: as in the file.
         dtype: safetensors' name of it, such as BF16.
-        shape: of the tensor.
         start: the offset of its first byte from the start of the file.
         stop: the offset after its last byte.
-        file: the file's name.
     """
 
     name: str

@@ -36,7 +36,6 @@ class ValueCounter:
     Args:
         parts_of: returns the nodes in a node; none for a plain value.
         most_values: that a node may unpack to.
-        most_depth: of nodes in one another.
         key_of: what tells nodes with parts apart; they must live as long as the counter where it is their `id`.
     """
 

@@ -113,8 +113,6 @@ def to_json(folder: Path, manifest: Manifest, tensors: Sequence[StoredTensor] = 
     """Return what `render_checkpoint` and `render_tensors` show as JSON values, for other programs.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
         tensors: those to list; empty lists none.
     """
     return {
@@ -185,7 +183,6 @@ def render_verification(folder: Path, found: Verification, took_s: float) -> Ren
     """Render what is damaged, and in the last line whether anything is.
 
     Args:
-        folder: of the checkpoint.
         found: what `verify` returned.
         took_s: seconds that it took.
     """
@@ -247,7 +244,6 @@ def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_
 
     Args:
         source: the folder of the old checkpoint.
-        folder: that of the new one.
         files: bytes of each new file, by name.
         took_s: seconds that it took.
     """
@@ -262,7 +258,6 @@ def render_exported(source: Path, exported: Exported, took_s: float) -> Renderab
     """Render what `export_checkpoint` has written.
 
     Args:
-        source: the folder of the checkpoint.
         exported: what was written.
         took_s: seconds that it took.
     """

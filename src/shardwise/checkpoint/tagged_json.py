@@ -65,7 +65,6 @@ def to_json(value: Any, name: str) -> Any:
 
     Args:
         value: any tree of Python's, torch's and numpy's own types.
-        name: of the value, for messages.
 
     Raises:
         NoWordError: some value in it would not come back as it was given.

@@ -44,7 +44,6 @@ def read_torch_file(path: Path, folder: Path, stand_ins: Sequence[Any], *, with_
     """Return what a file of `torch.save` has.
 
     Args:
-        path: of the file.
         folder: that it must be in, or in a folder of it.
         stand_ins: classes that may stand in the pickle, as `torch.serialization.safe_globals` takes them.
         with_values: map the file into memory for the values of tensors; otherwise tensors are fake, and only say where

@@ -92,7 +92,6 @@ def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any] | None, step:
     So a resumed run whose config has another rate, or another length, follows its own config.
 
     Args:
-        scheduler: of the config.
         saved: what `scheduler_state` returned, for any schedule; skipped steps do not count in it.
         step: used where `saved` has no step.
     """
@@ -115,7 +114,6 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
 
     Args:
         saved: the trajectory, with what `optimizer_options` and `scheduler_state` returned.
-        optimizer: of the resumed run.
         scheduler: of the resumed run; None where it has none.
         takes_options: whether options and schedule come from the checkpoint, and not from a config.
     """
@@ -359,7 +357,6 @@ def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kin
     Args:
         name: the first of its names.
         tensor: of any shape.
-        aliases: its other names.
         kind: as in `StateShard`.
         is_written: whether this rank writes it in a save.
     """

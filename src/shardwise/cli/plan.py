@@ -280,7 +280,6 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
     """Return the price of the user's own strategy, or notes on why it has none here.
 
     Args:
-        pricer: prices the job's strategies.
         own: the file that was given to compare; a mistake in it is an error.
         model: the model's file, where it also has a strategy; that it does not fit the cluster is a note.
     """

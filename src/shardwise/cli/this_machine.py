@@ -20,7 +20,6 @@ def read_cluster(text: str | None, num_ranks: int | None = None) -> Cluster:
     """Return the cluster that `--cluster` names; None, and "here" of a plan's file, are this machine.
 
     Args:
-        text: of the flag.
         num_ranks: of this machine; None for all of its GPUs, or as many processes as `shardwise train` starts.
 
     Raises:

@@ -419,13 +419,7 @@ class Comm(ABC):
         return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
 
     def broadcast(self, buffer: Tensor, name: str, source: int = 0) -> None:
-        """Give every rank what one rank holds.
-
-        Args:
-            buffer: of the values.
-            name: for counts and messages.
-            source: the rank in the group.
-        """
+        """Give every rank what one rank holds."""
         call = self._count("broadcast", name, buffer, passes=1)
         with self.launch(call) as started:
             started.add(self._c10d.broadcast(buffer, group=self._group, group_src=source, async_op=self.waits_on_host))

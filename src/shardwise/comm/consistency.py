@@ -71,8 +71,6 @@ class RankExchange:
         """Give this rank's note, and return the first rank's verdict on all of them; then the keys are deleted.
 
         Args:
-            key: of this comparison alone.
-            note: of this rank.
             judge: run on the first rank only, with all notes by rank; returns the verdict, empty if there is none.
             subject: what the ranks come to, for messages.
 
@@ -123,9 +121,7 @@ class CallCheck:
     """Compares every collective with those of its group's ranks, before it starts.
 
     Args:
-        store: of the engine.
         rank: of this process in the world.
-        timeout_s: for all ranks to come.
     """
 
     def __init__(self, store: dist.Store, rank: int, timeout_s: float) -> None:
@@ -199,7 +195,6 @@ class BatchCheck:
         """Return the first rank's verdict on the notes of all ranks, which all call it.
 
         Args:
-            note: of this rank.
             judge: is given the notes by rank.
             subject: what the ranks come to, for messages.
 
@@ -285,13 +280,7 @@ class RankFacts:
 
     @classmethod
     def of(cls, layout: Layout, config: Config, buffers: Iterable[tuple[str, Tensor]]) -> Self:
-        """Collect the facts of this rank.
-
-        Args:
-            layout: of the model.
-            config: resolved.
-            buffers: of the model, by name.
-        """
+        """Collect the facts of this rank."""
         values = {
             f"{section}.{key}": json.dumps(value)
             for section, keys in config.model_dump().items()
@@ -333,9 +322,6 @@ def agree_on_setup(store: dist.Store | None, rank: int, setup: RankFacts, timeou
 
     Args:
         store: of the engine; None where there is one rank.
-        rank: of this process.
-        setup: of this rank.
-        timeout_s: for all ranks to come.
 
     Raises:
         ConfigError: they differ, on every rank; the message names the first difference.
@@ -359,8 +345,6 @@ def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str
 
     Args:
         store: of the engine; None where there is one rank.
-        rank: of this process.
-        timeout_s: for all ranks to come.
         part: names this part of the start: a rank may be in the next part while another reads the verdict on this one.
 
     Raises:

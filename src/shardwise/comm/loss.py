@@ -74,8 +74,6 @@ def read_loss(
     `["loss"]`.
 
     Args:
-        output: of the model.
-        batch: for which the loss is.
         loss_fn: None where the output has the loss.
         num_parts: ranks that share the batch's tokens; their scalars, each a mean over some, count as one together.
         own_weight: 0-d, of this rank's scalar among theirs, if it is the model's own; None for equal weights.
@@ -192,7 +190,6 @@ class LossAccumulator:
 
         Args:
             count: that `sum_with` has returned.
-            where: for the message.
         """
         if math.isfinite(count):
             return None
@@ -248,7 +245,6 @@ class LossAccumulator:
         """Add a loss without a count: those of a step add up on a rank, and all ranks weigh the same.
 
         Args:
-            loss: of one element.
             scale: of its gradient in the step's mean.
 
         Raises:
@@ -272,18 +268,11 @@ class LossAccumulator:
 
         Args:
             values: fp64, on the device.
-            name: for counts and messages.
-            known: numbers of the host.
         """
         return self._comms.all.sum_scalars(self._before(values), name, known)
 
     def sum_over_ranks(self, name: str, known: Sequence[float] = ()) -> tuple[float, ...]:
-        """Return the loss's sum and count over the ranks, and those of numbers of the host.
-
-        Args:
-            name: for counts and messages.
-            known: numbers of the host.
-        """
+        """Return the loss's sum and count over the ranks, and those of numbers of the host."""
         values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
         return tuple(self.sum_with(values, name, known))
 
@@ -339,10 +328,7 @@ def first_nonfinite_module(
     equally many batches.
 
     Args:
-        model: whose modules are watched.
-        batches: of the step.
         forward: runs the forward of one batch.
-        comm: over all ranks.
     """
     begun: list[tuple[str, int]] = []  # the modules that are being called, each with what it was given
     found: list[tuple[str, int]] = []

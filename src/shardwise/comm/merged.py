@@ -14,12 +14,9 @@ def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: 
     The bits are summed as integers, where all but one rank have zeros: exact in every dtype, and one collective.
 
     Args:
-        comm: the group of the ranks.
         part: this rank's elements; None if it has none.
         start: the position of `part` in the result.
-        numel: elements of the result.
         dtype: of the result and the parts.
-        name: for counts and messages.
     """
     words = torch.zeros(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device=comm.device)
     flat = words.view(dtype)[:numel]
@@ -31,13 +28,7 @@ def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: 
 
 
 def exchange_texts(comm: Comm, text: str, name: str) -> list[str]:
-    """Return every rank's text, in rank order.
-
-    Args:
-        comm: the group of the ranks.
-        text: this rank's text.
-        name: for counts and messages.
-    """
+    """Return every rank's text, in rank order."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
     length = torch.tensor([float(own.numel())], dtype=torch.float64, device=comm.device)
     (longest,) = comm.max_scalars(length, name)

@@ -48,7 +48,6 @@ class Mesh:
     """Holds a mesh shape with its process groups.
 
     Args:
-        shape: of the mesh.
         timeout_s: seconds for the groups' collectives.
 
     Raises:
@@ -72,7 +71,6 @@ class Mesh:
         together.
 
         Args:
-            axes: of the mesh.
             use: collectives of different uses run at the same time, so each use has its group; that of `HOST` is
                 gloo's.
         """
@@ -96,7 +94,6 @@ class Mesh:
         makes its groups. It takes the same indices along each line of ranks.
 
         Args:
-            axes: of the mesh.
             indices: of the ranks along `axes`.
             use: what the group is for; it is a part of torch's description of it.
         """
@@ -172,12 +169,6 @@ def connect(
     """Make an engine's groups of ranks, with a common comm log; all ranks do so together.
 
     Args:
-        comm_factory: makes the communicators.
-        shape: of the mesh.
-        config: resolved.
-        device: of the tensors.
-        streams: side streams on CUDA.
-        pool: receive buffers come from here.
         layout: says which ranks of the pipeline hold a parameter together, and which share a secondary shard.
         has_owners: whether parameters are stepped whole by owners.
     """

@@ -28,10 +28,6 @@ class P2PTransfer:
     """Holds tensors under way until they are sent or received. Keep it until it has been waited for.
 
     gloo cancels a receive whose work is dropped, and what the other rank has sent goes to the next one.
-
-    Args:
-        launches: the messages.
-        held: their tensors.
     """
 
     def __init__(self, launches: Sequence[Launch] = (), held: list[Tensor] | None = None) -> None:
@@ -102,12 +98,7 @@ class P2PChannels:
     """Opens this rank's channels to the ranks that differ from it along the pipeline's axis; all make this object.
 
     Args:
-        comm_factory: makes the communicators.
-        shape: of the mesh.
-        device: of the activations.
         timeout_s: seconds; a message on gloo that waits longer fails.
-        streams: side streams on CUDA.
-        comm_log: of the engine.
     """
 
     def __init__(

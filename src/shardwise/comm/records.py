@@ -77,8 +77,6 @@ class CollectiveNote:
     Attributes:
         number: counts up over all collectives of one engine on one rank.
         op: such as all_gather.
-        name: of what it carries.
-        axis: of the mesh.
         group: key of the group of ranks.
         position: counts up over the collectives of that group; all its ranks are at the same position.
         numel: elements of the buffer; of an exchange, the bytes that this rank sends.
@@ -209,7 +207,6 @@ class CommLog:
         """Record a pipe from one rank to another.
 
         Args:
-            axis: of the mesh.
             ranks: of the world: source and destination.
             name: the same at both ends; no other pipe of this rank has it.
         """
@@ -224,9 +221,7 @@ class CommLog:
 
         Args:
             op: `SEND` or `RECEIVE`.
-            name: of what it carries.
             pipe: as `open_pipe` returned it.
-            buffer: that is sent or filled.
         """
         return self.add(op, name, pipe, buffer, passes=2 if op == SEND else 0)  # of which (n - 1)/n is the buffer
 
@@ -235,7 +230,6 @@ class CommLog:
 
         Args:
             op: such as all_gather.
-            name: of what it carries.
             group: as `open_group` returned it.
             buffer: whole, in the wire dtype.
             passes: 1 for a gather or a reduce-scatter, 2 for an all-reduce.
@@ -249,7 +243,6 @@ class CommLog:
 
         Args:
             op: such as reduce_scatter.
-            name: of what it carries.
             group: as `open_group` returned it.
             rows: [p, b] for p ranks.
         """
@@ -260,9 +253,7 @@ class CommLog:
         """Record an exchange; other ranks may send more or less than this one.
 
         Args:
-            name: of what it carries.
             group: as `open_group` returned it.
-            num_bytes: that this rank sends.
         """
         return self._add(EXCHANGE, name, group, num_bytes, torch.uint8, num_bytes)
 

@@ -44,7 +44,6 @@ class PatientStore(dist.Store):
     Args:
         store: any; of another `PatientStore`, the store that it uses.
         timeout_s: seconds for an answer.
-        prefix: of the keys.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float, prefix: str = "") -> None:

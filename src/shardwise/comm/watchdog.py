@@ -53,9 +53,6 @@ class Watchdog:
 
     Args:
         store: of the engine, the same on all ranks.
-        comm_log: of the engine.
-        timeline: of the engine.
-        world_size: how many ranks answer.
         patience_s: seconds that a collective may take.
     """
 
@@ -281,8 +278,6 @@ def watch(store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: 
 
     Args:
         store: of the engine; None where there is one rank, which never waits for another.
-        comm_log: of the engine's collectives.
-        timeline: of its actions.
         run: has the patience; at most half of the time-out counts, as more would be too late.
     """
     if store is None or run.watchdog_s == 0:
@@ -324,9 +319,7 @@ class RankReport:
     """Holds what one rank reports of itself.
 
     Attributes:
-        rank: of the world.
         host: where it runs.
-        pid: of its process.
         inside: the collective it is in, if any.
         inside_s: for how many seconds.
         members: the ranks of that collective.
@@ -449,7 +442,6 @@ def render(reports: Reports, reporter: int) -> str:
 
     Args:
         reports: as for `diagnose`.
-        reporter: the rank that speaks.
     """
     own = reports[reporter]
     lines = [f"shardwise: rank {reporter} is {own.state() if own is not None else 'waiting'}: {diagnose(reports)}"]

@@ -336,9 +336,6 @@ def check(function: str, name: str, value: Any, annotation: Any) -> None:
     """Check a value as `checked` does, where a function knows it only midway, such as what an iterator gave.
 
     Args:
-        function: for the message.
-        name: of the argument.
-        value: of it.
         annotation: what it must be.
 
     Raises:
@@ -433,12 +430,7 @@ class _Border:
         return required <= names and names.isdisjoint(taken) and is_known
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments of a call as the function gets them.
-
-        Args:
-            args: by position.
-            kwargs: by name.
-        """
+        """Return the arguments of a call as the function gets them."""
         if not self._fits(len(args), kwargs.keys()):
             self._refuse_binding(args, kwargs)
         taken = list(args)

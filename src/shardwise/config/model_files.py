@@ -78,10 +78,6 @@ _FLOATS: Final[Mapping[str, float]] = MappingProxyType(
 def check_model_config(values: Mapping[str, Any], where: str) -> None:
     """Refuse a config whose sizes are none, or are beyond what any model has.
 
-    Args:
-        values: of the file.
-        where: its path, for messages.
-
     Raises:
         UntrustedFileError: one is; the message names it, and what it may be.
     """

@@ -332,7 +332,6 @@ def batch_equation(batch: BatchConfig, num_data_ranks: int, is_pipelined: bool =
 
     Args:
         batch: resolved, so that none of its terms is None.
-        num_data_ranks: dp_replicate x dp_shard.
         is_pipelined: whether mesh.pp > 1, where accumulation is called micro-batches (chunks).
     """
     micro_batches = "micro-batch" if batch.accumulation == 1 else "micro-batches"

@@ -94,7 +94,6 @@ def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
     """Open a regular file for reading, without waiting for a writer, and return its descriptor.
 
     Args:
-        path: of the file.
         folder: that it must be in, or in a folder of it: no link on the way may lead out of it. The cache of the
             Hugging Face hub may keep the files of its `snapshots` in its `blobs`. None for any place.
 
@@ -127,7 +126,6 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path 
     """Read a regular file.
 
     Args:
-        path: of the file.
         max_bytes: that it may have.
         folder: as in `open_regular`.
 
@@ -144,8 +142,6 @@ def read_text(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder:
     """Read a regular file of UTF-8 text.
 
     Args:
-        path: of the file.
-        fix: what would help, for messages.
         max_bytes: that it may have.
         folder: as in `open_regular`.
 
@@ -168,11 +164,6 @@ def read_json(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder:
 
 def parse_json(text: str, where: str, fix: str) -> Any:
     """Parse JSON.
-
-    Args:
-        text: of a file.
-        where: its path, for messages.
-        fix: what would help, for messages.
 
     Raises:
         UntrustedFileError: it is not JSON, is nested too deeply, names a key twice, or has integers of too many digits.
@@ -205,11 +196,6 @@ def mismatch(error: ValidationError) -> str:
 
 def check_nesting(text: str, where: str, fix: str) -> None:
     """Refuse text whose brackets are too deep, or too many, to be parsed in about as much memory as the text takes.
-
-    Args:
-        text: of a file.
-        where: its path, for messages.
-        fix: what would help, for messages.
 
     Raises:
         UntrustedFileError: the brackets are too deep or too many.

@@ -79,7 +79,6 @@ def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig)
     """Yield a code and a message where secondary shards would do nothing.
 
     Args:
-        zero: the section that is checked.
         tiers: where parameters are stored.
         precision: encoded sums of gradients run within the ranks that share secondary shards first, in every stage.
     """
@@ -123,7 +122,6 @@ def wrong_pipeline(
     ' set compile.enabled=false, or pipeline.schedule=1f1b'
 
     Args:
-        pipeline: the section that is checked.
         mesh: of which `pp` matters.
         zero: its stage and `lockstep`.
         compile_config: whether blocks are compiled.
@@ -166,7 +164,6 @@ def wrong_schedule_size(
     Args:
         num_micro_batches: of a step (the resolved `batch.accumulation`).
         pipeline: for the number of virtual stages.
-        mesh: for the number of stages.
         max_cells: the most forwards of a schedule, over all stages and micro-batches.
     """
     num_cells = mesh.pp * pipeline.virtual_stages * num_micro_batches
@@ -189,7 +186,6 @@ def wrong_chunks(
 
     Args:
         context: for `chunk_tokens`; None needs no check.
-        pipeline: zero-bubble schedules keep inner states.
         compile_config: compiled blocks decide themselves what they keep.
     """
     if context.chunk_tokens is None:

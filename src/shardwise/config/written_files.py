@@ -79,8 +79,6 @@ def write_asked(path: str | Path, content: str, mode: int = _MODE) -> None:
     """Write a file that the user named: as `write_whole`, but into the pipe, the device or the stream that it may be.
 
     Args:
-        path: of the file.
-        content: its text.
         mode: of a new file, as in `write_whole`.
 
     Raises:

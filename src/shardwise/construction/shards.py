@@ -46,7 +46,6 @@ class ParamShard:
 
         Args:
             comm: the ranks that share the values.
-            whole: the values.
             source: the rank whose values are everybody's, so all ranks call it; None where all have the same.
         """
         sent = whole.reshape(-1) if source is None else whole.to(comm.device).contiguous().view(-1)

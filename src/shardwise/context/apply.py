@@ -73,7 +73,6 @@ def check_context(model: nn.Module, config: Config) -> None:
 
     Args:
         model: only its modules and their attributes are read.
-        config: resolved.
 
     Raises:
         ConfigError: it cannot.
@@ -99,11 +98,6 @@ def check_split(model: nn.Module, config: Config, length: int) -> None:
 
     What a Hugging Face model's attention sees depends on its batches, so those are checked as they come.
 
-    Args:
-        model: any.
-        config: resolved.
-        length: of the sequences.
-
     Raises:
         ConfigError: the length does not divide.
     """
@@ -115,8 +109,6 @@ def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> Appl
     """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
 
     Args:
-        model: before its layers are split.
-        config: resolved.
         comm: over the `cp` axis.
 
     Raises:
@@ -329,7 +321,6 @@ class TokenSplits(Generic[Kind]):
 
     Attributes:
         layout_of: returns what all heads of the model see in such a sequence.
-        section: of the config.
         degree: ranks of the `cp` axis.
     """
 

@@ -40,7 +40,6 @@ class ContextAttention:
 
     Args:
         comm: over the `cp` axis.
-        section: of the config.
 
     Raises:
         ConfigError: the ranks do not make the teams that exchange heads.

@@ -62,7 +62,6 @@ class BatchSharder(Protocol):
         """Return this rank's share of a batch of whole sequences.
 
         Args:
-            batch: on the device.
             has_more: whether only its first item is for the model.
 
         Raises:
@@ -202,7 +201,6 @@ def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
     Args:
         batch: of whole sequences.
         main: the tensor that `main_input` finds; it gives samples and length.
-        tokens: of this rank.
 
     Raises:
         ConfigError: the batch has a mask of all pairs of tokens.

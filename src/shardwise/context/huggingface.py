@@ -64,7 +64,6 @@ class RankInputs:
     """Holds a rank's inputs of the model.
 
     Attributes:
-        inputs: the forward's arguments.
         tokens: of the sequence, that the rank has.
         loss_weight: of the model's own loss, 0-d: the rank's part of the targets that count; None without labels.
     """
@@ -125,7 +124,6 @@ def inputs_for_proof(
     of the table.
 
     Args:
-        model: on the CPU.
         num_positions: the second half ends there instead; None for the two attempts above.
     """
     inner = next(_inner(model))
@@ -166,8 +164,6 @@ def check_length(model: nn.Module, inputs: Mapping[str, Any], num_positions: int
     """Check that sequences have no positions beyond those for which tokens are computed apart.
 
     Args:
-        model: named in the error.
-        inputs: of its forward, by name.
         num_positions: the most that a sequence may have.
 
     Raises:
@@ -320,7 +316,6 @@ def check_num_items(model: nn.Module, num_items: Any, num_targets: Tensor | None
     """Check that the loss of a batch that had `num_items_in_batch` can be weighed without it.
 
     Args:
-        model: named in the error.
         num_items: that `take_num_items` has taken.
         num_targets: that `target_counter` counts in the batch.
 

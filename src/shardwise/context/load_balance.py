@@ -43,7 +43,6 @@ class Balance(NamedTuple):
     """Says how evenly a split spreads a layout.
 
     Attributes:
-        token_layout: the split's kind.
         work: the most of any rank, over the mean.
         traffic: of the tokens of other ranks, the share whose keys a rank needs; the mean over ranks.
     """
@@ -59,7 +58,6 @@ class _Cost:
 
     Attributes:
         queries: pairs of each query.
-        num_heads: of the layout.
     """
 
     queries: Tensor
@@ -75,7 +73,6 @@ def work_per_rank(layout: BlockLayout, split: TokenSplit) -> tuple[float, ...]:
 
     Args:
         layout: of the whole sequence.
-        split: of its tokens.
 
     Raises:
         ConfigError: the split is of another number of tokens, or the layout is not of a whole sequence.
@@ -95,7 +92,6 @@ def balanced(layout: BlockLayout, degree: int) -> TokenSplit:
 
     Args:
         layout: of the whole sequence.
-        degree: ranks.
 
     Raises:
         ConfigError: the sequence does not divide.
@@ -111,9 +107,7 @@ def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over
     exchanged for all tokens; zigzag for dense causal attention.
 
     Args:
-        token_layout: contiguous, zigzag, balanced or auto.
         layout: of the whole sequence, and of all heads, so that tensor-parallel ranks choose the same split.
-        degree: ranks of the axis.
         heads_over: neighbouring ranks that exchange heads, and have each other's tokens for attention.
 
     Raises:
@@ -128,8 +122,6 @@ def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list
 
     Args:
         layout: of the whole sequence.
-        degree: ranks of the axis.
-        heads_over: neighbouring ranks that exchange heads.
 
     Raises:
         ConfigError: none divides.

@@ -146,8 +146,6 @@ def _run(model: nn.Module, inputs: Inputs, draws: KeyedDraws | None, part: int) 
     """Return the inputs and outputs of each module, in the order in which their forwards end.
 
     Args:
-        model: the copy.
-        inputs: its arguments.
         draws: what it draws; None in evaluation.
         part: 0 for all tokens, 1 and 2 for the halves.
     """

@@ -44,9 +44,7 @@ def check_loss_by_token(loss_fn: LossFn, output: Any, batch: Any, num_tokens: in
     A loss that cannot be computed of made-up outputs, or sends something to other ranks, is taken as it is.
 
     Args:
-        loss_fn: of the user.
         output: of the model for this rank's tokens; only its shapes and dtypes count.
-        batch: for the loss.
         num_tokens: of this rank; tensors whose second dim is as long have one entry for each.
 
     Raises:

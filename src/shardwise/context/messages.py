@@ -20,7 +20,6 @@ def blank(like: Tensor, num_rows: int, *, num: int, dtype: torch.dtype | None = 
     Args:
         like: [B, H, n, D].
         num_rows: of each tensor.
-        num: tensors in it.
         dtype: that of `like` where None.
     """
     samples, heads, _, head_dim = like.shape
@@ -32,7 +31,6 @@ def pack(tensors: Sequence[Tensor], rows: Runs) -> Tensor:
 
     Args:
         tensors: [B, H, n, D] each, of one shape and dtype.
-        rows: of the n.
     """
     message = blank(tensors[0], count_tokens(rows), num=len(tensors))
     before = 0
@@ -66,7 +64,6 @@ def put(into: Tensor, rows: Runs, values: Tensor) -> None:
 
     Args:
         into: [n, ...].
-        rows: of the n.
         values: [rows, ...].
     """
     before = 0
@@ -80,7 +77,6 @@ def add(into: Tensor, rows: Runs, values: Tensor) -> None:
 
     Args:
         into: [B, H, n, D].
-        rows: of the n.
         values: [B, H, rows, D].
     """
     before = 0
@@ -100,7 +96,6 @@ class RecvBuffer:
 
     Args:
         whole: [rows, ...]; the caller fills in rows that no rank sends.
-        tokens: those of the rows.
         by_rank: the tokens that each rank sends.
 
     Attributes:

@@ -54,8 +54,6 @@ def plan_steps(layout: BlockLayout, split: TokenSplit, rank: int, *, one_by_one:
 
     Args:
         layout: of the whole sequence, documents one after another.
-        split: of the sequence's tokens.
-        rank: of the split.
         one_by_one: if true (a ring), a step with the own keys, in which nothing moves, comes first, then one step for
             each other rank: at step t a rank sends to the rank t places on. A step in which nothing moves between any
             ranks is left out. If false, all keys come in one step, with the own ones.
@@ -135,7 +133,6 @@ class AttentionTile:
     Attributes:
         queries: the tokens whose queries take part; some may see nothing here.
         keys: the tokens whose keys and values take part.
-        layout: of exactly these.
     """
 
     queries: Runs

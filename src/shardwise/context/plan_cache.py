@@ -50,7 +50,6 @@ class PlanCache:
 
     Args:
         comm: over the `cp` axis.
-        section: of the config.
 
     Attributes:
         name: unique, so that a layout can keep a plan's number under it.

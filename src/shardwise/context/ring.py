@@ -37,7 +37,6 @@ def attend_in_steps(
         k: [B, K, n, D].
         v: [B, K, n, D].
         extras: what acts on the scores of the whole sequence.
-        ring_plan: the steps.
     """
     found = MergedOutput(q)
     for step, arrival in _arrivals(k, v, ring_plan):
@@ -131,7 +130,6 @@ class RingPlan:
         comm: over the `cp` axis.
         ranks: of `comm`, by team.
         own: the tokens that this rank has.
-        steps: of this rank.
     """
 
     comm: Comm
@@ -145,7 +143,6 @@ class RingPlan:
         Args:
             sends: by team, the message for it.
             receives: by team, the buffer for its message.
-            name: for counts and messages.
         """
         there, back = ({self.ranks[team]: [each] for team, each in by_team.items()} for by_team in (sends, receives))
         return self.comm.exchange(there, back, f"context {name}")
@@ -155,10 +152,8 @@ class KVReceive:
     """Receives the keys and values that one step needs from other ranks; they are in flight from construction on.
 
     Args:
-        step: to compute.
         k: [B, K, n, D], this rank's.
         v: [B, K, n, D], this rank's.
-        ring_plan: of the attention.
     """
 
     def __init__(self, step: RingStep, k: Tensor, v: Tensor, ring_plan: RingPlan) -> None:
@@ -201,9 +196,7 @@ class GradReturn:
     """Sends back the gradients of a step's received keys, and receives those of its sent keys.
 
     Args:
-        step: in which the keys moved.
         k: [B, K, n, D], this rank's.
-        ring_plan: of the attention.
     """
 
     def __init__(self, step: RingStep, k: Tensor, ring_plan: RingPlan) -> None:
@@ -276,11 +269,7 @@ class MergedOutput:
 
 
 class LocalGrads:
-    """Holds the sums of the gradients of this rank's q, k and v.
-
-    Args:
-        saved: this rank's tensors.
-    """
+    """Holds the sums of the gradients of this rank's q, k and v."""
 
     def __init__(self, saved: SavedForBackward) -> None:
         # In the strides of q, k and v, so that the ops that made them read their gradients without a copy.

@@ -35,10 +35,7 @@ class AttentionSizes:
     """Gives the sizes of one attention on a rank, before any heads are exchanged.
 
     Attributes:
-        samples: of the batch.
         num_heads: query heads.
-        num_kv_heads: of keys and values.
-        head_dim: of a head.
         element_bytes: of q, k, v and the output.
         wide_bytes: of log-sum-exps, and of gradients that are summed.
     """
@@ -76,10 +73,6 @@ def bytes_of_attention(
 
     Args:
         layout: of the whole sequence.
-        split: of its tokens.
-        rank: of the split.
-        sizes: of the rank.
-        heads_over: neighbouring ranks that exchange heads.
         one_by_one: whether keys come in steps, as in a ring; the bytes are the same in one step.
 
     Raises:
@@ -97,7 +90,6 @@ def bytes_of_steps(steps: Sequence[RingStep], sizes: AttentionSizes) -> ContextT
     again, and gradients of those that it received.
 
     Args:
-        steps: of the rank.
         sizes: with the heads that the rank has in them.
     """
     sent, received = (
@@ -117,9 +109,7 @@ def bytes_of_heads(num_tokens: int, team_size: int, sizes: AttentionSizes) -> Co
     forward; the output's gradient and then theirs in the backward.
 
     Args:
-        num_tokens: of the rank.
         team_size: ranks that exchange heads; 1 where none do.
-        sizes: of the rank before.
     """
     query_heads, kv_heads = sizes.num_heads // team_size, max(1, sizes.num_kv_heads // team_size)
     of_head = (team_size - 1) * num_tokens * sizes.samples * sizes.head_dim
@@ -134,8 +124,6 @@ def bytes_of_ring(num_tokens: int, num_ranks: int, sizes: AttentionSizes) -> Con
     a zigzag split these are the bytes of the rank that sends most, for which the others wait.
 
     Args:
-        num_tokens: of the rank.
-        num_ranks: of the ring.
         sizes: with the heads that the rank has in it.
     """
     of_keys = (num_ranks - 1) * 2 * num_tokens * sizes.samples * sizes.num_kv_heads * sizes.head_dim

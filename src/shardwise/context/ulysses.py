@@ -26,7 +26,6 @@ def team_size(section: ContextConfig, degree: int) -> int:
     """Return the number of neighbouring ranks that exchange heads; 1 where none do.
 
     Args:
-        section: of the config.
         degree: ranks of the `cp` axis.
     """
     return section.heads_over or (degree if section.transport == "ulysses" else 1)
@@ -36,8 +35,6 @@ def heads_of(num_heads: int, size: int, index: int) -> tuple[int, int]:
     """Return the first head and the number of heads of a rank, for query heads or for key and value heads.
 
     Args:
-        num_heads: before the exchange.
-        size: of the team.
         index: of the rank in its team.
     """
     if num_heads < size:
@@ -49,7 +46,6 @@ def check_team(section: ContextConfig, degree: int) -> None:
     """Raise unless the ranks of the axis make teams.
 
     Args:
-        section: of the config.
         degree: ranks of the `cp` axis.
 
     Raises:
@@ -76,7 +72,6 @@ def check_heads(num_heads: int, num_kv_heads: int, section: ContextConfig, degre
     Args:
         num_heads: query heads of the whole model.
         num_kv_heads: key and value heads of the whole model.
-        section: of the config.
         degree: ranks of the `cp` axis.
         tp: tensor-parallel ranks, each of which has its part of the heads.
 

@@ -57,10 +57,7 @@ def diagnose(
     """Look at this machine, measure it and say what is wrong.
 
     Args:
-        environ: the process's environment.
-        folder: the folder of the runs.
         swap: what `read_swap` found about the folder for states on NVMe; None without one.
-        quick: measure nothing.
         announce: called with a few words before each probe.
     """
     announce("looking at the machine")

@@ -140,9 +140,7 @@ def calibrate(
     """Measure in separate processes; return the profile, and why it is incomplete, or None.
 
     Args:
-        device_kind: the device that computes.
         num_ranks: the ranks that work at once.
-        environ: the environment that they inherit.
         folder: a folder on the disk that is measured.
         quick: measure few and small shapes, once; the profile is poor.
     """
@@ -170,7 +168,6 @@ def measure_on_ranks(
 
     Args:
         what: the device, the number of ranks, the folder whose disk is measured, and the extent.
-        environ: the environment that they inherit.
         argv: a rank's arguments after the interpreter; the folder of the rows, and `what` without the number, follow.
         timeout_s: seconds after which a rank that is stopped ends all.
     """
@@ -238,9 +235,7 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
     """Run as one of the ranks: measure with the others, and write each result as soon as it is there.
 
     Args:
-        env: which rank this is.
         folder: the folder with `RESULTS`.
-        device_kind: the device that computes.
         disk: a folder on the disk that is measured.
         extent: "glance", "quick" or "whole".
 
@@ -278,7 +273,6 @@ class RankTimer:
     """Times calls on all ranks at once.
 
     Args:
-        comm: the collectives among all ranks.
         limit_s: seconds of all measurements; after them `is_late` is true, on all ranks or on none.
         is_own: whether a rank gets its own times; otherwise those of the slowest.
     """
@@ -424,9 +418,6 @@ def block_row(timer: RankTimer, dtype: torch.dtype, seq_len: int, shape: tuple[i
     """Time the forward and the backward of one decoder block.
 
     Args:
-        timer: of this rank.
-        dtype: of parameters and activations.
-        seq_len: tokens of the one sequence.
         shape: hidden size, feed-forward size and heads.
         most: blocks that may run one after another in a measured call; the result is that of one.
     """

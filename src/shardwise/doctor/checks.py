@@ -63,7 +63,6 @@ def list_findings(facts: SystemInfo, measured: Measurements | None) -> list[Find
     """List all findings, the worst first.
 
     Args:
-        facts: this machine's facts.
         measured: its measurements; None where nothing was measured.
     """
     found = [*_on_software(facts), *_on_environ(facts), *_on_host(facts), *_on_network(facts.network, facts.environ)]

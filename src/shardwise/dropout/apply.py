@@ -58,7 +58,6 @@ def key_dropouts(
 
     Args:
         model: its modules' names are the sites' names, so they must be those of the whole model.
-        draws: of the run.
         zones: by name of a dropout module on split tensors, or of a module that drops split tensors by function, this
             rank's part of the tensors; None where no tensor is split.
         must_be_keyed: raise an error for a dropout outside of `KeyedDraws.at`, since ranks share a forward and torch's
@@ -215,7 +214,6 @@ class DropoutSite:
     Attributes:
         module: that owns the site.
         name: of the module, fully qualified.
-        draws: of the run.
         zone: this rank's part of its tensors; None where they are whole.
         must_be_keyed: see `key_dropouts`.
         on_thread: the mode in which dropouts by function are replaced, common to a model's sites.
@@ -492,7 +490,6 @@ def probability_hashes(shape: Sequence[int], device: torch.device, first_row: in
 
     Args:
         shape: [samples, heads, queries, keys]; none of them is 0.
-        device: of the attention.
         first_row: the position of the first query.
     """
     # Dropout in compiled blocks is torch's own, and its keys are drawn where it runs.

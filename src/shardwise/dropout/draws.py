@@ -55,7 +55,6 @@ class _SitePart:
     """Names a call on some tokens of a sequence; the calls on its other tokens count as the same call.
 
     Attributes:
-        tokens: of this part.
         mark: common to all parts of the sequence.
         num_calls: calls of each site within this part.
     """
@@ -137,9 +136,7 @@ class KeyedDraws:
     recomputation finds it by the seed of torch's generator, whose state each checkpoint saves and restores.
 
     Args:
-        seed: of the run.
         device: of the model; its generator is seeded together with the CPU's.
-        cp: ranks that share a sequence.
         watching: opens what is around each forward of the run, as what watches checkpoints; None for nothing.
     """
 
@@ -280,7 +277,6 @@ class KeyedDraws:
             shape: of the tensor; none of its sizes is 0.
             p: the rate; between 0 and 1.
             zone: this rank's part of the tensor; None where it is whole.
-            device: of the tensor.
 
         Returns:
             bools of the shape.
@@ -304,7 +300,6 @@ class KeyedDraws:
             site: the name of the module that drops.
             shape: of the tensor; none of its sizes is 0.
             zone: this rank's part of the tensor; None where it is whole.
-            device: of the tensor.
             first_row: index of the first row of its last dim but one.
         """
         key = self._next_key(site)
@@ -317,10 +312,7 @@ class KeyedDraws:
 
         Args:
             site: the name of the module that draws.
-            kind: "bits", "uniform", "normal" or "exponential".
-            shape: of the tensor.
             dtype: of the numbers; for "bits" int64.
-            device: of the tensor.
             zone: this rank's part of the tensors of the module; None where they are whole.
         """
         key, place = self._next_key(site), self.place(shape, zone)

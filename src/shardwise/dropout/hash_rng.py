@@ -22,7 +22,6 @@ class ShardRegion:
 
     Attributes:
         dim: along which the tensor is split; it may be negative.
-        index: of this rank's part.
         degree: number of parts, of equal sizes.
     """
 
@@ -90,8 +89,6 @@ def grid_of(
     Args:
         shape: of the tensor; dim 0 is of samples. Where it is a multiple n of their number, each has n rows in a run.
         zone: this rank's part of the tensor; None where the tensor is whole.
-        samples: that the forward computes.
-        device: of the tensor.
         first_row: index of the first row of the last dim but one, as when only a sequence's last queries are computed.
         tokens: the part of the zone's tokens that dim 1 holds; None where it holds all.
         held: the tokens of the sequence that dim 1 has, over all parts, if there are 3 or more dims and that many
@@ -142,7 +139,6 @@ def keyed_mask(grid: HashGrid, key: int, p: float) -> Tensor:
     x (2 x + 1), a permutation of the 32-bit numbers whose upper bits depend on all of x (Rivest et al. 1998, RC6).
 
     Args:
-        grid: of the tensor.
         key: of 63 bits; names the draw.
         p: the rate; between 0 and 1.
 
@@ -157,7 +153,6 @@ def keyed_hashes(grid: HashGrid, key: int) -> Hashes:
     """Return the hashes by which `keyed_mask` draws, for callers that make no mask.
 
     Args:
-        grid: of the tensor.
         key: of 63 bits; names the draw.
     """
     factors, offsets = torch.ops.shardwise.keyed_hashes(grid.rows, key)

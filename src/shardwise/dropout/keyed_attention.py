@@ -38,9 +38,7 @@ def keyed_attention(
         key: [..., H or a divisor of it, S, E].
         value: [..., as key, S, V].
         attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores; None for no mask.
-        dropout_p: the rate.
         is_causal: position i attends to the first i + 1.
-        kwargs: scale, enable_gqa.
     """
     if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
         found: Tensor = handle_torch_function(
@@ -63,7 +61,6 @@ def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
 
     Args:
         scores: [..., L, S].
-        attn_mask: broadcasts to the scores.
     """
     if attn_mask is None:
         return scores.softmax(-1)

@@ -35,7 +35,6 @@ class SequencePart:
 
     Attributes:
         tokens: their places in the sequence.
-        length: of the sequence.
     """
 
     tokens: Runs
@@ -62,7 +61,6 @@ class TensorPlace:
     Attributes:
         spans: of each dim, the indices there; at least two dims.
         token_dim: that has tokens of which this rank has not all, also where dim 0 has those of all samples; else None.
-        sizes: of the unsplit tensor.
     """
 
     spans: tuple[Runs, ...]
@@ -80,7 +78,6 @@ def place_of(
     """Find the place of a tensor that a forward draws: by its sizes, since nothing else says which dim has tokens.
 
     Args:
-        shape: of the tensor.
         zone: this rank's part of the tensors of the module that draws; None where they are whole. A dim of size 1 is
             whole, and so is one of all tokens.
         samples: that the forward computes. Where dim 0 is a multiple n of their number, each has n rows in a run.
@@ -162,7 +159,6 @@ def draw_uniform(grid: NumberGrid, key: int, dtype: torch.dtype) -> Tensor:
     """Draw from 0 up to below 1, [rows, columns].
 
     Args:
-        grid: of the tensor.
         key: of 63 bits; names the draw.
         dtype: of the numbers, which have as many bits as it has.
     """

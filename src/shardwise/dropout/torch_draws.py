@@ -37,14 +37,7 @@ class Drawing(Protocol):
 
 
 def keyed_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function of `DRAWS` with keyed numbers.
-
-    Args:
-        site: that draws.
-        func: the function.
-        args: its positional arguments.
-        kwargs: its arguments by name.
-    """
+    """Run a function of `DRAWS` with keyed numbers."""
     generator = kwargs.get("generator")
     if generator is not None:
         note_generator(generator)

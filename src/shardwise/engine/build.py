@@ -147,8 +147,6 @@ def release(cleanup: ExitStack, tiers: Tiers, sharding: ShardingState, keep_valu
 
     Args:
         cleanup: what `build` has returned.
-        tiers: of the engine.
-        sharding: of the engine.
         keep_values: False leaves the parameters without values, on meta.
     """
     with cleanup:

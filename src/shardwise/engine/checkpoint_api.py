@@ -67,11 +67,7 @@ _GENERATOR, _BUFFER, _STEPPED_WHOLE = "generator.", "buffer.", "optimizer."
 
 
 class AllRanks:
-    """Does one thing after another on all ranks: each goes well on all of them, or raises the same error on all.
-
-    Args:
-        context: of the engine.
-    """
+    """Does one thing after another on all ranks: each goes well on all of them, or raises the same error on all."""
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
@@ -84,7 +80,6 @@ class AllRanks:
 
         Args:
             work: is given a function to call at each progress; returns a text for `judge`.
-            subject: for messages.
             judge: makes one verdict of those of all ranks; None for `_worst`.
 
         Raises:
@@ -127,7 +122,6 @@ class Checkpoints:
     """Saves and loads the states of one engine; every rank makes the same calls in the same order.
 
     Args:
-        context: of the engine.
         follows_config: optimizer and schedule are the config's, so a load does not change their options.
 
     Attributes:

@@ -216,7 +216,6 @@ class Engine:
         `zero.state_access.read_state`. All ranks call it.
 
         Args:
-            name: of the parameter.
             state: `param`, or one that `states_of` lists.
             to_rank: the only rank that gets it; None for all.
         """
@@ -228,7 +227,6 @@ class Engine:
         ranks call it.
 
         Args:
-            name: of the parameter.
             value: the whole state, as a tensor, array or number; None on ranks that give none.
             state: `param`, or one that `states_of` lists.
             from_rank: the only rank whose value counts; None where every rank gives it.

@@ -108,7 +108,6 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
 
     Args:
         model: whose parameters and persistent buffers the folder must have.
-        folder: of Hugging Face.
         names: as in `import_weights`.
 
     Raises:

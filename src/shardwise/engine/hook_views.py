@@ -33,13 +33,6 @@ Splits = list[ParamSplit | None]
 class SplitModelValues:
     """Bundles what shows hooks and losses whole values of a split model.
 
-    Args:
-        model: after it was split.
-        tensor: by which layout.
-        config: of the run.
-        mappings: of the tensor-parallel group.
-        draws: of the model.
-
     Attributes:
         views: for hooks.
         parameters: as hooks and losses read them.
@@ -64,8 +57,6 @@ class HookViews:
     """Gives the modules of a split model views for hooks, as long as they have any.
 
     Args:
-        model: after it was split.
-        placements: of its tensors.
         parameters: as hooks see them.
         keeps_whole: says whether an evaluation leaves a sequence whole.
 

@@ -35,7 +35,6 @@ def backward(
     True
 
     Args:
-        loss: a scalar.
         engines: all engines whose models took part and are to learn from it.
         count: what `loss` is the mean of, such as target tokens, against the step's other losses.
 

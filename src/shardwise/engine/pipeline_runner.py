@@ -38,9 +38,7 @@ def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simul
     """Make the object that runs one stage of a model; call it while the model's modules are as the user built them.
 
     Args:
-        model: with all its stages.
         layout: says which units each stage has.
-        device: on which the engine computes.
         is_simulated: all tensors are fake, and the other ranks are not there.
 
     Returns:
@@ -64,7 +62,6 @@ class PipelineRunner:
     Args:
         context: of an engine whose layout has a pipeline.
         forward: runs one stage of the model.
-        pipes: to the other stages.
 
     Attributes:
         schedule: of a step, for all ranks of the pipeline.

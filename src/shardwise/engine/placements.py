@@ -65,8 +65,6 @@ class PlanPlacements:
     """Answers how tensors are split, for one plan.
 
     Args:
-        plan: of the model.
-        comm: the tensor-parallel group.
         splits_sequence: whether stacks have split sequences.
         local_length: returns how many tokens this rank has of a split sequence; None where it is not known.
     """
@@ -111,10 +109,8 @@ class PlanPlacements:
         """Return the placement of a tensor; the first time all ranks compare it.
 
         Args:
-            tensor: of this rank.
             name: of the module that has it; empty for the model.
             key: tells it from the module's other tensors.
-            what: it is, for messages.
 
         Raises:
             ConfigError: each rank has a part, and it is not clear which.
@@ -131,13 +127,7 @@ class PlanPlacements:
         return found
 
     def split_of(self, tensor: Tensor, placement: Placement, what: str) -> ParamSplit:
-        """Return the split of the whole of which a rank has a part.
-
-        Args:
-            tensor: the part.
-            placement: of it.
-            what: it is, for messages.
-        """
+        """Return the split of the whole of which a rank has a part."""
         if not placement.fits(tensor.shape, self.comm.world_size):
             raise self.unclear(f"{what} of shape {tuple(tensor.shape)} is not split as the plan says")
         return placement.split_of(tensor.shape, self.comm.world_size)
@@ -230,24 +220,14 @@ def gathered(part: Tensor, split: ParamSplit, comm: Comm, name: str) -> Tensor:
     """Return the whole of a tensor; of its gradient, which all ranks have, each takes its part.
 
     Args:
-        part: of this rank.
         split: of the whole.
-        comm: the tensor-parallel group.
-        name: for counts and messages.
     """
     whole: Tensor = _Gathered.apply(part, split, comm, name)
     return whole
 
 
 def parted(whole: Tensor, split: ParamSplit, comm: Comm, name: str) -> Tensor:
-    """Return this rank's part of a tensor; the gradients of the ranks' parts are gathered.
-
-    Args:
-        whole: the tensor.
-        split: of it.
-        comm: the tensor-parallel group.
-        name: for counts and messages.
-    """
+    """Return this rank's part of a tensor; the gradients of the ranks' parts are gathered."""
     part: Tensor = _Parted.apply(whole, split, comm, name)
     return part
 

@@ -100,7 +100,6 @@ def gathered_groups(
     Graphs and views of the parameters may outlive the context: they keep the memory.
 
     Args:
-        context: of the engine.
         write: whether to take over; None to do so if any rank has written.
         groups: that have the parameters; None for all.
         source: which of the ranks that average gradients has written.
@@ -153,7 +152,6 @@ def offload(context: StepContext, include: Sequence[str] | None, target: Release
     """Move states away on all ranks, or on none; return the bytes that each has freed. See `Engine.offload`.
 
     Args:
-        context: of the engine.
         include: states to move; None for all.
         target: where they go.
     """

@@ -37,7 +37,6 @@ class EngineStatus:
     Attributes:
         is_in_backward: a backward is under way, or has raised.
         away: the states that are offloaded until `reload`; None where all are in place.
-        integrity: of the states.
     """
 
     def __init__(self, check_host: Callable[[], None]) -> None:

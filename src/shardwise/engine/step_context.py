@@ -246,7 +246,6 @@ class StepContext:
         """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar.
 
         Args:
-            loss: of one element.
             is_boundary: whether the step follows; None where `batch.accumulation` tells.
             retain_graph: as torch's.
         """
@@ -561,7 +560,6 @@ def backpropagate(
 
     Args:
         contexts: of the engines whose models took part.
-        loss: a tensor of one element.
         weight: the gradient of the loss, 0-d.
         is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
         retain_graph: as torch's.

@@ -71,7 +71,6 @@ class RankBatch:
 
         Args:
             context: whose device, dtype and layout count.
-            batch: of this data rank.
             first_sample: how many samples of this step this rank has before it.
             number: of its forward in the step, from 0.
         """
@@ -108,8 +107,6 @@ def run_model(context: StepContext, taken: RankBatch, read: Callable[[Any], Resu
     resharded.
 
     Args:
-        context: whose model runs.
-        taken: the batch.
         read: is given the model's output.
     """
     try:
@@ -157,8 +154,6 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
     There the model's own loss is scaled so that its mean over the ranks is the loss of the sequence.
 
     Args:
-        context: whose model runs.
-        args: of the model.
         kwargs: of the model; all inputs where `mesh.cp` is more than 1.
 
     Raises:
@@ -210,11 +205,7 @@ def _forward_phase(context: StepContext) -> Iterator[None]:
 
 
 class SequentialRunner:
-    """Runs forward and backward of each micro-batch in turn.
-
-    Args:
-        context: of the engine.
-    """
+    """Runs forward and backward of each micro-batch in turn."""
 
     def __init__(self, context: StepContext) -> None:
         self._context = context
@@ -253,8 +244,6 @@ def evaluate(
     """Return the mean loss over batches of all data ranks, in the model's eval mode.
 
     Args:
-        context: of the engine.
-        runner: of the engine.
         batches: each as for `engine(batch)`; a dict or a tensor is one.
     """
     training = [module for module in context.model.modules() if module.training]

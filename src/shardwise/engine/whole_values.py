@@ -30,9 +30,6 @@ class WholeParameters:
     """Lets code read whole parameters where this rank has a part of them, or of their gradients.
 
     Args:
-        model: after it was split.
-        splits: of its parameters, by name.
-        comm: the tensor-parallel group.
         draws: of the model. Code that sees whole tensors draws for whole ones.
     """
 
@@ -149,8 +146,6 @@ class WholeResults:
     """Makes whole what a split model has computed: its output, and what its modules keep as attributes.
 
     Args:
-        model: after it was split.
-        placements: of its tensors.
         keeps_whole: says whether an evaluation leaves a sequence whole.
     """
 

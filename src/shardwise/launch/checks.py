@@ -80,9 +80,7 @@ def port(number: int, given: str, code: str = "master-port") -> int:
     """Check a port.
 
     Args:
-        number: of the port.
         given: where it came from, such as a flag.
-        code: of the error.
     """
     if not 1 <= number <= 65_535:
         raise ConfigError(code, f"{_joined(given, number)} is not a port; choose one from 1024 to 65535")
@@ -93,7 +91,6 @@ def count(number: int, given: str, least: int, most: int) -> int:
     """Check a number of things.
 
     Args:
-        number: how many.
         given: where it came from, such as a flag.
         least: what it must be.
         most: what it may be.
@@ -113,7 +110,6 @@ def word(text: str, given: str) -> str:
     """Check a word of a command: a program can get it, and a file of UTF-8 can have it.
 
     Args:
-        text: the word.
         given: what it is, such as a flag.
     """
     if not is_text(text):
@@ -146,7 +142,6 @@ def time_limit(text: str, given: str) -> str:
     """Check a limit of time as Slurm writes it: minutes, [hours:]minutes:seconds, days-hours[:minutes[:seconds]].
 
     Args:
-        text: of the limit.
         given: where it came from, such as a flag.
     """
     if not _TIME.fullmatch(text):

@@ -178,8 +178,6 @@ def torchrun(options: argparse.Namespace, slots: Slots, node_rank: int, master_a
 
     Args:
         options: those of the program `deepspeed`.
-        slots: of every host.
-        node_rank: which host.
         master_addr: where rank 0 runs.
     """
     counts = [len(each) for each in slots.values()]
@@ -203,10 +201,7 @@ def remote_line(
     """Return what the shell of a host runs: it goes to this folder and starts the ranks with what is exported.
 
     Args:
-        command: what starts the ranks.
-        devices: the host's devices to use.
         options: those of the program `deepspeed`.
-        exports: variables to set.
     """
     first = [f". {shlex.quote(checks.word(options.venv_script, '--venv_script'))}"] if options.venv_script else []
     words = [checks.word(word, "the argument") for word in command]
@@ -228,10 +223,6 @@ def read_env_file(lines: Iterable[str], name: str) -> dict[str, str]:
 
     >>> read_env_file(["# for our network", "NCCL_DEBUG=INFO", "export A=b=c"], "file")
     {'NCCL_DEBUG': 'INFO', 'A': 'b=c'}
-
-    Args:
-        lines: of the file.
-        name: of the file, for messages.
     """
     found = {}
     for line in lines:

@@ -120,7 +120,6 @@ def share_of_cores(
 
     Args:
         usable: cores that all ranks of the machine may use.
-        num_local_ranks: ranks on this machine.
         local_rank: of this rank, from 0.
         places: of cores; those without one are taken by number.
     """

@@ -72,10 +72,7 @@ def remote_line(command: Sequence[str], exports: Mapping[str, str], folder: str,
     """Return what the shell of a host runs: it goes to a folder and becomes a command.
 
     Args:
-        command: the program and its arguments.
-        exports: variables to set.
         folder: where the command runs.
-        first: shell commands before it.
     """
     return " && ".join([f"cd {shlex.quote(folder)}", *first, *_exports(exports), f"exec {shlex.join(command)}"])
 
@@ -89,7 +86,6 @@ def ssh_command(host: str, line: str, port: int | None = None, sent: Sequence[st
 
     Args:
         host: as ssh takes it.
-        line: for its shell.
         port: of ssh; None for its own.
         sent: variables that ssh is to send itself, by name; the host's sshd must accept them.
     """
@@ -125,7 +121,6 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None, hidden: Mappin
     Call it on the main thread: SIGTERM ends the hosts' commands too.
 
     Args:
-        lines: by host.
         port: of ssh; None for its own.
         hidden: variables that every host gets but that no command line has, where everybody on a machine reads them.
     """

@@ -103,7 +103,6 @@ def launch_local(
 
     Args:
         argv: the arguments of the interpreter: `["-m", module, ...]` or `[script, ...]`.
-        num_ranks: processes to start.
         log_dir: gets `rank-N.log`, stdout and stderr; of rank 0 only stderr, since its stdout is this process's.
         threads_per_rank: OMP_NUM_THREADS; None for what `environ` says, else an equal share of the cores.
         environ: the environment that the ranks inherit; None for this process's.

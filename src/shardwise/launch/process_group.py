@@ -74,7 +74,6 @@ def join_named(
     Args:
         init_method: torch's URL of where ranks meet; None for MASTER_ADDR and MASTER_PORT.
         rank: of this process; below 0 where the URL or the environment says it, and so is `world_size`.
-        world_size: ranks in all.
         device_kind: where the tensors will be.
         timeout_s: as for `start_process_group`.
 
@@ -199,8 +198,6 @@ def meet(env: RankEnv, store: dist.Store, timeout_s: float) -> dist.Store:
     rank shows a number drawn at random, and rank 0 answers that number with the name of the attempt.
 
     Args:
-        env: this rank's place.
-        store: that all ranks reach.
         timeout_s: seconds for all to come.
 
     Raises:

@@ -49,11 +49,9 @@ class LaunchJob:
         program: what Python gets: `-m MODULE ...` or `SCRIPT.py ...`.
         num_nodes: machines.
         num_ranks_per_node: one for each GPU.
-        name: of the job.
         gpu: the GPUs' name, where a cluster asks for it.
         hosts: by name, with the ranks of each; for ssh.
         max_restarts: how often the ranks are started again after a failure.
-        image: of the container.
         time_limit: as Slurm writes it; None for the partition's.
         port: where the ranks meet.
         folder: where the program runs, on every host.
@@ -121,7 +119,6 @@ def torchrun(job: LaunchJob, meeting: Sequence[str] = (), num_ranks: int | None 
     """Return the command that starts one node's ranks.
 
     Args:
-        job: what runs.
         meeting: how several nodes meet, as `c10d` or `static` says.
         num_ranks: of this node; None for the job's.
     """
@@ -152,7 +149,6 @@ def static(node_rank: str, address: str, port: int) -> list[str]:
     Args:
         node_rank: of the node that runs the command.
         address: of the node of rank 0.
-        port: on that node.
     """
     return ["--node-rank", node_rank, "--master-addr", address, "--master-port", str(port)]
 

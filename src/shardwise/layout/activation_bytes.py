@@ -91,9 +91,6 @@ def activation_bytes_per_layer(
     Args:
         shape: sizes of the layer, over all ranks.
         seq_len: tokens of a sequence, over all ranks.
-        micro_size: sequences of a micro-batch.
-        tp: ranks of a tensor-parallel group.
-        cp: ranks that split the sequence.
         sequence_parallel: whether the tp ranks split activations outside attention and feed-forward by sequence.
         element_bytes: bytes of one element of an activation, 2 for bf16.
         recompute: as `RecomputeConfig.mode`.
@@ -137,7 +134,6 @@ def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> floa
 
     Args:
         input_bytes: bytes of a layer's input: `activation_bytes_per_layer` with recompute "full".
-        num_layers: layers of the model.
         every: as `RecomputeConfig.every`.
 
     >>> offloaded_bytes(1024, num_layers=8), offloaded_bytes(1024, num_layers=8, every=3)

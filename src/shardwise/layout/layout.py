@@ -469,10 +469,8 @@ def states_of(
     """Return the states that groups store between their uses.
 
     Args:
-        stage: placements over the shard group.
         policy: dtypes by role.
         optimizer: config section that names the optimizer.
-        groups: all groups, with their tiers.
     """
     states = [
         StateSpec("param", "param", policy.param, stage.params),

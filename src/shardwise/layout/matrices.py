@@ -39,7 +39,6 @@ def find_matrices(model: nn.Module, units: Sequence[str]) -> frozenset[str]:
 
     Args:
         model: any module; its storage is not read.
-        units: names of the blocks.
 
     Raises:
         ConfigError: there are none.
@@ -116,7 +115,6 @@ class OwnedMatrix:
 
     Attributes:
         group: the index of its group among those given.
-        place: the parameter.
         owner: the rank, counted along the axes of shards and, fastest, of tensor parallelism.
     """
 
@@ -132,7 +130,6 @@ def assign_owners(groups: Sequence[GroupSpec], tp: int) -> tuple[OwnedMatrix, ..
 
     Args:
         groups: all on one pipeline rank; equal on every rank of a shard group.
-        tp: ranks of the tensor-parallel group.
     """
     found = [
         (index, place)
@@ -207,8 +204,6 @@ def held_ranges(group: GroupSpec, place: ParamSpec, is_whole: bool) -> Mapping[i
     """Return by shard the range of a parameter's local tensor that its holder has; shards without any are left out.
 
     Args:
-        group: the parameter's group.
-        place: the parameter.
         is_whole: whether each rank of the shard group has all of it.
     """
     if is_whole:

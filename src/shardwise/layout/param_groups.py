@@ -243,9 +243,7 @@ def build_groups(
     Under pipeline parallelism the root has a group for each stage and for each set of stages that share parameters.
 
     Args:
-        entries: the model's parameters.
         units: the blocks, in module order.
-        num_ranks: ranks that average gradients.
         num_shards: ranks that share the sharded states.
         replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
         splits: how each parameter is split over the tensor-parallel group, by its name; None for one rank.
@@ -335,7 +333,6 @@ def check_blocks(splits: Mapping[str, ParamSplit], tp: int, key: str) -> None:
 
     Args:
         splits: how each parameter is split, by its name.
-        tp: the degree.
         key: the config's key that lays the blocks, with its value.
 
     Raises:
@@ -438,8 +435,6 @@ def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = fro
     """Read every parameter once, in module order, with the one unit that holds all its names (or the root).
 
     Args:
-        model: any module.
-        units: names of the blocks.
         wide: names of parameters that stay in fp32.
 
     Raises:

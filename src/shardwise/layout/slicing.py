@@ -171,7 +171,6 @@ class LocalTensor:
             global_shape: shape of the global tensor.
             dim: the dim that is split, from 0.
             index: which part, from 0.
-            degree: number of parts.
 
         Raises:
             ValueError: the tensor has no such dim, or the split no such part.

@@ -86,9 +86,6 @@ class StagePartition:
     def stage_of(self, name: str) -> tuple[int, ...]:
         """Return the stages that use a parameter; several where it is tied.
 
-        Args:
-            name: any of the parameter's names.
-
         Raises:
             ConfigError: the model has no such parameter.
         """

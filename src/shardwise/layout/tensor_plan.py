@@ -174,7 +174,6 @@ class TensorLayout:
     """Hold a plan with the split that it gives each parameter.
 
     Attributes:
-        plan: the model's plan.
         splits: the split of each parameter, by each of its names.
         degree: ranks of a tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
@@ -191,8 +190,6 @@ def tensor_layout(model: nn.Module, plan: TensorPlan, degree: int, sequence_para
 
     Args:
         model: as its builder made it, on any device; only names and shapes are read.
-        plan: the model's plan.
-        degree: ranks of the tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Raises:

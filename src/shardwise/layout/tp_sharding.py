@@ -66,7 +66,6 @@ class FusedPart:
         """Refuse a degree that does not divide the units.
 
         Args:
-            degree: ranks of the tensor-parallel group.
             what: name of what is split, such as `num_heads`, for the message.
 
         Raises:
@@ -84,7 +83,6 @@ def check_divides(degree: int, number: int, what: str) -> None:
     """Refuse a degree that does not divide a number.
 
     Args:
-        degree: ranks of the tensor-parallel group.
         number: must be a multiple of `degree`.
         what: name of the number, such as `num_heads`, for the message.
 
@@ -102,8 +100,6 @@ def check_length(length: int, degree: int, key: str, fix: str, cp: int = 1) -> N
     """Refuse a sequence that does not divide into equal parts for `degree` ranks.
 
     Args:
-        length: tokens of the sequence.
-        degree: ranks of the tensor-parallel group.
         key: start of the message, which names the length.
         fix: what else the user can do, for the message.
         cp: ranks that split the sequence first.

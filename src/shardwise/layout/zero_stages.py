@@ -76,7 +76,6 @@ def effective_stage(
 
     Args:
         stage: 0 to 3, as `zero.stage`.
-        num_shards: ranks of the shard group.
         tiers: tier of each state; None for the device.
         is_scheduled: a pipeline schedule runs the stages.
 
@@ -99,8 +98,6 @@ def secondary_ranks(given: int, num_shards: int, stage: ZeroStage) -> int:
 
     Args:
         given: `zero.secondary_shard`.
-        num_shards: ranks of the shard group.
-        stage: placements over it.
 
     Raises:
         ConfigError: they do not divide the shard group.
@@ -113,7 +110,6 @@ def node_ranks(given: int, num_shards: int) -> int:
 
     Args:
         given: `zero.secondary_shard`.
-        num_shards: ranks of the shard group.
 
     Raises:
         ConfigError: they do not divide the shard group.

@@ -109,8 +109,6 @@ class DecoderLinear(nn.Linear):
     """Is a linear layer without bias, drawn from normal(0, init_std).
 
     Args:
-        num_in: input features.
-        num_out: output features.
         init_std: standard deviation of the initial weight.
         factory: device and dtype, as in `nn.Linear`.
     """
@@ -188,8 +186,6 @@ class DecoderAttention(nn.Module):
         first_head: number of this rank's first query head.
 
     Args:
-        config: of the decoder.
-        attend: computes attention.
         factory: device and dtype of the parameters.
     """
 
@@ -237,7 +233,6 @@ class DecoderBlock(nn.Module):
     """Runs one layer: attention, then feed-forward, each normalised before and added to the residual stream.
 
     Args:
-        config: of the decoder.
         attend: computes attention, shared by all layers; None makes it from the config.
         factory: device and dtype of the parameters.
     """
@@ -327,9 +322,6 @@ def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, positio
     Angles are computed in fp64, since fp32 loses hundredths of a radian at positions beyond 100,000.
 
     Args:
-        seq_len: S.
-        head_dim: D.
-        theta: the base.
         like: a tensor of the dtype and on the device of the tensors to rotate.
         positions: [S], int64; None for 0, 1, ...
 

@@ -44,9 +44,7 @@ class Attend(Protocol):
         """Return the layout of a whole sequence for some heads.
 
         Args:
-            seq_len: tokens of the sequence.
             first_head: number of the first of the heads among the whole model's query heads.
-            num_heads: how many heads.
         """
 
 
@@ -128,7 +126,6 @@ def attention_density(section: AttentionConfig, num_heads: int, seq_len: int) ->
     Args:
         section: `attention` of the config.
         num_heads: query heads of the whole model.
-        seq_len: tokens of the sequence.
     """
     structure = structure_of(section, num_heads)
     return 1.0 if structure is None else structure.layout(seq_len).density

@@ -34,7 +34,6 @@ def generate(
     Args:
         model: maps int64 [B, S] to logits [B, S, V].
         tokens: int64 [B, S], the prompts, S at least 1.
-        num_tokens: how many to append.
         max_seq_len: the longest input the model takes; earlier tokens are cut off.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens only; None for all.

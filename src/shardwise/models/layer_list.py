@@ -34,13 +34,11 @@ class LayerSpec:
 
     Args:
         factory: a module's class, or a function that returns a module.
-        args: of the factory.
         name: of the entry in the list; None for its index.
         tied: a key; entries of one key share the parameters of the first of them that have the same names; None for
             a layer that is not tied.
         forward_fn: `forward_fn(layer, *inputs)` runs in place of the layer's own forward, for a layer that computes
             something else with shared parameters. Parameters are then named `INDEX.layer.NAME`. None for its own.
-        kwargs: of the factory.
     """
 
     @checked

@@ -36,7 +36,6 @@ def open_config(folder: Path, name: str, *, trusts_code: bool = False) -> Any:
     """Return the config of a model of transformers.
 
     Args:
-        folder: of the model.
         name: what the user gave, such as `model.path=folder`, for messages.
         trusts_code: whether Python files of the folder may run.
 
@@ -55,7 +54,6 @@ def build_model(config: Any, name: str, *, trusts_code: bool = False) -> nn.Modu
     """Return the causal model of a config, on the device of the caller's context.
 
     Args:
-        config: of the model.
         name: as in `open_config`, and so is `trusts_code`.
         trusts_code: whether Python files of the folder may run.
 
@@ -75,7 +73,6 @@ def load_model(folder: Path, config: Any, name: str, *, trusts_code: bool = Fals
     """Return the causal model of a folder with its weights.
 
     Args:
-        folder: of the model.
         config: that `open_config` has returned.
         name: as in `open_config`.
         trusts_code: whether Python files of the folder may run.

@@ -37,10 +37,6 @@ class Scale:
     """Says which meshes and stages the shrunk sizes must fit.
 
     Attributes:
-        mesh: of the run.
-        folded: the small mesh.
-        num_stages: of the run's pipeline.
-        num_folded_stages: of the small pipeline.
         recompute_every: every so many blocks, one is recomputed; the small model keeps at least one other block.
     """
 
@@ -66,13 +62,7 @@ class ModelSizes:
 
 
 def shrink_sizes(sizes: ModelSizes, scale: Scale, head_dim: int = _HEAD_DIM) -> ModelSizes:
-    """Return small sizes in the same ratios, which divide by the folded axes if the given ones divide by the run's.
-
-    Args:
-        sizes: of the model.
-        scale: the meshes and stages.
-        head_dim: of the small model.
-    """
+    """Return small sizes in the same ratios, which divide by the folded axes if the given ones divide by the run's."""
     tp, folded_tp = scale.mesh.tp, scale.folded.tp
     num_sharers = sizes.num_heads // sizes.num_kv_heads
     if tp > sizes.num_kv_heads:  # ranks share KV heads, two of them each
@@ -164,7 +154,6 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
     Args:
         values: as `json.loads` returns them.
         scale: the meshes and stages that the sizes must fit.
-        seq_len: tokens of the run's sequences.
 
     Raises:
         ConfigError: layers, hidden size, heads or vocabulary have no known name.

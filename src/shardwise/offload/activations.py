@@ -68,7 +68,6 @@ class _SavedInput:
 
     Args:
         source: all of it: flat where it is dense, a tensor with gaps otherwise.
-        storage: the storage under it.
     """
 
     def __init__(self, source: Tensor, storage: torch.UntypedStorage) -> None:
@@ -118,10 +117,7 @@ class ActivationStore:
 
     Args:
         streams: the streams of the engine's device.
-        buffers: provides the host memory.
-        traffic: counts what moves.
         tracker: the device's memory tracker; it says which memory holds states.
-        min_bytes: smaller tensors stay.
     """
 
     def __init__(
@@ -320,7 +316,6 @@ def build_store(
     """Return the store that `tiers.activations` asks for; None where inputs stay on the device.
 
     Args:
-        config: the engine's config.
         streams: as for `ActivationStore`, and so are `buffers`, `traffic` and `tracker`.
     """
     return ActivationStore(streams, buffers, traffic, tracker) if config.tiers.activations == "host" else None

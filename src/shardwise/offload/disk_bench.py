@@ -38,7 +38,6 @@ class SwapSpeed:
     """Says how much one process reads and writes a second in a folder.
 
     Attributes:
-        path: of the folder.
         num_bytes: of the file that was read and written.
         direct: whether the page cache was bypassed; otherwise the speed may be that of memory.
         read_bytes_per_s: while nothing is written.

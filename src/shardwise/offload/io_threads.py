@@ -141,7 +141,6 @@ class MovedFile:
     """Describes a file that threads read and write.
 
     Attributes:
-        path: of the file.
         is_direct: whether its file system can bypass the page cache.
     """
 
@@ -240,7 +239,6 @@ class IoThreads:
         """Fill `target` from a file; return a future that keeps it alive and raises `SwapError`.
 
         Args:
-            file: the file.
             offset_bytes: where to start in the file.
             target: 1-D uint8 on the CPU.
         """
@@ -250,7 +248,6 @@ class IoThreads:
         """Write `source` into a file; return a future that keeps it alive and raises `SwapError`.
 
         Args:
-            file: the file.
             offset_bytes: where to start in the file.
             source: 1-D uint8 on the CPU.
         """

@@ -51,7 +51,6 @@ class SwapFolder:
     Attributes:
         path: of the folder, which only this user can enter.
         is_direct: whether reads and writes of its files bypass the page cache.
-        num_bytes: of its files.
     """
 
     def __init__(self, path: Path, lock: int, is_direct: bool, threads: IoThreads) -> None:
@@ -114,7 +113,6 @@ class SwapFolder:
 
         Args:
             name: of what it holds, for the file's name.
-            num_bytes: of it.
 
         Raises:
             SwapError: there is no space for it, or no file can be made.
@@ -148,10 +146,6 @@ class SwapFile:
     the first has ended. Tensors are 1-D, uint8, contiguous and on the CPU, and must not be changed until then. What is
     aligned to `ALIGNMENT_BYTES` in the file and in memory bypasses the page cache, up to the last multiple of it; the
     other bytes go through it.
-
-    Attributes:
-        path: of it.
-        num_bytes: of it.
     """
 
     def __init__(self, folder: SwapFolder, path: Path, num_bytes: int) -> None:

@@ -104,9 +104,7 @@ class NvmeStorage:
 
     Args:
         file: at least `padded_bytes(numel, dtype)` long.
-        numel: the number of elements.
         dtype: the elements' dtype.
-        transfers: moves the data.
         kept: the buffers that are kept after their use.
     """
 

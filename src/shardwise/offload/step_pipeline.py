@@ -79,11 +79,7 @@ class StepChunk:
 
 
 class StepPipeline:
-    """Steps chunks on the worker thread, in the order in which they are submitted.
-
-    Args:
-        worker: the engine's worker thread.
-    """
+    """Steps chunks on the worker thread, in the order in which they are submitted."""
 
     def __init__(self, worker: HostWorker) -> None:
         self._worker = worker

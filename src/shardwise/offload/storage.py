@@ -72,7 +72,6 @@ class StateStorage(FlatState, Protocol):
 
         Args:
             source: as long as the state, of any dtype.
-            pool: the device's buffer pool.
         """
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
@@ -80,7 +79,6 @@ class StateStorage(FlatState, Protocol):
 
         Args:
             source: as long as the state, on the device, leased from `pool`; it is released.
-            pool: the device's buffer pool.
             then: called on the worker thread with the sum, in host memory, if one is made there; None for nothing.
             add: whether there is something to add to.
 
@@ -118,7 +116,6 @@ def loaded(storage: StateStorage, *, write: bool = False) -> Iterator[Tensor]:
     """Yield all of a state as one tensor, where it is stored, or in host memory if that is a file.
 
     Args:
-        storage: of the state.
         write: whether what is written into the tensor counts.
     """
     if storage.tensor is not None:
@@ -133,7 +130,6 @@ class TransferContext:
 
     Args:
         streams: the streams of the engine's device.
-        buffers: host memory for what moves.
         worker: the thread that does what must wait.
         traffic: counts moved bytes.
     """
@@ -288,12 +284,7 @@ class _DeviceView:
 
 
 class HostStorage:
-    """Stores a state in host memory, pinned where the device is a GPU and the state goes there.
-
-    Args:
-        make: allocates the memory, zeros.
-        transfers: moves the state.
-    """
+    """Stores a state in host memory, pinned where the device is a GPU and the state goes there."""
 
     tier: Tier = "host"
 

@@ -31,10 +31,8 @@ class Tiers:
     """Stores states in their tiers, from the engine's start to its end.
 
     Args:
-        config: the engine's tiers.
         layout: gives the sizes of files and buffers.
         streams: the streams of the engine's device.
-        tracker: the device's memory tracker.
         rank: of this process in the world.
         is_simulated: whether to use no real files and no thread.
 
@@ -95,11 +93,8 @@ class Tiers:
         """Allocate storage for a state, zeros at first.
 
         Args:
-            tier: the tier.
             name: of the group and the state; it becomes part of the file's name.
-            numel: the number of elements.
             dtype: the elements' dtype.
-            category: for the memory tracker.
 
         Raises:
             SwapError: a file cannot be made.

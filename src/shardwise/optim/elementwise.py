@@ -179,7 +179,6 @@ class AdEMAMix(ElementWise):
 
     Args:
         params: parameters, or groups of them as torch's optimizers take.
-        lr: the learning rate.
         betas: of the fast mean, and of the mean of squares.
         eps: a term against division by zero.
         weight_decay: a share of the parameter, times `lr`.

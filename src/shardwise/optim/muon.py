@@ -80,8 +80,6 @@ def apply_update(param: Tensor, update: Tensor, scale: float, options: Mapping[s
     Args:
         param: of any shape.
         update: of the same shape.
-        scale: of the update.
-        options: of the optimizer's parameter group.
     """
     rate = float(options["lr"])
     param.mul_(1 - rate * options["weight_decay"])

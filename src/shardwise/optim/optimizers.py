@@ -78,9 +78,7 @@ def fused_grad_scale(kind: type[Optimizer], factor: float, dtypes: Collection[to
     """Return the fp32 number by which a fused step divides to multiply by `factor`; None where it cannot.
 
     Args:
-        kind: the class of the optimizer.
         factor: turns accumulated sums into the gradient.
-        dtypes: of the gradients.
     """
     rule = rule_of_kind(kind)
     if rule is None or not rule.divides_by_scale or any(dtype != torch.float32 for dtype in dtypes):
@@ -94,7 +92,6 @@ def lacks_some_momentum(optimizer: Optimizer, stepped: Sequence[Tensor]) -> bool
     """Say whether torch's fused SGD would meet parameters with and without momentum, which its kernel cannot step.
 
     Args:
-        optimizer: any.
         stepped: what it is about to step.
     """
     if not isinstance(optimizer, SGD) or not any(group.get("fused") for group in optimizer.param_groups):

@@ -109,9 +109,7 @@ class _Direction:
         """Open the channels; both ends must call this.
 
         Args:
-            channels: of this rank.
             ends: the ranks that send and receive.
-            name: for counts and messages.
             tag: the first of three consecutive tags that only this direction uses.
         """
         words = channels.open(ends, f"{name} words", tag, on_host=True)
@@ -141,7 +139,6 @@ class RemoteEnd:
     It holds all that is under way. What it sends must not change until it is sent.
 
     Args:
-        channels: of this rank.
         number: counts the boundaries of the pipeline; each rank opens its own in this order.
         ends: the ranks along the pipeline's axis that hold the stage before it and the stage after it.
         types: container types in values that torch's pytree has not registered: the named tuples that this rank's
@@ -355,7 +352,6 @@ def open_boundaries(
     """Open the boundaries of one rank's stages, in the same order on all ranks.
 
     Args:
-        channels: this rank's.
         placement: says which rank holds which stage.
         index: of this rank in the pipeline.
         types: container types that boundary values may have, beside those that torch's pytree knows.

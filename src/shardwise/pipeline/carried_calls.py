@@ -119,9 +119,6 @@ class HookCarrier:
     def show(self, num_units: int) -> None:
         """Show the last stage's hooks the calls of the stages before.
 
-        Args:
-            num_units: of the stages before.
-
         Raises:
             ConfigError: a hook is on this rank only, or needs a parameter of another stage.
         """

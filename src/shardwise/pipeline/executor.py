@@ -71,7 +71,6 @@ class StageCompute:
         num_stages: how many stages the whole pipeline has.
         inlets: by stage, the boundary to the stage before; the first stage has none.
         outlets: by stage, the boundary to the next stage; the last stage has none.
-        timeline: of the engine.
         queue: of deferred weight gradients, where the schedule splits backwards; else None.
     """
 
@@ -112,13 +111,7 @@ class StageCompute:
         }
 
     def run_forward(self, stage: int, micro_batch: int, events: StageEvents) -> None:
-        """Run a stage's forward of a micro-batch.
-
-        Args:
-            stage: one of this rank's.
-            micro_batch: its number in the step.
-            events: computes the forward.
-        """
+        """Run a stage's forward of a micro-batch."""
         inlet, outlet = self._inlets.get(stage), self._outlets.get(stage)
         received = None
         if inlet is not None:
@@ -146,7 +139,6 @@ class StageCompute:
         """Run a stage's backward of a micro-batch; where backwards are split, without the gradients of weights.
 
         Args:
-            stage: one of this rank's.
             micro_batch: its number in the step; its forward has run.
             events: called before and after, and for the gradient of the loss.
         """
@@ -182,7 +174,6 @@ class StageCompute:
         """Compute the gradients of weights that the backward of a micro-batch has deferred.
 
         Args:
-            stage: one of this rank's.
             micro_batch: its number in the step; its `run_backward` has run.
             events: called before and after.
         """
@@ -264,9 +255,7 @@ def execute(row: Sequence[Action], handlers: Handlers, timeline: Timeline) -> No
     """Perform the actions of a row in their order.
 
     Args:
-        row: this rank's actions.
         handlers: one for each kind of action in the row.
-        timeline: records what is done.
     """
     for action in row:
         with timeline.perform(action):
@@ -277,7 +266,6 @@ def step_schedule(config: Config, layout: Layout) -> Schedule:
     """Build the schedule of one optimizer step for all ranks of the pipeline, and verify it.
 
     Args:
-        config: resolved.
         layout: of the run; it has a pipeline.
 
     Raises:
@@ -305,9 +293,7 @@ def evaluation_schedule(config: Config, layout: Layout, num_batches: int) -> Sch
     """Build the schedule that runs the forwards of some batches, and verify it.
 
     Args:
-        config: resolved.
         layout: of the run; it has a pipeline.
-        num_batches: how many micro-batches it evaluates.
     """
     computations = pipeline_evaluation(pipeline_of(layout).placement, num_batches)
     return lower(

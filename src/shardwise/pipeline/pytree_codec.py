@@ -86,7 +86,6 @@ def put_together(spec: PytreeSpec, tensors: Sequence[Tensor], types: Iterable[ty
     """Return the value that `take_apart` took apart.
 
     Args:
-        spec: of the value.
         tensors: in the order of the spec.
         types: container types that may occur beside those of torch's pytree: named tuples.
 

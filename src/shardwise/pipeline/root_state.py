@@ -111,9 +111,6 @@ class RootState:
 
     Args:
         model: the whole model.
-        units: the modules of all units.
-        held: the stages of this rank.
-        num_stages: of the pipeline.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], held: Sequence[int], num_stages: int) -> None:
@@ -141,7 +138,6 @@ class RootState:
         """Begin the forward of a stage, with the state that it has left.
 
         Args:
-            stage: of this rank.
             num_calls: counts the calls of units in the forward.
         """
         self._stage, self._num_calls, self._is_past_units = stage, num_calls, False

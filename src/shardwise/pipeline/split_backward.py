@@ -70,7 +70,6 @@ class WeightGradQueue:
         """Queue gradients of parameters; see `shardwise.runtime.weight_grad_queue.WeightGradSink.defer`.
 
         Args:
-            parameters: leaves.
             compute: returns their gradients, each of its parameter's shape.
             held: the tensors that `compute` reads; they must not change until then.
 

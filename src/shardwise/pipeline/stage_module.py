@@ -81,8 +81,6 @@ class StageForward:
     Args:
         model: the model of which this rank computes some stages.
         units: names of the units' modules by stage; where one module has several names, in the order of its calls.
-        held: the stages of this rank.
-        device: of this rank's tensors.
         is_simulated: True where no tensor has values, so that placeholders look like received tensors.
         dtypes: the dtype in which each parameter will be computed with, by the parameter's `id`; None keeps its own.
 
@@ -186,9 +184,6 @@ class StageForward:
 
     def read_loss(self, compute: Callable[[], LossSum]) -> LossSum:
         """Compute the loss of the model's output, which may have placeholders in it.
-
-        Args:
-            compute: computes the loss.
 
         Raises:
             CutError: the loss is computed from a value that another stage has and does not send.
@@ -405,7 +400,6 @@ class SkippedOutputs:
 
     Args:
         modules: the units that may be skipped, as the user built them.
-        placeholders: makes the placeholders.
     """
 
     def __init__(self, modules: Sequence[nn.Module], placeholders: PlaceholderTensors) -> None:
@@ -424,10 +418,8 @@ class SkippedOutputs:
         """Set on a skipped unit the attributes that units of its class leave on themselves.
 
         Args:
-            module: the unit.
             kind: its class as the user built it.
             args: the arguments that it was called with.
-            kwargs: the keyword arguments.
         """
         if kind in self._copies:
             self._left[kind] = list(self._run(self._copies.pop(kind), args, kwargs))

@@ -174,9 +174,7 @@ def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
     """Return every way to store the states of a candidate, those off the devices last.
 
     Args:
-        job: the model and the cluster.
         space: the pins, and whether states may leave the devices.
-        candidate: how the work is split.
     """
     found = []
     for tiers in _all_tiers(job, space, candidate):
@@ -194,7 +192,6 @@ def strategy_at(candidate: ParallelismCandidate, placement: PlacementCandidate, 
     """Return the strategy of a parallelism candidate and a placement.
 
     Args:
-        candidate: how the work is split.
         placement: where its states are stored.
         base: its precision, chunk of tokens and expert ranks are taken.
     """

@@ -101,7 +101,6 @@ class OverlapTimes:
         first_forward_s, last_backward_s: in addition, in that pass of one micro-batch alone, as after a step.
         alone_forward_s, alone_backward_s: what is part of these and has nothing to run beside.
         step_s: in the step itself; nothing hides it.
-        num_micro_batches: of the step.
         num_hiding: micro-batches at the step's ends whose computation may hide what is needed once.
         may_hide: whether data move while others compute.
         hidden_share: the most of their time that computing hides.
@@ -157,7 +156,6 @@ class CommTimeModel:
     """Price what the strategies of a job exchange, and keep what several of them share.
 
     Args:
-        job: the job, with its cluster.
         compact: the job's folded layouts, where others have them too; None builds them.
     """
 

@@ -59,8 +59,6 @@ def run_cost(price: Estimate, num_tokens: float | None = None, budget_usd: float
     """Return what a run takes of so many tokens, else of as many as the budget buys; None where neither is known.
 
     Args:
-        price: of the layout.
-        num_tokens: of the run.
         budget_usd: the dollars that there are; without a price of the devices they buy nothing that is known.
     """
     step_usd, tokens = cost_per_step(price), price.job.tokens

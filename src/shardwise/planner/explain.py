@@ -178,7 +178,6 @@ def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> s
     """Say how much memory a strategy lacks, and what makes it fit.
 
     Args:
-        price: of the strategy.
         missing: what does not fit.
         change: the change; None where none makes it fit.
     """
@@ -305,7 +304,6 @@ def smallest_change(job: PlanJob, strategy: Strategy, pricer: Pricer, margin_sha
     """Return a strategy with the savings that it needs to fit, the cheapest first; None where all are not enough.
 
     Args:
-        job: the job.
         strategy: a strategy that does not fit.
         pricer: prices the strategies of the job.
         margin_share: share of a device's memory that is to stay free.
@@ -330,7 +328,6 @@ def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_shar
 
     Args:
         price: of a strategy that does not fit.
-        missing: what it lacks.
         pricer: prices the strategies of its job.
         margin_share: share of a device's memory that is to stay free.
     """

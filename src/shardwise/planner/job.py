@@ -142,7 +142,6 @@ class ModelShape:
         """Return the FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
 
         Args:
-            seq_len: tokens of a sequence.
             is_causal_halved: whether half of the attention's matrix products are left out, since keys after a query
                 do not count.
             trains_all: whether the gradients of all weights are computed.

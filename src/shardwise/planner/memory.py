@@ -163,7 +163,6 @@ class MemoryModel:
         """Estimate one rank at each place of the pipeline.
 
         Args:
-            strategy: how the job is split.
             too_much_bytes: no further ranks are estimated after the first that holds more on its device.
         """
         s, stages = strategy, self.compact.stages.of(strategy)

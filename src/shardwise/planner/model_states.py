@@ -31,7 +31,6 @@ class ModelStates:
     """Hold the bytes of parameters, gradients and the optimizer's states while nothing is computed.
 
     Attributes:
-        stage: the ZeRO stage.
         by_tier: bytes that one rank holds, by memory and role.
         unsharded_bytes: further bytes on the device while the largest block is computed: its parameters gathered, where
             they are stored as shards, and its gradients whole, where these are.
@@ -86,7 +85,6 @@ def estimate_model_states(
     Args:
         model: a module, on meta too; or the number of its parameters.
         num_gpus: data-parallel ranks, of which `gpus_per_node` share a host's memory.
-        stages: the ZeRO stages to estimate.
         config: sections and keys as in a config file, such as `{"tiers": {"optimizer": "host"}}`; parameters are bf16,
             gradients fp32 and the optimizer AdamW where it says nothing else.
         largest_block: parameters of the largest block, where `model` is a number.

@@ -43,7 +43,6 @@ class OffloadTimeModel:
     """Time what the strategies of a job move between memories.
 
     Args:
-        job: the job, with its cluster.
         compact: the job's folded layouts, where others have them too; None builds them.
     """
 

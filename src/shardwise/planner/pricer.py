@@ -28,8 +28,6 @@ def priced(job: PlanJob, strategy: Strategy, pricer: Pricer, memory: MemoryEstim
 
     Args:
         job: the job that `pricer` prices.
-        strategy: how it is split.
-        pricer: makes the estimates.
         memory: what it holds, where that is known already.
     """
     memory = memory or pricer.memory.estimate(strategy)

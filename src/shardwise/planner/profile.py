@@ -108,8 +108,6 @@ class Profile:
         disk_read_bytes_per_s, disk_write_bytes_per_s: of one rank, without the page cache.
         hidden_share: share of a collective's time that computing beside it hides: 1 where neither slows the other, 0
             where they take turns.
-        host_memory_bytes: of the machine.
-        torch_version: the version that measured.
     """
 
     device: str

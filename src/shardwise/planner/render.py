@@ -244,7 +244,6 @@ def bar_of(sizes: Mapping[str, float], marks: Marks, capacity: float, width: int
     """Draw parts in a container, in the order of their marks; what exceeds it comes after a `|`.
 
     Args:
-        sizes: of the parts, by name.
         marks: sign and colour of each part, by name.
         capacity: of the container, in the unit of the sizes.
         width: of the whole bar, in characters.
@@ -279,8 +278,6 @@ def plan_view(
     """Show the answer on a screen: which layout, how fast, whether it fits, why; or all of it.
 
     Args:
-        plan: what the search found.
-        reasons: the explanations of it.
         num_shown: how many of the best there are in the table; None shows a few.
         is_whole: whether to say where the time goes, all fixes and what was searched.
         yours: the user's own strategy, to be shown beside them; None where there is none.
@@ -359,7 +356,6 @@ def cost_view(
     """Show what a run takes, and what tokens cost on other numbers of GPUs.
 
     Args:
-        plan: whose winner runs.
         num_tokens, budget_usd: of the run, as in `run_cost`.
         sizes: of `by_num_gpus`.
     """
@@ -409,8 +405,6 @@ def explain_view(
     """Show one strategy in detail: memory of each pipeline rank, parts of the time, what to look at.
 
     Args:
-        price: of the strategy.
-        pricer: what made the price.
         margin_share: share of a device's memory that should stay free.
         notes: on how the config was read.
         suggestions: where it does not fit: what would make it fit.
@@ -427,7 +421,6 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
 
     Args:
         fits: what each setup holds.
-        cluster: the machine.
         seq_len: tokens of a sequence of the largest model.
         shape: the model whose micro-batch and sequence were also found; None where there is none.
     """

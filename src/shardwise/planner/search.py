@@ -160,7 +160,6 @@ def settle(plan: SearchResult, settled: Sequence[Estimate]) -> SearchResult:
     """Return what a search found, once the memory of some strategies is known: what no longer fits is left out.
 
     Args:
-        plan: what the search found.
         settled: some of its best, runners-up and near misses; those that were simulated have the memory that counts.
     """
     known = {price.strategy: price for price in settled if price.memory.worst.is_simulated}
@@ -406,7 +405,6 @@ def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
 
     Args:
         price: of a strategy that stores states off the device; for any other nothing is yielded.
-        usable_bytes: of a device.
     """
     s, worst = price.strategy, price.memory.worst
     away = [state for state in ("params", "grads", "optimizer") if getattr(s, f"{state}_tier") != "device"]
@@ -435,7 +433,6 @@ def least_states_bytes(
     """Return the least bytes of states that some rank stores on the device: those of the mean rank.
 
     Args:
-        job: the model and its optimizer.
         base: its dtypes and expert ranks are taken.
         candidate, placement: how work and states are split.
     """

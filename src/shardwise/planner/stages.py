@@ -65,7 +65,6 @@ def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: 
     """List the parameters of one layer, in the order of its module.
 
     Args:
-        shape: of the model.
         has_experts: whether the layer's feed-forward is experts.
         expert_ranks: over which whole experts are spread; the parameters are those of one rank.
     """
@@ -302,7 +301,6 @@ def packed_params(shape: ModelShape, lora: LoraConfig, *, has_experts: bool) -> 
     """Return the weights of a layer that are packed in 4 bits.
 
     Args:
-        shape: of the model.
         lora: the adapters, and how their base is stored.
         has_experts: whether the layer's feed-forward is experts.
     """
@@ -323,7 +321,6 @@ def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[Sk
     a layer splits over tensor-parallel ranks, its inputs or its outputs, the matrix on that side splits too.
 
     Args:
-        params: of a layer.
         lora: the adapters' rank and the layers that have them.
 
     Raises:

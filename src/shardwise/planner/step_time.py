@@ -74,7 +74,6 @@ class TimeModel:
         """Estimate the time of one optimizer step.
 
         Args:
-            strategy: how the job is split.
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
         cut = self.compact.stages.of(strategy)
@@ -250,8 +249,6 @@ def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, 
     """Return the least and the most seconds of a step that four of five runs are expected to take.
 
     Args:
-        job: the job.
-        strategy: how it is split.
         step_s: the predicted seconds.
     """
     share = SHARES[kind_of(job, strategy)]

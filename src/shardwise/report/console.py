@@ -114,7 +114,6 @@ def progress(doing: str, stream: IO[str] | None = None) -> Iterator[Callable[[st
     lasts.
 
     Args:
-        doing: a few words.
         stream: for lines, on a terminal too: a rank that is killed would leave its cursor hidden. None for stderr.
     """
     console = Terminal(file=sys.stderr)  # this one, even if another takes its place meanwhile

@@ -67,8 +67,6 @@ def source(name: str, what: str, why: str) -> Source:
     """Return a source of which nothing is known yet.
 
     Args:
-        name: of the run or plan.
-        what: a line about it.
         why: as in `absent`, for each section.
     """
     sections = ("curves", "memory", "parts", "wire", "timelines", "config", "environment")

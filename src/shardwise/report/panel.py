@@ -169,7 +169,6 @@ def fill(kind: ActionKind, chunk: int = 0, num_chunks: int = 1) -> str:
     ('#2f6fb7', '#97b7db')
 
     Args:
-        kind: kind of the action.
         chunk: which of its rank's stages it belongs to, from 0.
         num_chunks: the most stages that a rank has.
     """

@@ -40,8 +40,6 @@ class PlanNote:
 
     Attributes:
         cluster: as `--cluster` takes it, or `HERE`.
-        num_ranks: of the pipeline.
-        num_micro_batches: of a step.
         times: of a micro-batch on a rank, a mean over the ranks.
     """
 
@@ -139,7 +137,6 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
     """Return what a page shows of a plan.
 
     Args:
-        name: of the plan.
         answer: what `shardwise plan --json` writes; of several layouts the best is shown.
         config: the planned config; None where only the answer is there.
         max_bytes: the size of what is returned.

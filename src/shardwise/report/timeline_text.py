@@ -36,12 +36,7 @@ class _TextGrid:
 
 
 def draw(panels: Sequence[TerminalPanel], width: int = 100) -> Text:
-    """Draw timelines under each other, each with its bubble, and one legend.
-
-    Args:
-        panels: the timelines to draw.
-        width: columns of the terminal.
-    """
+    """Draw timelines under each other, each with its bubble, and one legend."""
     label_columns = max(len(_label(panel, rank)) for panel in panels for rank in panel.rows or (0,))
     num_columns = max(_MIN_COLUMNS, width - label_columns)
     scale = min(_columns_per_s(panel, num_columns) for panel in panels)

@@ -62,7 +62,6 @@ def refuse_misfit(error: BaseException, model: nn.Module, inputs: Any) -> None:
 
     Args:
         error: of the forward. One that has a code stays as it is; notes that explain it are kept.
-        model: the model.
         inputs: what it was given: a dict of named arguments, a tuple or list of arguments, or the only one.
 
     Raises:

@@ -65,7 +65,6 @@ class BufferPool:
     """Leases reusable flat buffers of one device, to one thread at a time.
 
     Args:
-        device: of the buffers.
         tracker: counts every buffer under BUCKETS, and the pool's idle bytes as fragments; None to count none.
         home: the stream in whose order storage is allocated and freed; by default the current one on CUDA.
         allocate: makes the memory of a buffer, 1-D uint8 of at least so many bytes on the device; None for torch's.
@@ -108,7 +107,6 @@ class BufferPool:
 
         Args:
             numel: elements, at least 0.
-            dtype: of the tensor.
             stream: that will use it first; by default the current one on CUDA.
             capacity_bytes: the least size of the buffer, so that larger tensors can use it later.
 

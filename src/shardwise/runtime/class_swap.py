@@ -23,8 +23,6 @@ def subclass_module(
     The signature of the forward stays.
 
     Args:
-        module: whose class changes.
-        kind: has the forward to run.
         base: a base class of `kind`. A module whose class is a subclass of it keeps its own forward, and where that
             calls `super().forward`, `kind.forward` runs in place of `base.forward`. None for no such class.
 
@@ -157,11 +155,6 @@ class _WatchedAttributes:
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of a module.
-
-    Args:
-        module: to change.
-        name: of the attribute.
-        value: of the attribute.
 
     Returns:
         the function that puts back the old value, or deletes the attribute.

@@ -36,7 +36,6 @@ class StopDetector:
     """Measures for how long a process has been stopped (SIGSTOP, Ctrl-Z); a debugger's stop does not count.
 
     Args:
-        pid: of the process.
         gap_s: seconds; `stopped_s` is called more often than this.
     """
 

@@ -47,7 +47,6 @@ class CodecErrors:
 
         Args:
             name: one of `NAMES`.
-            exact: values.
             decoded: what is decoded of them, of the same shape.
         """
         wide = exact.double()

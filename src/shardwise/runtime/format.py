@@ -83,7 +83,6 @@ def format_rate(value: float, unit: str) -> str:
 
     Args:
         value: what happens in a second.
-        unit: what it is counted in.
 
     >>> format_rate(989e12, "FLOP/s"), format_rate(1.25e9, "B/s"), format_rate(3.0, "B/s")
     ('989 TFLOP/s', '1.25 GB/s', '3.00 B/s')

@@ -61,7 +61,6 @@ class _Place:
     """One dict of attributes of a module.
 
     Attributes:
-        attributes: the dict itself.
         owner: the id of the module.
         is_rare: the code of the module's class writes nothing here, and no pass has; hooks may.
         is_known: a pass in which the module ran has shown what it writes.
@@ -117,7 +116,6 @@ class ForwardState:
     """Watches what the forwards of a module write.
 
     Args:
-        module: its submodules are watched too.
         left_out: ids of modules inside it that are not.
     """
 
@@ -368,8 +366,6 @@ class PassRecord:
         """Keep the containers of the arguments of the first pass.
 
         Args:
-            args: the arguments by position.
-            kwargs: the arguments by name.
             left_out: types of containers that are not kept, as each pass has its own.
         """
         self._arguments = ArgumentsBefore(args, kwargs, self.copies_arguments, left_out)
@@ -499,7 +495,6 @@ class CheckpointStates:
     """Does for the calls of torch's own checkpoint in a forward what `ForwardState` does for recomputed blocks.
 
     Args:
-        model: whose forward calls them.
         around: called at a first pass; returns what opens the context for its second passes.
     """
 

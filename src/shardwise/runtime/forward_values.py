@@ -75,7 +75,6 @@ class TensorBefore(ValueBefore):
     """Holds a tensor, and a copy of its values where there is one.
 
     Args:
-        value: the tensor.
         kept: the copy, or None.
         compares: whether values tell that it was written, beside its version.
     """
@@ -175,8 +174,6 @@ class ArgumentsBefore:
     """Holds the containers and objects among the arguments of a first pass, as they were before it.
 
     Args:
-        args: the arguments by position.
-        kwargs: the arguments by name.
         copies: whether to copy the values of the tensors in them.
         left_out: types of containers that are not held.
     """

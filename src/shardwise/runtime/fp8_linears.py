@@ -29,10 +29,7 @@ def convert_linears(
     """Make the linear layers of a model's blocks multiply as `precision.linears` says; others, the head's, stay.
 
     Args:
-        model: whose modules change.
         layout: has the blocks, and the dtype of parameters.
-        precision: of the config.
-        device: on which the model runs.
         is_simulated: whether nothing is computed, so that any device does.
 
     Returns:

@@ -62,7 +62,6 @@ def hook_gradient(
     """Hand each accumulated gradient to a receiver, while it lives, and take it off the parameter.
 
     Args:
-        parameter: whose gradients are handed on.
         receiver: a weak reference, which returns None once the receiver is gone.
         whole: shows hooks of users all of a gradient of which this rank has a part; None where it has all of it.
     """
@@ -79,7 +78,6 @@ class GradientHandle:
     """Has given a parameter dicts of hooks in place of its own, until `remove`.
 
     Args:
-        parameter: whose gradients are taken.
         take: is given the parameter when it has accumulated one, after the hooks of users.
         whole: as for `hook_gradient`.
     """
@@ -192,13 +190,7 @@ _ENTRY: Final = -1
 
 
 def call_before(hooks: Sequence[Hook], gradient: Tensor, whole: WholeParameter | None = None) -> Tensor | None:
-    """Call the hooks of a tensor on a gradient, as torch does; return the gradient that they leave, None for the same.
-
-    Args:
-        hooks: of users.
-        gradient: that has arrived.
-        whole: shows them all of it.
-    """
+    """Call the hooks of a tensor on a gradient, as torch does; return the gradient that they leave, None for the same."""
     is_part = whole is not None and not gradient.is_sparse
     shown = whole.gather(gradient.detach()) if whole is not None and is_part else gradient
     first, was = shown, version(shown)
@@ -219,8 +211,6 @@ def call_after(hooks: Sequence[Hook], parameter: Tensor, whole: WholeParameter |
     """Call the hooks of a parameter that has accumulated a gradient; what they leave in `grad` counts.
 
     Args:
-        hooks: of users.
-        parameter: with its gradient.
         whole: shows them all of both: the parameter has the whole values while they run.
 
     Raises:

@@ -73,7 +73,6 @@ def initial_values(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]
 
     Args:
         module: the whole model; the names of its modules are the keys.
-        seed: the seed of the run.
 
     Yields:
         (fully qualified name, fp32 values of the parameter's shape), in the order of `named_parameters()`.
@@ -111,7 +110,6 @@ def check_initializers(model: nn.Module, name: str, used_at: str = "") -> None:
 
     Args:
         model: the whole model.
-        name: of the parameter.
         used_at: the last `other_use`.
 
     Raises:
@@ -139,8 +137,6 @@ def draw_module(model: nn.Module, module_name: str, seed: int) -> dict[str, Tens
 
     Args:
         model: the whole model.
-        module_name: fully qualified; the key.
-        seed: the seed of the run.
 
     Raises:
         ConfigError: a parameter is left unset.
@@ -186,11 +182,7 @@ def other_use(parameter: nn.Parameter) -> str:
 
 
 class _OthersAbsent(TorchFunctionMode):
-    """Makes torch see all parameters but those of one module as on meta: so none of them, perhaps an engine's, changes.
-
-    Args:
-        owner: the module.
-    """
+    """Makes torch see all parameters but those of one module as on meta: so none of them, perhaps an engine's, changes."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()

@@ -49,7 +49,6 @@ class MemorySnapshot:
     """Holds the memory of one device at one moment, all in bytes.
 
     Args:
-        device_type: "cpu" or "cuda".
         live_bytes: by category, every category present; their sum is `total_bytes`.
         peak_bytes: the highest total since `MemoryTracker.reset_peak`.
         peak_live_bytes: by category at that peak; empty on CUDA where no meter was on to see it.
@@ -91,7 +90,6 @@ class MemoryAdvice:
 
     Args:
         assignments: as `Config.override` takes them.
-        reason: what they change.
         saved_bytes: an estimate, by which several are ordered.
     """
 
@@ -118,12 +116,7 @@ def format_table(snapshot: MemorySnapshot) -> list[tuple[str, str, str]]:
 
 
 def oom_advice(snapshot: MemorySnapshot, config: Config) -> list[MemoryAdvice]:
-    """Return the three settings that would save most memory, fewer where fewer are left to change.
-
-    Args:
-        snapshot: at the failure.
-        config: resolved.
-    """
+    """Return the three settings that would save most memory, fewer where fewer are left to change."""
     live_bytes = _at_worst(snapshot)
     advisers = (_advise_on_states, _advise_on_activations, _advise_on_tiers)
     candidates = [each for advise in advisers for each in advise(live_bytes, config)]
@@ -142,10 +135,7 @@ def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, conf
     """Make the message for a failure of memory: one line with the fix first, then the table and the settings.
 
     Args:
-        error: the failure.
         where: such as `on rank 0 in step 3`.
-        snapshot: at the failure.
-        config: resolved.
     """
     rows = [f"  {name:<12} {gib:>9} GiB {share:>5}" for name, gib, share in format_table(snapshot)]
     advice = [str(each) for each in oom_advice(snapshot, config)]

@@ -269,9 +269,7 @@ class MemoryTracker:
         An output that shares the storage of an uncounted input was made elsewhere, and is not counted.
 
         Args:
-            output: of the op.
             inputs: of the op; lists and tuples may nest.
-            category: of a new storage.
         """
         storage = output.untyped_storage()
         with self._lock:
@@ -351,7 +349,6 @@ def explain_out_of_memory(tracker: MemoryTracker, config: Config, where: str) ->
 
     Args:
         tracker: of the device that runs out.
-        config: resolved.
         where: for the message, such as `on rank 0 in step 3`.
 
     Raises:

@@ -43,8 +43,6 @@ class UnitEvents(Protocol[Reported]):
         """Run after the module's forward.
 
         Args:
-            unit: the unit.
-            outputs: the tensors of its output.
             backward_follows: True if a backward will be reported, False if none can follow, None if one may follow
                 without a report.
         """
@@ -65,9 +63,6 @@ def hook_unit(
     """Report a module's forwards and backwards to `events`, as those of `unit`.
 
     Args:
-        module: the unit's.
-        events: gets the reports.
-        unit: is named in them.
         inner: modules inside this one that are units too.
     """
     places = [vars(each) for _, each in module.named_modules(memo={*inner}) if not _is_torchs(each)]
@@ -162,7 +157,6 @@ def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = N
     """Checkpoint a module's forward.
 
     Args:
-        module: whose forward is replaced.
         mode: as `recompute` of `run_forward`.
         store: keeps the inputs; None leaves them where they are.
 
@@ -226,8 +220,6 @@ def run_stored(
         run: `run_forward`, or its compiled form.
         forward: the block's own.
         recompute: as for `run_forward`.
-        args: of the forward.
-        kwargs: of the forward.
         store: keeps the inputs; None leaves them where they are.
     """
     if store is None or recompute == "none" or not torch.is_grad_enabled():
@@ -256,8 +248,6 @@ def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ..
     Args:
         forward: the block's own.
         recompute: "none" keeps all, "full" its inputs, "selective" products and attention too.
-        args: of the forward.
-        kwargs: of the forward.
     """
     if recompute == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -361,7 +351,6 @@ def watch_calls(
     """Report every call of every module inside the context.
 
     Args:
-        model: whose modules are watched.
         before: is given the name, the module, its positional and its keyword arguments.
         after: is given the output; None where the forward raises.
     """

@@ -40,7 +40,6 @@ class OpRegistry:
 
         Args:
             schema: such as `all_reduce(Tensor x, str name) -> Tensor`.
-            kernel: computes the result.
             shape_only: makes the result for fake tensors, of the same shapes, dtypes and strides.
 
         Returns:

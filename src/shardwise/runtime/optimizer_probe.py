@@ -264,7 +264,6 @@ def copy_over(
 
     Args:
         optimizer: to copy; optimizers in its attributes are copied with it.
-        groups: the parameters by parameter group.
         dims: how many dims the parameters have for which these stand.
     """
     memo: dict[int, Any] = {}
@@ -349,7 +348,6 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
 
     Args:
         scheduler: any; a schedule names its optimizer in an attribute.
-        optimizer: the engine's.
 
     Raises:
         ConfigError: it is of another one.

@@ -63,7 +63,6 @@ def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tens
 
     Args:
         numel: elements, at least 0.
-        dtype: of the elements.
         pin_memory: for copies from and to a CUDA device that overlap its work.
 
     Raises:
@@ -79,8 +78,6 @@ def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
     """Map new pages, and return a 1-D uint8 tensor of the first bytes.
 
     Args:
-        num_bytes: of the pages.
-        num_shown_bytes: of the tensor.
         pin_memory: as for `host_pages`.
     """
     try:

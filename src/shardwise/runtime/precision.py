@@ -55,7 +55,6 @@ def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
 
     Args:
         total: the sum, in place; its old value is added too where `accumulate` is set.
-        chunks: one row a rank.
         accumulate: whether `total` holds a sum already.
     """
     wide = total.dtype if total.dtype.itemsize >= 4 else torch.float32
@@ -95,7 +94,6 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
 
     Args:
         tree: a pytree; leaves that are no tensors stay.
-        device: to move to.
         dtype: of floating tensors; None keeps theirs.
     """
 
@@ -120,8 +118,6 @@ def explain_dtypes(error: BaseException, model: nn.Module, dtype: torch.dtype) -
 
     Args:
         error: of the forward; other errors stay as they are.
-        model: whose buffers are checked.
-        dtype: of the parameters.
     """
     if not isinstance(error, RuntimeError) or re.search(r"dtype|scalar type", str(error)) is None:
         return

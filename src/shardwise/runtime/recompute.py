@@ -41,8 +41,6 @@ def replace_forwards(
     """Recompute and compile the forwards of a model's blocks as the config says.
 
     Args:
-        model: whose forwards are replaced.
-        layout: names its blocks.
         config: the sections `recompute` and `compile`.
         store: keeps the inputs of recomputed blocks; None leaves them where they are.
 
@@ -128,8 +126,6 @@ class _BlockCompiler:
     """Compiles blocks, and keeps the code that blocks of each kind share.
 
     Args:
-        config: the section.
-        layout: of the model.
         store: keeps the inputs of recomputed blocks, from outside the compiled code.
     """
 

@@ -69,9 +69,7 @@ class ScalarState:
     """Holds a state of a parameter that is one number, such as Adam's `step`, the same on every rank that holds it.
 
     Attributes:
-        name: of the parameter.
         state: the optimizer's name of it.
-        value: the number.
         dtype: of its 0-d tensor, such as `float32`; `int` or `float` for a Python number.
     """
 

@@ -58,7 +58,6 @@ class Streams:
     On the CPU there are none.
 
     Args:
-        device: of the engine.
         overlap: False keeps all work on the compute stream, for comparison and debugging.
     """
 

@@ -122,7 +122,6 @@ class Timeline:
         """Record an action that has just ended.
 
         Args:
-            kind: of the action.
             group: the param group's name; None for an action without one.
             start_s: when it began, on the clock of `now`.
         """

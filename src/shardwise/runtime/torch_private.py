@@ -218,7 +218,6 @@ def has_views(tensor: Tensor, num_known: int = 0) -> bool:
     """Say whether another tensor shares the memory of this one; public torch does not count them.
 
     Args:
-        tensor: whose memory it is.
         num_known: other tensors that share it and do not count.
     """
     storage = tensor.untyped_storage()  # an owner as well
@@ -252,13 +251,7 @@ def hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, 
 
 
 def give_hooks(parameter: nn.Parameter, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
-    """Give a leaf dicts of hooks; torch calls their values, and puts what is registered later into them.
-
-    Args:
-        parameter: the leaf.
-        before: on its gradient.
-        after: the gradient was accumulated.
-    """
+    """Give a leaf dicts of hooks; torch calls their values, and puts what is registered later into them."""
     parameter._backward_hooks = before
     # Torch keeps the last dict where it is given None.
     parameter._post_accumulate_grad_hooks = OrderedDict() if after is None else after
@@ -366,8 +359,6 @@ def wrapper_like(kind: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype
 
     Args:
         kind: a subclass of `Tensor`.
-        shape: of the tensor.
-        dtype: of the tensor.
         device: that it claims to be on.
     """
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
@@ -466,7 +457,6 @@ class PlaceholderTensors:
     computed from one is one too.
 
     Args:
-        device: of the placeholders.
         is_simulated: all tensors are fake already, in the context of `fake_tensors`: then `is_one` is always False.
         dtypes: the placeholder's dtype where it differs from the tensor's, by the `id` of the tensor; None for none.
     """
@@ -567,7 +557,6 @@ def cpu_flash_attention(
         v: [B, H, Nk, D].
         mask: added to the scaled scores, in the dtype of q; [1 or B, 1 or H, Nq, Nk]. "causal": the i-th query sees
             the first i keys alone. None: every query sees every key.
-        scale: of q k^T.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, 0.0, isinstance(mask, str), attn_mask=None if isinstance(mask, str) else mask, scale=scale)
@@ -594,7 +583,6 @@ def cpu_flash_attention_backward(
         out: [B, H, Nq, D].
         lse: log-sum-exp, [B, H, Nq].
         mask: as for `cpu_flash_attention`.
-        scale: of q k^T.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     is_causal, mask = isinstance(mask, str), None if isinstance(mask, str) else mask

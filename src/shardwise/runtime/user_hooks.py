@@ -37,7 +37,6 @@ class HookedCall:
     """Holds a call of a module as its hooks saw it.
 
     Attributes:
-        name: of the module.
         args: positional arguments, before any hook.
         kwargs: by name.
         output: before any hook.
@@ -70,11 +69,7 @@ def has_any_user_hooks(module: nn.Module) -> bool:
 
 
 class HooksOnce:
-    """Keeps hooks on the forward that only look from looking again in a recomputation, where they would keep it twice.
-
-    Args:
-        units: modules whose forwards are recomputed.
-    """
+    """Keeps hooks on the forward that only look from looking again in a recomputation, where they would keep it twice."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         modules = {id(each): each for unit in units for each in unit.modules() if each is not unit}

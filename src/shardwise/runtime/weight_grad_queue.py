@@ -26,18 +26,13 @@ class WeightGradSink(Protocol):
         """Compute the gradients of some parameters later; call this in a backward.
 
         Args:
-            parameters: leaves.
             compute: returns their gradients, each of its parameter's shape.
             held: the tensors that `compute` reads, which must not be changed until then.
         """
 
 
 def weight_sink(x: Tensor) -> WeightGradSink | None:
-    """Return the sink of the forward that runs, or None where gradients are computed at once.
-
-    Args:
-        x: any argument of the forward.
-    """
+    """Return the sink of the forward that runs, or None where gradients are computed at once."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not has_torch_function((x,)):
         return None
     # A mode that has a sink answers; every other one, and a subclass, calls this again without itself.

@@ -255,7 +255,6 @@ def execution_order(
     The n-th action of a kind in `meeting_kinds` on a (stage, group) is one collective of all ranks that have it.
 
     Args:
-        schedule: the actions.
         follows: for each position those that must end before it starts, as `dependencies` returns it.
         meeting_kinds: kinds whose actions start together on all ranks.
 

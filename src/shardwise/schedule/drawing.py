@@ -33,7 +33,6 @@ def drawn(schedule: Schedule, places: Sequence[Position], follows: Follows) -> l
     """Return the lines of a grid with an arrow at each of the places that fit; no lines for no places.
 
     Args:
-        schedule: the schedule of the places.
         places: the first decides what is drawn.
         follows: `dependencies(schedule)`.
     """

@@ -71,8 +71,6 @@ def bubble_s(
 
     Args:
         recipe_name: a name of `RECIPES`.
-        num_ranks: p.
-        num_micro_batches: m.
         virtual_stages: stages a rank, as `pipeline.virtual_stages`.
         forward_s: F, in seconds.
         backward_input_s: B, in seconds.
@@ -110,8 +108,6 @@ def bubble_share(
 
     Args:
         recipe_name: a name of `RECIPES`.
-        num_ranks: p.
-        num_micro_batches: m.
         virtual_stages: stages a rank, as `pipeline.virtual_stages`.
         times: of a micro-batch on each rank, of which the transfer is free.
 
@@ -148,9 +144,6 @@ def least_bubble_share(recipe_name: str, num_ranks: int, num_micro_batches: int,
 
     Args:
         recipe_name: a name of `RECIPES`.
-        num_ranks: p.
-        num_micro_batches: m.
-        virtual_stages: v.
     """
     p, m = num_ranks, num_micro_batches
     if recipe_name == "zb-v":
@@ -180,8 +173,6 @@ def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
 
     Args:
         recipe_name: a name of `RECIPES`.
-        num_ranks: p.
-        num_micro_batches: m.
         virtual_stages: stages a rank, as `pipeline.virtual_stages`.
         rank: i, from 0.
 
@@ -216,10 +207,6 @@ def moments_in_flight(
 
     Args:
         recipe_name: as `pipeline.schedule`.
-        num_ranks: of the pipeline.
-        num_micro_batches: of a step.
-        virtual_stages: stages a rank.
-        rank: in the pipeline.
 
     Returns:
         For each moment: the index, among the rank's stages, of the one whose backward begins, or -1 where a computation
@@ -279,7 +266,6 @@ def held_along(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: fl
     Where a row names a stage's groups, the stage holds from its first group's forward to its last group's backward.
 
     Args:
-        row: of a rank.
         in_flight_bytes: of a stage activation in flight, as in `peak_held_bytes`.
         deferred_bytes: of a deferred gradient of weights, as there.
     """

@@ -38,11 +38,9 @@ def data_parallel_step(
 
     Args:
         groups: names of the ZeRO groups in execution order, the root group first.
-        num_micro_batches: micro-batches of a rank.
         unshard_for_use: rule of `Schedule`: a group is unsharded for each forward and for each backward.
         reduce_each_backward: rule of `Schedule`.
         unshard_after_step: rule of `Schedule`.
-        num_ranks: equal rows of the schedule.
         recompute: groups whose forward is run again before their backward (activation checkpointing).
         ends_kept: the root group and the last block are unsharded once, and stay whole from forward to backward.
 
@@ -83,9 +81,7 @@ def forward_only(
 
     Args:
         groups: names of the ZeRO groups in execution order, the root group first.
-        num_micro_batches: micro-batches of a rank.
         unshard_for_use: rule of `Schedule`: a group is unsharded for its forward.
-        num_ranks: equal rows of the schedule.
 
     Raises ScheduleError on an empty or repeated list of groups and on counts below 1.
     """

@@ -74,9 +74,6 @@ def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
     With one micro-batch this is classic model parallelism.
 
     Args:
-        num_ranks: ranks of the pipeline.
-        num_micro_batches: micro-batches of a step.
-        virtual_stages: stages a rank.
         is_v_shaped: stages go down the ranks and up again; otherwise they loop over them.
 
     Raises ScheduleError on counts below 1.
@@ -101,9 +98,6 @@ def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
     """Run all forwards, then all backwards (GPipe, Huang et al. 2019), one stage of a rank after another.
 
     Args:
-        num_ranks: ranks of the pipeline.
-        num_micro_batches: micro-batches of a step.
-        virtual_stages: stages a rank.
         is_v_shaped: stages go down the ranks and up again; otherwise they loop over them.
 
     Raises ScheduleError on counts below 1.
@@ -151,11 +145,6 @@ def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> 
     Where p divides the number of micro-batches every round has p, which is the schedule of the paper; else
     `interleaved_rounds` says how long they are. With one stage a rank this is a 1F1B with more in flight than
     `one_f_one_b`.
-
-    Args:
-        num_ranks: ranks of the pipeline, p.
-        num_micro_batches: micro-batches of a step.
-        virtual_stages: stages a rank, v.
 
     Raises ScheduleError on counts below 1.
     """

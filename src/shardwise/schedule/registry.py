@@ -128,7 +128,6 @@ def placement_of(recipe_name: str, num_ranks: int, virtual_stages: int = 1) -> S
 
     Args:
         recipe_name: a name of `RECIPES`.
-        num_ranks: ranks of the pipeline.
         virtual_stages: stages a rank; 1 means 2 in a V.
 
     Raises ConfigError as `ScheduleRecipe.placement` and `recipe_of` do.
@@ -141,8 +140,6 @@ def pipeline_step(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
 
     Args:
         recipe_name: a name of `RECIPES`.
-        num_ranks: ranks of the pipeline.
-        num_micro_batches: micro-batches of a step.
         virtual_stages: stages a rank; 1 means 2 in a V.
 
     Raises ConfigError where the schedule is unknown or has no such number of virtual stages, and ScheduleError

@@ -316,9 +316,6 @@ class PipelineSimulator:
 
         Args:
             recipe_name: as `pipeline.schedule`.
-            num_ranks: of the pipeline.
-            virtual_stages: stages a rank.
-            num_micro_batches: of a step.
             stages: times of the stages of all ranks, in the order of the model. What a stage sends to another rank
                 takes no rank's time, and is assumed to arrive before the next of the same channel is sent.
 

@@ -23,7 +23,6 @@ def with_adapters(plan: TensorPlan, modules: Mapping[str, nn.Module]) -> TensorP
 
     Args:
         plan: names layers, some of which PEFT has wrapped.
-        modules: of the model, by name.
     """
     regions = [region.module for region in plan.regions]
     layers: list[LayerSplit] = []

@@ -43,9 +43,6 @@ def split_model(
 
     Args:
         model: whose modules change; its parameters do not.
-        plan: for it.
-        comm: the tensor-parallel group.
-        config: of tensor parallelism.
         splits: by name of parameter, as `param_splits` gives them for the plan.
         is_in_pipeline: whether other ranks run other stages of the model, with split sequences too.
         cp: ranks that split sequences before this split.
@@ -201,7 +198,6 @@ def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout 
 
     Args:
         error: as it was raised.
-        model: whose forward raised it.
         tensor: how the model is split; None where it is not.
     """
     hint = shape_hint(error, model, tensor) if tensor is not None else ""
@@ -214,8 +210,6 @@ def shape_hint(error: BaseException, model: nn.Module, tensor: TensorLayout) -> 
 
     Args:
         error: as a forward raised it.
-        model: whose forward raised it.
-        tensor: how the model is split.
     """
     if type(error) not in (RuntimeError, ValueError, AssertionError) or not _speaks_of_shapes(error):
         return ""

@@ -65,8 +65,6 @@ def chunk_model(model: nn.Module, config: Config, layout: Layout, draws: KeyedDr
 
     Args:
         model: whose modules change; its parameters do not.
-        config: of the run.
-        layout: names its blocks.
         draws: of the run; with them a dropout drops the same elements as on the whole sequence.
 
     Returns:
@@ -103,7 +101,6 @@ class ChunkState:
     Attributes:
         name: of the module, for messages.
         num_tokens: of a part, at most.
-        draws: of the run.
     """
 
     name: str

@@ -46,10 +46,7 @@ def start_all_gather(
     """Start `all_gather` and return a function that waits for it and returns the result.
 
     Args:
-        comm: the group.
-        x: this rank's slice.
         dim: along which the slices are concatenated.
-        name: for counts and messages.
         stream: the side stream on NCCL; None for the current stream.
     """
     n, dim = comm.world_size, dim % x.dim()
@@ -71,10 +68,7 @@ def reduce_scatter(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
     """Return this rank's slice along `dim` of the sum over the ranks.
 
     Args:
-        comm: the group.
         x: the summand, of the whole length.
-        dim: that is sliced.
-        name: for counts and messages.
 
     Raises:
         ConfigError: the dim does not divide evenly.

@@ -45,7 +45,6 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
 
     Args:
         model: with `_tp_plan`, as transformers sets it, or with `config.base_model_tp_plan`.
-        degree: ranks of the tensor-parallel group.
 
     Raises:
         ConfigError: a style is not known here (experts), heads or features do not divide by `degree`, or a layer that
@@ -300,7 +299,6 @@ def family_plan(model: nn.Module, degree: int) -> TensorPlan | None:
 
     Args:
         model: whose `config.model_type` names the family.
-        degree: ranks of the tensor-parallel group.
 
     Raises:
         ConfigError: heads or features do not divide by `degree`.
@@ -438,7 +436,6 @@ def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, s
 
     Args:
         model: of any device; names and shapes are read only.
-        degree: ranks of the tensor-parallel group.
         given: a plan or a table, which then is the only source, or a `ProvedPlan`, which has one; None for the first
             of: the model's own `tensor_plan` (a plan, a table, or a method from `degree` to either), ours for its
             family, Hugging Face's. A model that contains such models is split where they are.

@@ -188,7 +188,6 @@ class LazyLogits(Tensor):
             identity whose backward sums over the ranks.
         weight: [v, E], this rank's rows, padding included.
         bias: [v], of the same rows; None for none.
-        head: of the module.
     """
 
     _source: _LogitsSource | None
@@ -450,9 +449,7 @@ def follow(name: str, hidden: Tensor, num_vocab: int, args: Args, kwargs: Kwargs
     Args:
         name: of a function of torch, or method of a tensor.
         hidden: [..., E].
-        num_vocab: V.
         args: of the call, without the logits.
-        kwargs: of the call.
     """
     if name in _DIM_POSITION:
         return _along_dim(name, hidden, args, dict(kwargs))
@@ -465,9 +462,7 @@ def permutation(name: str, num_dims: int, args: Args, kwargs: Kwargs) -> list[in
 
     Args:
         name: of a function of torch, or method of a tensor.
-        num_dims: of the tensor.
         args: of the call, without the tensor.
-        kwargs: of the call.
     """
     order = list(range(num_dims))
     if name == "mT" and num_dims >= 2:
@@ -487,11 +482,8 @@ def wide_dtype(name: str, dtype: torch.dtype, device: torch.device, args: Args, 
     request.
 
     Args:
-        name: of the method.
-        dtype: of the tensor now.
         device: of the tensor; another one in the call gives None.
         args: of the call, without the tensor.
-        kwargs: of the call.
     """
     wanted = {"float": torch.float32, "double": torch.float64}.get(name, dtype if name == "to" else None)
     for each in (*args, *kwargs.values()):

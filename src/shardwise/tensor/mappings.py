@@ -58,7 +58,6 @@ class TpMappings:
     """Holds the collectives of one tensor-parallel group for use in graphs; `close` removes the registered ops.
 
     Args:
-        comm: the group.
         overlap_chunks: parts in which a row layer multiplies; each part's sum runs while the next is multiplied.
         may_keep_whole: whether an evaluation may leave a sequence whole whose length does not divide.
         cp: ranks that split sequences before this split.
@@ -185,7 +184,6 @@ class TpMappings:
             weight: [out, in / tp].
             bias: [out]; None for none.
             is_sequence: whether each rank gets only its slice along dim 1.
-            name: for counts and messages.
         """
         later = DeferredWeightGrad.of(x, weight)
         is_sequence = is_sequence and not self.keeps_whole()
@@ -384,9 +382,7 @@ class _Regather:
     """Gathers the whole sequence once in the backward for the column layers that share one input.
 
     Args:
-        comm: the group.
         recomputed: where the sequence may be already.
-        name: for counts and messages.
     """
 
     def __init__(self, comm: Comm, recomputed: _Recomputed, name: str) -> None:
@@ -472,7 +468,6 @@ def row_function(product: Run, copy_to_tp: Run, gather_sequence: Run) -> Run:
     """Make the autograd function of `TpMappings.row`.
 
     Args:
-        product: the layer's op.
         copy_to_tp: the identity whose gradient is summed.
         gather_sequence: the gather of a sequence, for a sum that was scattered.
 

@@ -145,7 +145,6 @@ def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict
 
     Args:
         model: whose modules are searched for dropouts.
-        tensor: how the model is split.
         tp_index: of the rank in the tensor-parallel group.
     """
     zones = {each.module: ShardRegion(each.dim, tp_index, tensor.degree) for each in tensor.plan.dropouts}

@@ -61,7 +61,6 @@ class PlanBuilder:
 
     Args:
         model: whose names and shapes are read.
-        degree: ranks of the tensor-parallel group.
     """
 
     def __init__(self, model: nn.Module, degree: int) -> None:
@@ -94,8 +93,6 @@ class PlanBuilder:
         """Split one module.
 
         Args:
-            name: of the module.
-            style: how it is split.
             parts: the logical tensors in its matrix, one after the other; without them, single features.
 
         Raises:
@@ -124,7 +121,6 @@ class PlanBuilder:
 
         Args:
             prefix: name of the module that has them.
-            names: of the layers in it.
             parts: as for `layer`.
         """
         for name in names:
@@ -161,7 +157,6 @@ class PlanBuilder:
         """Set an attention module's numbers of heads to a rank's, and split its dropout by heads.
 
         Args:
-            name: of the module.
             heads: of the whole module.
             has_dropout: whether the module's forward drops probabilities by a function.
         """
@@ -198,7 +193,6 @@ def split_size(module: nn.Module, name: str, style: str) -> int:
     Args:
         module: with a weight of two dims.
         name: of the module, for the error.
-        style: of the layer.
 
     Raises:
         ConfigError: the module has no weight of two dims.
@@ -232,8 +226,6 @@ def equal_parts(name: str, size: int, num_parts: int) -> tuple[FusedPart, ...]:
 
     Args:
         name: of the module, for the error.
-        size: of all parts together.
-        num_parts: how many there are.
 
     Raises:
         ConfigError: they do not fill `size`.
@@ -260,10 +252,8 @@ def table_plan(model: nn.Module, table: Table, degree: int) -> TensorPlan:
     """Return the plan that a table describes.
 
     Args:
-        model: whose module names are matched.
         table: pattern of module names (`*` stands for anything) to an entry or several; the last style that matches a
             module counts.
-        degree: ranks of the tensor-parallel group.
 
     Raises:
         ConfigError: a pattern matches nothing, or an entry is not understood.
@@ -415,8 +405,6 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
 
     Args:
         model: whose names and shapes are read.
-        plan: for it.
-        degree: ranks of the tensor-parallel group.
         sequence_parallel: whether the plan needs a stack.
 
     Raises:
@@ -457,8 +445,6 @@ def unknown_name(name: str, names: Iterable[str], kind: str) -> ConfigError:
     """Return the error for a name, or a pattern, that the model does not have; it suggests close ones.
 
     Args:
-        name: from the plan.
-        names: of the model.
         kind: module or parameter, for the message.
     """
     names = [each for each in names if each]

@@ -59,7 +59,6 @@ def prove_plan(
         model: of at most two million elements, with values; it is copied.
         batch: the model's arguments: a dict gives keyword arguments, a tuple or list positional ones.
         plan: a table, or a plan; None for the one that the model brings, or its family has.
-        tp: ranks of the tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
         large_plan: the large model's table or plan, where it is another, such as one with numbers of features; these
             numbers alone are not proved.
@@ -122,7 +121,6 @@ def check_small_copy(
         model: as it is given to `initialize`.
         given: the user's table; None for the model's own plan. A `TensorPlan` has the model's sizes: it counts as
             proved where its notes say so, as `propose_plan` and `prove_plan` write them.
-        degree: ranks of the tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Returns:
@@ -201,7 +199,6 @@ def with_proof(plan: TensorPlan, degree: int, sequence_parallel: bool = False) -
     """Return the plan with a note that it is proved.
 
     Args:
-        plan: that was proved.
         degree: ranks for which it was proved.
         sequence_parallel: whether it was proved with stacks split along the sequence.
     """
@@ -215,13 +212,7 @@ def propose_fix(degree: int) -> str:
 
 
 def warn(model: nn.Module, why_not: str, fix: str) -> None:
-    """Log that a plan is used that is not proved.
-
-    Args:
-        model: named in the message.
-        why_not: the reason.
-        fix: what would prove it.
-    """
+    """Log that a plan is used that is not proved."""
     name = type(model).__name__
     _LOG.warning(
         "the tensor-parallel plan of %s is not proved: %s; %s, for a small model of the kind", name, why_not, fix

@@ -54,9 +54,6 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
 
     Args:
         model: small, with values; it is copied.
-        plan: for it.
-        batch: the model's arguments.
-        degree: ranks.
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Returns:
@@ -190,11 +187,8 @@ class _ThreadGroup:
         """Return the loss of one rank, with its gradients left in its parameters.
 
         Args:
-            rank: of the thread.
             model: with this rank's part of the parameters.
             plan: for the whole model.
-            splits: of its parameters, by name.
-            batch: the model's arguments.
         """
         undo: list[Callable[[], None]] = []
         try:

@@ -52,7 +52,6 @@ def check_blocks(
     """Read a file once and compare it with the hashes of its blocks.
 
     Args:
-        path: of the file.
         blocks: what `hash_blocks` returned.
         fault_of: says what else is wrong with a block; "" for nothing.
         progress: called now and then with bytes read and bytes in all.

@@ -82,8 +82,6 @@ class RunCheckpoints:
     """Saves a run's states into one folder, `root`.
 
     Args:
-        trainer: of the run.
-        root: the folder.
         say: shows a line, about a save that has failed and after which the run goes on.
 
     Attributes:
@@ -217,13 +215,7 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
 
 
 def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
-    """Begin a run's metrics with those of the steps before it, so that its report has the whole curve.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        resumed: what it goes on from.
-    """
+    """Begin a run's metrics with those of the steps before it, so that its report has the whole curve."""
     root = resumed.path.parent
     runs = [root.parent] if root.name == IN_RUN else []
     runs += [
@@ -255,7 +247,6 @@ def go_on_command(root: Path, folder: Path | None, saves_there: bool = True) -> 
     """Return the command that goes on from the newest checkpoint in `root`.
 
     Args:
-        root: the folder of checkpoints.
         folder: of the run; the new one's is beside it, where its curve finds the steps before. None for no run.
         saves_there: whether this run saves in `root`, and the new one shall do so again.
 
@@ -279,8 +270,6 @@ def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
     """Say in a line how to go on after a run that has ended before its last step.
 
     Args:
-        config: of the run.
-        folder: of the run.
         resume: the checkpoint that the run itself has gone on from, or its folder; None where it began afresh.
     """
     for root, is_own in ((checkpoint_root(config, folder), True), (resume, False)):

@@ -135,7 +135,6 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
     """List the files of `data.path`, or of the standard library without one; nothing is read.
 
     Args:
-        data: the section of the config.
         exclude: folders below `data.path` to leave out, such as the token cache.
         takes_chats: as in `Corpus`.
 
@@ -371,7 +370,6 @@ class MegatronCorpus:
 
     Attributes:
         label: as the user gave it.
-        dtype: of the tokens.
         lengths: tokens of each sequence.
         pointers: bytes before each sequence.
         bounds: sequences before each document, and in all.

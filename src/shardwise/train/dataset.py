@@ -61,8 +61,6 @@ class PackedDataset:
     Args:
         tokens: uint32 [T], with `COUNTS_BIT` where one counts.
         starts: first tokens of the chats, rising.
-        seq_len: tokens of a sequence.
-        eot_id: pads.
 
     Attributes:
         num_cut: chats that lost their end.
@@ -209,11 +207,9 @@ def batches_for_step(
     Args:
         dataset: the split that the sequences come from.
         first: the run's samples before this step.
-        batch: the resolved batch sizes.
         data_rank: this rank's place among the data ranks; the ranks of one pp x tp x cp cell share it.
         num_data_ranks: how many data ranks share the global batch.
         seed: the seed of the order.
-        seq_len: tokens a sequence.
 
     Returns:
         A list of (tokens, targets), and of packed chats (tokens, targets, positions), each int64 [micro_size, seq_len]
@@ -248,9 +244,7 @@ def split_point(num_kept: int, num_tokens: int, *, val_fraction: float, seq_len:
 
     Args:
         num_kept: tokens before those of the documents to hold out.
-        num_tokens: tokens of the shard.
         val_fraction: share to hold out; training keeps one sequence whatever it is.
-        seq_len: tokens a sequence.
 
     Raises:
         ConfigError: the data is too short for a sequence in each split.

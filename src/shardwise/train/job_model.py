@@ -118,7 +118,6 @@ class DecoderModel:
             model: with whole parameters.
             prompt: int64 [1, S].
             num_tokens: so many are added, or fewer where the text ends.
-            config: whose seed the sample has.
         """
         return generate(
             model,

@@ -50,7 +50,6 @@ class EngineDataLoader:
 
     Args:
         engine: whose mesh and batch sizes count.
-        dataset: the rows.
         seed: of the order; None keeps the order of the dataset.
         options: for torch's `DataLoader`.
 
@@ -127,7 +126,6 @@ class StreamLoader:
     Args:
         engine: whose mesh and batch sizes count.
         stream: begins again at each `iter`, with the same samples.
-        collate: makes a micro-batch of samples.
 
     Attributes:
         num_samples: of this pass, that all ranks together have taken.

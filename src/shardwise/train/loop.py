@@ -48,9 +48,6 @@ class Sample:
 class StepMeter:
     """Measures each step's time, and the memory of some: a meter slows every op on the CPU.
 
-    Args:
-        engine: that takes the steps.
-
     Attributes:
         peak: the memory of the last step that was metered.
     """
@@ -105,7 +102,6 @@ class Trainer:
     Args:
         engine: the model's engine; its config is resolved.
         data: the data, opened on this rank.
-        model: what the engine trains.
 
     Attributes:
         was_stopped: whether the ranks agreed to stop before the last step.

@@ -197,8 +197,6 @@ class SinkSet:
 
     Args:
         names: of the sinks; without a folder those that write files there are left out.
-        config: of the run.
-        run: what the sinks call it.
     """
 
     def __init__(self, names: Sequence[str], config: Mapping[str, Any], run: RunInfo) -> None:

@@ -41,11 +41,6 @@ def shortages(
     """Yield what a run lacks on this machine.
 
     Args:
-        config: of the run, resolved.
-        vocab_size: of its model.
-        num_params: of its model.
-        layout: of a rank.
-        root: the folder of its checkpoints.
         num_local_ranks: the ranks that share this machine.
     """
     yield from _of_memory(config, vocab_size, num_local_ranks)
@@ -56,8 +51,6 @@ def check_positions(config: Config, name: str, text_config: Any) -> None:
     """Refuse sequences that are longer than a model of transformers has positions.
 
     Args:
-        config: of the run.
-        name: of the model.
         text_config: the model's own.
 
     Raises:
@@ -114,8 +107,6 @@ def planned_job(config: Config, cluster: Cluster, vocab_size: int) -> PlanJob:
     """Return a run as the planner knows it.
 
     Args:
-        config: of the run, resolved.
-        cluster: that it runs on.
         vocab_size: the tokenizer's, which a preset's model follows.
     """
     job = job_of(config, cluster)
@@ -126,8 +117,6 @@ def checkpoint_bytes(config: Config, layout: Layout, num_params: int) -> int:
     """Return the bytes of a checkpoint; 0 for an optimizer whose states are known only when it runs.
 
     Args:
-        config: of the run.
-        layout: of a rank.
         num_params: of the whole model.
     """
     if named_rule(config.optimizer.name) is None:

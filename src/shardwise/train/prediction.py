@@ -88,7 +88,6 @@ def predict(trainer: Trainer, folder: Path, cache: Path | None) -> StepFigures |
 
     Args:
         trainer: the run's trainer, before its first step.
-        folder: the run's folder.
         cache: the folder that profiles are kept in; None where it is not known.
     """
     try:
@@ -109,7 +108,6 @@ def compare(
 
     Args:
         trainer: the run's trainer, after its last step.
-        folder: the run's folder.
         prediction: what `predict` returned; None where there is nothing to compare with.
         step_s: seconds of the steps that no meter slowed.
     """

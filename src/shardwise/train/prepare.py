@@ -179,7 +179,6 @@ def open_data(path: str | Path, config: Config, *, is_checked: bool = False) -> 
     """Open the shard that `prepare_data` wrote to `path`; the tokens are read when they are needed.
 
     Args:
-        path: of the shard's folder.
         config: as for `prepare_data`.
         is_checked: whether this start of the run has compared the tokens with their hashes already.
 
@@ -254,7 +253,6 @@ def check_tokens(path: Path, index: ShardIndex, progress: Progress | None = None
     """Compare the tokens of the shard in folder `path` with their hashes and the vocabulary.
 
     Args:
-        path: of the folder.
         index: what `read_index` returned of it.
         progress: called now and then with bytes read and bytes in all.
 

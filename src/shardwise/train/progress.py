@@ -156,8 +156,6 @@ def render(state: Progress, width: int, height: int = 24, *, is_coloured: bool =
     """Draw a state.
 
     Args:
-        state: the run's state.
-        width: columns there are.
         height: lines there are; a higher terminal has a higher curve.
         is_coloured: whether the terminal shows colours.
     """
@@ -239,7 +237,6 @@ def curve(points: Sequence[Point], width: int, height: int) -> list[Text]:
 
     Args:
         points: steps, rising, and values; those that are not finite are left out.
-        width: of all, in characters.
         height: of the curve alone, in lines.
     """
     finite = [point for point in points if math.isfinite(point[1])]
@@ -319,7 +316,6 @@ class Display:
     terminal.
 
     Args:
-        console: the console to draw on.
         state: the first state.
     """
 

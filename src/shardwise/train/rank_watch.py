@@ -83,7 +83,6 @@ class SlowStep:
 
     Attributes:
         step_s: seconds that it took on the slowest rank.
-        median_s: of the steps before.
         rank: that the others waited for; None where all of them were slow, or the communication was.
         part: "data", "forward", "backward", "step", "other", "communication", or `BETWEEN`.
         extra_s: seconds that the part took longer than it does as a rule.
@@ -121,7 +120,6 @@ class RankWatch:
     """Compares the ranks after each step; every rank makes it, and calls it after the same steps.
 
     Args:
-        engine: of this rank.
         folder: of the run, in which rank 0 writes; None writes nothing.
     """
 
@@ -151,7 +149,6 @@ class RankWatch:
         """Compare the ranks after a step.
 
         Args:
-            step: its number.
             step_s: seconds that it took on this rank.
             peak_bytes: this rank's memory by category; None where the step was not metered, which slows it.
         """
@@ -209,9 +206,7 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
     step 57 took 1.20 s, 3.0 x the median: waited for rank 1, 800 ms longer in what it did before this step
 
     Args:
-        step: its number.
         step_s: seconds that it took.
-        median_s: of the steps before.
         extras: of each rank, seconds by part beyond the median of that part.
     """
     work = [{name: extra_s for name, extra_s in extra.items() if name != WAIT} for extra in extras]

@@ -46,7 +46,6 @@ class RunRecorder:
     """Follows the steps of a run; it is used as a context manager on every rank.
 
     Args:
-        engine: that takes the steps.
         state: of the run before its first step.
         folder: for the run's files; None writes none.
         console: on which rank 0 draws.
@@ -212,10 +211,7 @@ def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resu
     """Return the lines above a run's figures.
 
     Args:
-        engine: that takes the steps.
-        model: words on the model.
         tokens: words on a sample, which follow the batch.
-        data: words on the data.
         resumed: words on the checkpoint that the run goes on from.
     """
     config, mesh = engine.config, engine.layout.mesh

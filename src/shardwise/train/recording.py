@@ -86,7 +86,6 @@ class ProfileWindow:
     Args:
         steps: the first and the last step; None records nothing.
         folder: of the run; None records nothing.
-        engine: that takes the steps.
     """
 
     def __init__(self, steps: tuple[int, int] | None, folder: Path | None, engine: Engine) -> None:

@@ -150,8 +150,6 @@ def join(
     """Run as one of the ranks that `start`, torchrun or srun started, and return the exit code.
 
     Args:
-        config: resolved.
-        env: which rank this is.
         stop: says after each step whether to stop.
         console: the console on which rank 0 shows the run.
         resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.

@@ -37,13 +37,11 @@ class RunOutcome:
 
     Attributes:
         state: after the last step.
-        folder: of the run's files.
         loss_unit: follows a loss.
         stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
         sample: the text that the model wrote.
         saved: the checkpoints, on rank 0.
         failure: the error of the last save.
-        exported: the Hugging Face folder.
         pipeline: a line about the pipeline's bubble.
         dropped_sinks: a line for each sink that failed.
         host: memory of the host tier; None where all states are stored on the device.

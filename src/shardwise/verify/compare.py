@@ -85,8 +85,6 @@ def first_difference(
     Values are equal if max |a - b| <= tolerance * max |b|; for tensors, max |b| is over all of the model.
 
     Args:
-        actual: the layout's trace.
-        expected: the trace of one process.
         tolerance: the largest relative error that counts as equal.
     """
     for what, step, values, references in _stations(actual, expected):

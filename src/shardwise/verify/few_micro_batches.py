@@ -37,8 +37,6 @@ class RankFigures:
     """Holds what one rank holds and sends in a step.
 
     Attributes:
-        rank: of the world.
-        layout: of all ranks.
         at_rest: bytes of the device between the last backward and the update, by category.
         peak: bytes of the device at the peak.
         num_calls, wire_bytes: collectives of a step and what this rank sends by them, by axis and op.
@@ -67,9 +65,6 @@ def few_micro_batches(
     Args:
         recipe_name: as `pipeline.schedule`.
         num_ranks: of the pipeline; 1 for none.
-        virtual_stages: stages a rank.
-        num_micro_batches: of a step.
-        rank: its place in the pipeline.
     """
     if num_ranks == 1:
         return min(_LEAST, num_micro_batches)

@@ -57,7 +57,6 @@ def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST
     several KV heads, so that some ranks share a head and some do not.
 
     Args:
-        mesh: the run's mesh.
         num_kv_heads: the model's KV heads; None where they do not matter.
         most: the most ranks of the folded mesh.
 
@@ -90,7 +89,6 @@ def fold_micro_batches(num_micro_batches: int, num_ranks: int, num_folded_ranks:
 
     Args:
         num_micro_batches: the run's; it is never exceeded.
-        num_ranks: ranks of the run's pipeline.
         num_folded_ranks: ranks of the folded pipeline, p.
     """
     enough = 2 * num_folded_ranks + 1
@@ -119,7 +117,6 @@ class VerifyJob:
     """Holds a small run, and what makes it small.
 
     Attributes:
-        config: the small run's config.
         world_size: its processes.
         model: the model that it trains.
         seq_len: tokens of a sample.
@@ -166,7 +163,6 @@ def make_job(
         config: the config as the user wrote it.
         world_size: the run's ranks; None takes them from the mesh, where an unknown `dp_shard` counts as 2.
         huggingface: the values of a `config.json`, whose model replaces the config's; None keeps the config's.
-        num_steps: the steps to train.
         most_processes: the most processes that may be started.
 
     Raises:

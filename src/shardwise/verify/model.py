@@ -65,11 +65,8 @@ def make_batch(spec: ModelSpec, seed: int, step: int, number: int, shape: tuple[
     """Return one micro-batch of random tokens; how many of them count differs between micro-batches.
 
     Args:
-        spec: the model.
-        seed: the run's seed.
         step: the step, counted from 0.
         number: the micro-batch's place among those of all data ranks.
-        shape: samples, and tokens a sample.
 
     Returns:
         Tokens and targets, each [B, S] int64, for a decoder; keyword arguments for any other model.

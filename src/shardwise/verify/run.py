@@ -81,7 +81,6 @@ def verify(
     """Train on both sides and compare; call it on the main thread, since it handles signals.
 
     Args:
-        job: the job to train.
         environ: the environment that the processes inherit.
         announce: called with a few words before each side is trained.
         argv: a rank's arguments after the interpreter; the folder is appended.
@@ -127,9 +126,6 @@ def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapse
     """Compare the two sides.
 
     Args:
-        layout: the small run's layout.
-        actual: the trace of its ranks.
-        expected: the trace of one process.
         elapsed_s: seconds that both trainings took.
     """
     found = first_difference(actual, expected)
@@ -214,8 +210,6 @@ def _param_groups(model: nn.Module, config: Config, layout: Layout) -> list[dict
     """Return the optimizer's groups; biases and norms are not decayed, unless the config says so.
 
     Args:
-        model: to be trained.
-        config: of the optimizer.
         layout: says what is stepped as a whole matrix.
     """
     section = config.optimizer
@@ -253,7 +247,6 @@ def train_layout(job: VerifyJob, rank: int, folder: Path) -> TrainingTrace:
 
     Args:
         job: the job, for as many processes as the group has.
-        rank: this process's rank.
         folder: the folder for states on NVMe.
 
     Returns:

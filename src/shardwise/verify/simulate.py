@@ -131,7 +131,6 @@ def simulate(
         config: as for `initialize`. `run.device=cuda` needs no GPU and simulates native collectives and side streams;
             otherwise slices are received and summed on the host, as with gloo.
         make_batch: makes one micro-batch, as for `Engine.train_step`, without memory; its values do not matter.
-        rank: the rank to simulate.
         world_size: the number of ranks in its world.
         loss_fn: as for `initialize`.
         optimizer: as for `initialize`, but not one over the model's own parameters.
@@ -197,7 +196,6 @@ def meter_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simula
     """Take a step of a simulated rank's engine, and return what it holds and sends.
 
     Args:
-        engine: after a step or more.
         batches: the step's micro-batches; `batch.accumulation` may say another number.
         start_s: when the simulation began, on `time.perf_counter`.
     """

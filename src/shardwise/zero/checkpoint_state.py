@@ -54,7 +54,6 @@ class StateShardPart:
     """Describes what a rank holds of one parameter; nothing if `start` is `stop`.
 
     Attributes:
-        spec: the parameter's spec.
         trainable: whether the parameter has gradients.
         start: first element of the range in the flattened local parameter.
         stop: the element after the last.
@@ -83,7 +82,6 @@ def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> It
     """Yield what a rank holds, and writes, of each parameter of a group.
 
     Args:
-        group: the group of the parameters.
         held: range of its flat buffer that the rank holds, in elements.
         written: the part of that range which the rank writes, where it is the owner.
         tp_index: the rank's index in its tensor-parallel group.
@@ -182,9 +180,7 @@ def place_odd_state(states: EngineState, where: str, value: Tensor) -> None:
     """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter whole.
 
     Args:
-        states: the engine's states.
         where: the name that came with it.
-        value: of the state.
     """
     name, _, key = where.rpartition("/")
     view = states.sharded.views().get(name)
@@ -198,7 +194,6 @@ def check_optimizer_states(
     """Raise if the wanted states are not those that the optimizer steps with.
 
     Args:
-        states: the engine's states.
         wanted: as for `prepare_optimizer_states`.
         options: new options for each of the optimizer's groups; None if they stay as they are.
 
@@ -249,7 +244,6 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
     Parameters of which none are wanted get the states of an optimizer that has not stepped.
 
     Args:
-        states: the engine's states.
         wanted: by parameter and state: its number; or for a tensor as long as the parameter a dtype of its own, or None
             for the parameter's.
     """

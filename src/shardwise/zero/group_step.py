@@ -59,10 +59,8 @@ class GroupStep:
     """Holds the optimizer's states of one group, off the device or encoded, and steps them.
 
     Attributes:
-        group: the group.
         pieces: the parameters' pieces in this rank's slice.
         rule: steps as the optimizer does.
-        tiers: the engine's tiers.
         dtype: of `precision.states`.
         has_states_at_once: whether the optimizer has states before its first step.
         errors: measures what encoding rounds off.
@@ -115,7 +113,6 @@ class GroupStep:
         """Update the masters on the device with `factor` times the gradient.
 
         Args:
-            gradient: of the rank's slice.
             factor: turns accumulated sums into the clipped mean gradient.
             used: whether each parameter, by name, got a gradient; the others stay.
             options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
@@ -203,7 +200,6 @@ class GroupStep:
         """Write one state of a piece, which has states from then on.
 
         Args:
-            piece: the piece.
             state: the optimizer's name of the state.
             value: a number, or 1-D and as long as the piece.
 

@@ -22,7 +22,6 @@ class LentStates(dict[str, Any]):
     """Is the states of one parameter's piece.
 
     Args:
-        names: of the states.
         read: returns a state's values, as they are or as a copy.
     """
 

@@ -50,7 +50,6 @@ class MatrixStep:
     Args:
         groups: all of the engine's groups with gradients, the same on each rank that shares them.
         pieces: what this rank holds of the parameters.
-        comms: the engine's groups of ranks.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], pieces: Sequence[ParamPiece], comms: CommGroups) -> None:

@@ -132,8 +132,6 @@ class MemoryRelease:
     """Moves states of one engine away and back, from `offload` to the end of `restore`.
 
     Args:
-        sharding: has the groups.
-        sharded: has the optimizer's states.
         tracker: the device's memory tracker; learns of every move.
         pool: the device's buffer pool; its idle buffers are freed too.
         tiers: has the host's memory tracker and buffers.
@@ -445,7 +443,6 @@ class FileSpillBuffer:
     Args:
         folder: used by this buffer alone, and closed with it.
         num_bytes: the bytes that will be written.
-        buffers: the host's staging buffers.
 
     Raises:
         SwapError: the folder has no space for so much.

@@ -48,10 +48,7 @@ class ShardedOptimizer:
     """Steps an optimizer over the pieces that this rank holds, or over the whole parameters that it owns.
 
     Args:
-        groups: all of the engine's groups.
-        named_groups: which parameters share which options.
         plan: makes the optimizer from parameter groups, or adopts a given one.
-        resources: shared by the engine's groups.
 
     Attributes:
         whole: steps whole parameters, where the optimizer is not element-wise and ranks hold pieces; else None.
@@ -108,7 +105,6 @@ class ShardedOptimizer:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
 
         Args:
-            groups: all of the engine's groups.
             named_groups: as many as before.
         """
         before = {id(piece) for piece in self.pieces}
@@ -167,7 +163,6 @@ class ShardedOptimizer:
         """Write one state of a piece; make it if it is not there.
 
         Args:
-            piece: the piece.
             state: the optimizer's name of the state.
             value: a number, or 1-D and as long as the piece.
         """
@@ -180,7 +175,6 @@ class ShardedOptimizer:
         """Reset the states of a piece for which `keeps_states` is true.
 
         Args:
-            piece: the piece.
             numbers: the states that are numbers, by name.
             filled: the tensor states that the caller will write whole; the others are as before the first step.
         """
@@ -382,7 +376,6 @@ class ShardedOptimizer:
         Args:
             factor: turns accumulated sums into the clipped mean gradient.
             used: whether each parameter, by name, got a gradient on some rank; the others stay, as in plain torch.
-            timeline: records the step.
 
         Returns:
             the groups whose update is under way.

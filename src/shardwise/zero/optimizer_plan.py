@@ -45,7 +45,6 @@ class OptimizerPlan:
             always as many.
         factory: makes the optimizer from parameter groups, or adopts a given one.
         name_of: the names of the model's parameters, by identity.
-        kind: the optimizer's class.
         scope: what a step of an element depends on.
         first_states: what the optimizer has of each parameter before its first step, by name; empty for nothing.
         added: the groups that came later.
@@ -116,10 +115,7 @@ def plan_optimizer(
     Args:
         given: an optimizer over the model's parameters, without state since state of whole parameters does not fit
             pieces; a function from parameter groups to an optimizer; or None.
-        config: of the optimizer.
         model: as given to `initialize`.
-        layout: of the model.
-        device: of the engine.
 
     Raises:
         ConfigError: the optimizer has stepped already, or holds a tensor that is no parameter of the model.
@@ -274,13 +270,7 @@ def _first_value(key: str, value: Any, param: Tensor) -> Any:
 
 
 def first_states(plan: OptimizerPlan, name: str, view: nn.Parameter) -> dict[str, Any]:
-    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step.
-
-    Args:
-        plan: of the optimizer.
-        name: of the parameter.
-        view: what the optimizer steps.
-    """
+    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step."""
     return {
         key: torch.full_like(view, value.value, dtype=value.dtype, requires_grad=False)
         if isinstance(value, _Fill)
@@ -302,10 +292,7 @@ def make_first_states(
     """Give parameters the states that the optimizer has before its first step, if it has any.
 
     Args:
-        plan: of the optimizer.
-        optimizer: steps the views.
         views: what stands for the parameters, by name.
-        has_states_at_once: its constructor makes states.
     """
     if plan.first_states:
         for name, view in views.items():
@@ -327,7 +314,6 @@ def inner_groups(
 
     Args:
         optimizer: over the model's parameters, or over `views`.
-        plan: of the optimizer.
         views: what stands for the parameters, by name.
     """
     name_of = {**plan.name_of, **{id(view): name for name, view in views.items()}}
@@ -352,7 +338,6 @@ def follow_calls(
         optimizer: whose methods are replaced, in this object. It does not keep the others' objects alive.
         add_group: takes a parameter group over the model's parameters.
         change_weights: calls a function that writes the optimizer's parameters.
-        clear_gradients: drops the engine's.
     """
     kind, this = type(optimizer), weakref.ref(optimizer)
     adding, changing, clearing = WeakMethod(add_group), WeakMethod(change_weights), WeakMethod(clear_gradients)

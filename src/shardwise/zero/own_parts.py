@@ -21,7 +21,6 @@ def read_own_part(states: EngineState, name: str, state: str) -> Tensor | None:
     of a tensor-parallel split is one of that.
 
     Args:
-        states: the engine's states.
         name: a name of a parameter of this rank's stages.
         state: `master`, `grad`, or one of the optimizer's keys.
     """
@@ -37,7 +36,6 @@ def write_own_part(states: EngineState, name: str, value: Tensor, state: str) ->
     """Replace what this rank holds of a state, by a tensor as `read_own_part` returns it.
 
     Args:
-        states: the engine's states.
         name: a name of a parameter of this rank's stages.
         value: of as many elements as this rank holds.
         state: as for `read_own_part`; a `master` sets the parameter, too.

@@ -44,7 +44,6 @@ class OwnerExchange:
         groups: all of the engine's groups with gradients, the same on each rank that shares them.
         held: the names of the parameters of which this rank holds a piece.
         comm: the ranks that share tensors: along the axes of shards and, fastest, of tensor parallelism.
-        tp: ranks of a tensor-parallel group.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], held: Collection[str], comm: Comm, tp: int) -> None:
@@ -72,7 +71,6 @@ class OwnerExchange:
             matrices: the tensors, in one order on all ranks.
             own: this rank's parts, 1-D, by name.
             dtype: of each tensor, by name.
-            what: for counts and messages.
         """
         sends: dict[int, list[Tensor]] = {}
         receives: dict[int, list[Tensor]] = {}
@@ -104,7 +102,6 @@ class OwnerExchange:
             matrices: as for `bring`.
             made: whole tensors by name, of those that this rank owns.
             dtype: as for `bring`.
-            what: for counts and messages.
         """
         sends: dict[int, list[Tensor]] = {}
         receives: dict[int, list[Tensor]] = {}

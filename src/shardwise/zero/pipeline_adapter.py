@@ -19,7 +19,6 @@ class PipelineAdapter:
 
     Args:
         sharding: the sharding state of the engine's groups.
-        layout: a layout with a pipeline.
     """
 
     def __init__(self, sharding: ShardingState, layout: Layout) -> None:

@@ -22,7 +22,6 @@ class RemoteParams:
     """Holds a model's parameters that are not on this rank.
 
     Args:
-        model: the model.
         layout: a layout; `elsewhere` has the groups of these parameters.
         held_stages: the stages of this rank, for messages.
     """

@@ -32,14 +32,7 @@ from shardwise.zero.state_access import (
 
 
 def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: MemoryTracker, comm: Comm) -> None:
-    """Move a model's buffers to the device, with rank 0's values; `precision.buffers` says in which dtype.
-
-    Args:
-        model: the model whose buffers change.
-        precision: the engine's precision config.
-        memory: tracks the buffers.
-        comm: the group of all ranks.
-    """
+    """Move a model's buffers to the device, with rank 0's values; `precision.buffers` says in which dtype."""
     for name, buffer in model.named_buffers():
         buffer.data = buffer.data.to(comm.device, buffer_dtype(buffer.dtype, precision))
         memory.track(buffer, Category.OTHER)
@@ -52,8 +45,6 @@ def broadcast_scales(model: nn.Module, memory: MemoryTracker, comm: Comm) -> Non
 
     Args:
         model: the model whose parameters have scales.
-        memory: tracks them.
-        comm: the group of all ranks.
     """
     for parameter in model.parameters():
         if (state := quant_state(parameter)) is not None:
@@ -78,7 +69,6 @@ def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, com
     Args:
         values: the model's initial values; one parameter is sent at a time.
         layout: says which parameters this rank holds.
-        comms: the engine's communication groups.
     """
     if comms.pipeline.world_size == 1 or not values.has_values:
         return
@@ -128,8 +118,6 @@ def regroup(states: EngineState, layout: Layout, named_groups: Sequence[NamedGro
     """Make groups and optimizer follow a layout in which other parameters are trainable. All ranks call it.
 
     Args:
-        states: the engine's states.
-        layout: the new layout.
         named_groups: the optimizer's parameter groups by the names of all that is trainable now.
     """
     sharding = states.sharding

@@ -105,7 +105,6 @@ def read_state(states: EngineState, name: str, state: str = PARAM, to_rank: int 
     """Return the full tensor of one state of a parameter, as a copy. All ranks call it with the same arguments.
 
     Args:
-        states: the engine's states.
         name: a name of the parameter, any of them if it is tied.
         state: `param` as computed with, `master` in the optimizer's precision (exact, where parameters are encoded to
             be sent), `grad` (the mean gradient so far, before clipping; reduces what is not reduced yet; in a pipeline
@@ -127,7 +126,6 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
     """Read a state as `read_state` does, on the ranks of the parameter's stages only; all of them call it.
 
     Args:
-        states: the engine's states.
         name: a name of a parameter of this rank's stages.
         state: as for `read_state`.
     """
@@ -177,7 +175,6 @@ def write_state(
     """Replace one state of a parameter. All ranks call it, not between a forward and its backward.
 
     Args:
-        states: the engine's states.
         name: a name of the parameter, any of them if it is tied.
         value: of the state's shape, any floating dtype, the same on every rank. A written `param` or `master` sets
             both: the master takes the value, the parameter the value rounded. A written `grad` stands for the mean
@@ -241,7 +238,6 @@ def write_optimizer_states(states: EngineState, name: str, values: Mapping[str, 
     """Give a parameter what `read_optimizer_states` returned, also where the optimizer has not stepped yet.
 
     Args:
-        states: the engine's states.
         name: a name of a parameter of this rank's stages.
         values: by state: full 1-D tensors, and 0-d numbers.
     """
@@ -433,10 +429,7 @@ def write_optimizer_state(states: EngineState, place: ParamLocation, value: Tens
     """Write this rank's part of a 1-D state, or a 0-d one; make it if it is not there.
 
     Args:
-        states: the engine's states.
-        place: of the parameter.
         value: the whole state.
-        state: its name.
     """
     piece, slot = _own_piece(states, place), place.slot
     if piece is None or slot is None:
@@ -546,7 +539,6 @@ def copy_range(target: FlatState | None, flat: Tensor, place: ParamLocation) -> 
     Args:
         target: where this rank stores its part; None where it has none.
         flat: the whole state, 1-D.
-        place: of the parameter.
     """
     if target is not None and place.slot is not None:
         target.write(0, flat[place.slot.start : place.slot.stop])
@@ -569,7 +561,6 @@ def take_over(states: EngineState, groups: Iterable[ParamGroup], source: int = 0
     precision where its parameter is unchanged.
 
     Args:
-        states: the engine's states.
         groups: that are whole.
         source: the rank among those that average gradients.
     """

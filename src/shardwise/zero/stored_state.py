@@ -30,7 +30,6 @@ class ParamPiece:
     """A parameter's piece is its part in this rank's slice of a group.
 
     Attributes:
-        name: of the parameter.
         group: the group that it belongs to.
         view: 1-D view of the master, which the optimizer sees; empty where the optimizer is stored off the device.
         start: the first element of the piece, in the slice.
@@ -50,7 +49,6 @@ class EncodedValues:
     What is written of a part of a block is kept until all of the block is there, since it is encoded as a whole.
 
     Args:
-        codec: of the state.
         codes: as long as the piece.
         scales: of its blocks; None where the codec has none.
     """
@@ -128,11 +126,8 @@ class GroupState:
     """Stores one state of a group's pieces.
 
     Args:
-        name: the optimizer's name of it.
-        group: the group.
         pieces: the parameters' pieces in this rank's slice.
         dtype: of `precision.states`.
-        tiers: the engine's tiers.
 
     Attributes:
         whole: the values or codes of the slice, in the optimizer's tier.
@@ -175,7 +170,6 @@ class GroupState:
         """Return what a step updates in place of the range [start, stop) of the slice, which is in the piece.
 
         Args:
-            piece: the piece.
             start: the first element; the border of a block.
             stop: the element after the last.
             stored: these elements of `whole`, in memory.
@@ -218,7 +212,6 @@ def pieces_of(group: ParamGroup, *, has_shapes: bool) -> list[ParamPiece]:
     """Return the parameters' pieces in this rank's slice of a group.
 
     Args:
-        group: the group.
         has_shapes: whether views have the parameters' shapes, of which the rank has all. A parameter of one number
             has a view of one element: a state of no dimension is a number, such as the count of steps.
     """
@@ -237,9 +230,6 @@ def place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Ten
     """Write a state of one of torch's optimizer's parameters, or make it.
 
     Args:
-        optimizer: of torch.
-        view: the parameter.
-        state: its name.
         value: a number, or a tensor of as many elements as the state.
     """
     of_piece = optimizer.state[view]

@@ -85,8 +85,6 @@ def step_piece(kind: type[Optimizer], piece: StepPiece, factor: float) -> None:
     """Step a piece for which `can_step` is true, in place, with `factor` times its gradient.
 
     Args:
-        kind: the class of the optimizer.
-        piece: on a GPU.
         factor: turns accumulated sums into the gradient.
     """
     if piece.master.numel():

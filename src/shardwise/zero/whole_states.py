@@ -39,13 +39,7 @@ class StateKind:
 
 
 def kinds_of(whole: WholeStep, optimizer: Optimizer, name: str) -> dict[str, StateKind]:
-    """Return the states of a parameter, which ranks learn from its owner. All ranks that share tensors call it.
-
-    Args:
-        whole: has the optimizer's parameters.
-        optimizer: over them.
-        name: of the parameter.
-    """
+    """Return the states of a parameter, which ranks learn from its owner. All ranks that share tensors call it."""
     view = whole.views.get(name)
     own = {} if view is None else {key: asdict(kind) for key, kind in _own_kinds(optimizer, view)}
     texts = exchange_texts(whole.comm, json.dumps(own), f"optimizer states of {name}")
@@ -57,16 +51,7 @@ def kinds_of(whole: WholeStep, optimizer: Optimizer, name: str) -> dict[str, Sta
 
 
 def read_whole(whole: WholeStep, optimizer: Optimizer, name: str, state: str, kind: StateKind, numel: int) -> Tensor:
-    """Return a tensor state from its owner, 1-D. All ranks that share tensors call it.
-
-    Args:
-        whole: has the optimizer's parameters.
-        optimizer: over them.
-        name: of the parameter.
-        state: of a tensor.
-        kind: of the state.
-        numel: of the parameter.
-    """
+    """Return a tensor state from its owner, 1-D. All ranks that share tensors call it."""
     view = whole.views.get(name)
     own = None if view is None else optimizer.state[view][state].detach().to(whole.comm.device)
     length = numel if kind.shape is None else torch.Size(kind.shape).numel()

@@ -26,7 +26,6 @@ class WholeStep:
     """Brings whole tensors to their owners for as long as a function runs, and their new values back.
 
     Args:
-        comms: the engine's groups of ranks.
         at_one: whether the first rank owns all.
 
     Attributes:
@@ -85,7 +84,6 @@ class WholeStep:
         """Call `act` while the optimizer's parameters have values and gradients. All ranks that share tensors call it.
 
         Args:
-            act: changes the parameters.
             used: whether each parameter, by name, got a gradient on some rank; those that are not there did not.
             gradient_of: returns the final gradient of a piece, on the device.
         """

@@ -207,9 +207,7 @@ def item_of(items: tl.tensor, index: tl.tensor, group: tl.tensor) -> tl.tuple:
     """Load an item's origin, begin, end and two further numbers.
 
     Args:
-        items: pointer to the items.
         index: offset of the item in its head's items.
-        group: offset of the head's items.
     """
     item = items + group + index.to(tl.int64)
     return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
@@ -220,9 +218,7 @@ def ranges_of(items: tl.tensor, index: tl.tensor, group: tl.tensor, each: tl.ten
     """Load the ranges of an item's full and partial entries: begin and end of both.
 
     Args:
-        items: pointer to the items.
         index: offset of the item in its head's items.
-        group: offset of the head's items.
         each: number of the item's list, 0 where it has one.
     """
     item = items + group + index.to(tl.int64) + HEAD + 4 * each
@@ -313,7 +309,6 @@ def biased(scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple,
         scores: [TILE, ENTRY].
         pairs: queries, keys and the shift between them.
         is_pair: [TILE, ENTRY], whether both tokens exist.
-        at: sample and query head.
         given: `ModifierArgs`.
     """
     queries, keys, _ = pairs
@@ -333,7 +328,6 @@ def kept(
         pairs: queries, keys and the shift between them.
         is_query: whether each query exists; of the shape of queries.
         is_key: whether each key exists; of the shape of keys.
-        at: sample and query head.
         given: `ModifierArgs`.
         numbers: `KernelScalars`.
     """
@@ -354,9 +348,7 @@ def slot_tokens(
 
     Args:
         slot: number of the slot in its head.
-        at: sample and head.
         num_heads: of the sums.
-        num_slots: of a head.
         shape: `KernelShape`.
     """
     sample, head = at

@@ -60,9 +60,6 @@ def forward_launches(
     """Return the launches of the forward's kernel, and of the merge of split tiles if there are any.
 
     Args:
-        inputs: q, k, v.
-        extras: of the attention.
-        table: of queries.
         results: out [B, H, Nq, D] and lse [B, H, Nq], to be written.
     """
     q, out, lse = inputs[0], *results
@@ -87,7 +84,6 @@ def prepare_launch(
     """Return the launch of `prepare`, which writes delta and the log-sum-exp in base 2 into `incoming`.
 
     Args:
-        inputs: q, k, v.
         outputs: out, lse, and the gradient of lse or None.
         incoming: gradient of the output; its lse and delta are written.
     """
@@ -112,10 +108,7 @@ def query_launches(
     A bias broadcast over samples or heads takes one launch for each of them, which adds to the result so far.
 
     Args:
-        inputs: q, k, v.
         incoming: written by `prepare`.
-        extras: of the attention.
-        table: of queries.
         grads: of q, to be written; of the bias, zeros in its shape, or None for no gradient.
     """
     q, (grad, grad_bias) = inputs[0], grads
@@ -154,10 +147,7 @@ def key_launches(
     """Return the launches for dK and dV.
 
     Args:
-        inputs: q, k, v.
         incoming: written by `prepare`.
-        extras: of the attention.
-        table: of keys.
         grads: of k and v, to be written.
     """
     q, k, _ = inputs

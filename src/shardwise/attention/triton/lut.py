@@ -145,10 +145,8 @@ def tiles_of(axis: TokenAxis, *, causal: bool, chunk: int, width: int) -> AxisTi
     continue into the next run where that leaves chunks whole and the shift right.
 
     Args:
-        axis: of one document.
         causal: whether a token sees none after it.
         chunk: tokens of a chunk; divides the width and the block.
-        width: tokens of a tile.
     """
     segments = segments_of(axis, causal=causal)
     anchors: list[int] = []  # of each segment: where slots are counted from
@@ -251,7 +249,6 @@ def tables_of(layout: BlockLayout, side: TileSide, heads: HeadGroups, limit: int
     Args:
         layout: its heads are 1 or those of the queries.
         side: queries for forward and dQ, keys for dK and dV.
-        heads: of the tensors.
         limit: most entries of a program, beyond which a tile is split; None chooses it from the layout's total work.
     """
     parts = [_heads_lists(*each, side) for each in _places(layout)]  # per document and head
@@ -282,10 +279,7 @@ def best_width(layout: BlockLayout, of_queries: bool, entry: int, most_tile: int
     """Choose the tile whose entries cost least: a narrow one computes fewer unseen pairs, a wide one reads less.
 
     Args:
-        layout: of the attention.
         of_queries: tiles are of queries, else of keys.
-        entry: most tokens of an entry.
-        most_tile: most tokens of a tile.
     """
     entry = min(entry, _MOST_SUB_BLOCKS * _granule(layout.block))
     costs = {}
@@ -398,7 +392,6 @@ def _items(tokens: Ints, ranges: Ints, limit: int) -> tuple[Ints, Ints, int]:
     Args:
         tokens: [tiles, 4]: origin, begin, end, shift.
         ranges: [groups, tiles, lists, 4].
-        limit: entries of an item.
     """
     items, merges = [], []
     for of_group in ranges:

@@ -62,11 +62,6 @@ def plan_of(
     """Make the tables of queries, then those of keys.
 
     Args:
-        layout: of the attention.
-        heads: of its tensors.
-        head_dim: of q, k and v.
-        dtype: of q, k and v.
-        device: of the tables.
         limit: see `tables_of`.
     """
     tensors: list[Tensor] = []
@@ -96,8 +91,6 @@ def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, in
     """Return the tokens of an entry, and the most tokens of a tile, that registers hold without spilling.
 
     Args:
-        head_dim: D.
-        dtype: of q, k and v.
         of_queries: tiles are of queries, else of keys.
     """
     if dtype == torch.float32:
@@ -111,9 +104,7 @@ def warps_and_stages(tile: int, wide_head_dim: int, dtype: torch.dtype, of_keys:
     """Return the warps of a program and the stages of its loop that spill least (`ptxas` for sm_90).
 
     Args:
-        tile: tokens of a tile.
         wide_head_dim: the head size, rounded up to a power of two.
-        dtype: of q, k and v.
         of_keys: tiles are of keys, else of queries.
     """
     if dtype == torch.float32:  # products without matrix instructions

@@ -162,7 +162,6 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
     """Make the temporary folder with all its files, on one rank; what a dead export has left there is removed.
 
     Args:
-        plan: of the export.
         folder: the final folder; it must not exist, or be empty.
         others: the files beside the weights by name, as bytes or as the path of a file to copy: `config.json`,
             `generation_config.json`, those of the tokenizer.
@@ -209,7 +208,6 @@ def write_export(
     It uses at most a few MiB beside the state shards; some 40 MiB where these are stored in files.
 
     Args:
-        plan: of the export.
         folder: as given to `begin_export`, which has been called.
         state_shards: of this rank; states other than `param`, and tensors that are not in the plan, are skipped.
         progress: called with the bytes of each write.
@@ -432,7 +430,6 @@ def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, time
     Args:
         request: of the same model, dtype and names on all ranks.
         rounds: of this export alone; finished when it ends.
-        rank: of this process.
         timeout_s: seconds; a folder that rank 0 has made may take half of them to appear on other ranks.
 
     Raises:

@@ -212,7 +212,6 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return the config.json with which transformers reads an exported decoder as a Llama; it has dense attention.
 
     Args:
-        config: of the decoder.
         dtype: safetensors' name of the weights' dtype.
     """
     return {
@@ -241,10 +240,6 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 def decoder_config_of(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
     """Return the config of our decoder for which a folder has weights.
-
-    Args:
-        config: the content of its config.json.
-        where: its path, for messages.
 
     Raises:
         CheckpointError: our decoder lacks what the folder's model has; the message says what.

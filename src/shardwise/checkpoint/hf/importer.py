@@ -129,7 +129,6 @@ def _entries(folder: Path, follows_index: bool = True) -> Iterator[tuple[str, Fi
     """Yield the tensors of all files, by name, in their order.
 
     Args:
-        folder: of Hugging Face.
         follows_index: a tensor in two files counts where the index has it; else both must be equal.
     """
     if (folder / WEIGHTS_NAME).is_file():

@@ -68,7 +68,6 @@ def pack_folder(source: Path, folder: Path, weights: Weights) -> int:
     Args:
         source: a folder of a causal model in safetensors.
         folder: the folder to write; it must not exist, or be empty.
-        weights: the kind of the codes.
 
     Raises:
         CheckpointError: transformers is missing or does not know the model, there is no such layer, or the system

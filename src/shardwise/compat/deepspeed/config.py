@@ -109,7 +109,6 @@ def translate(values: Mapping[str, Any], world_size: int | None = None, *, refus
     """Translate a config, which stays as it is.
 
     Args:
-        values: the parsed JSON.
         world_size: ranks, for the batch's equation; None leaves that to `Config.resolve`.
         refuse: raise for keys that are refused, and do not only list them.
 

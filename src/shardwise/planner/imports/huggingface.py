@@ -79,7 +79,6 @@ def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
 
     Args:
         values: of the file; of a model with several parts, that of text is taken.
-        source: the file's name, for messages.
 
     Raises:
         ConfigError: a size is missing or is none.
@@ -188,9 +187,6 @@ def _size(values: Mapping[str, Any], name: str, source: str, default: int | None
     """Return a size under any of its names.
 
     Args:
-        values: of the file.
-        name: the usual one.
-        source: the file's name, for messages.
         default: where it is not there; None to refuse that.
         least: that it may be.
 

@@ -81,7 +81,6 @@ def follow(trace: ModelTrace, layers: Mapping[str, LayerFeatures]) -> FeatureFlo
     """Follow labels through a trace.
 
     Args:
-        trace: of a forward.
         layers: the linear layers whose features are followed, by name.
     """
     flow = FeatureFlow()

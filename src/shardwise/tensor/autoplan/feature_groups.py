@@ -44,9 +44,7 @@ class FlowAnalysis:
     """Follows the labels of a trace, and finds sets of layers that can be split.
 
     Args:
-        trace: of the model.
         sizes: numbers of inputs and outputs of the linear layers whose features are followed, by name.
-        tp: ranks.
     """
 
     def __init__(self, trace: ModelTrace, sizes: Mapping[str, tuple[int, int]], tp: int) -> None:
@@ -162,7 +160,6 @@ class FlowAnalysis:
         whole.
 
         Args:
-            sets: of layers to split.
             attributes: module, attribute and a rank's value, set on the copy.
 
         Returns:

@@ -59,7 +59,6 @@ def propose_plan(model: nn.Module, batch: Any, tp: Ranks, small: tuple[nn.Module
         model: of any device; neither it nor its values are touched.
         batch: an example of the model's arguments: a dict gives keyword arguments, a tuple or list positional ones,
             anything else is the one argument. Only shapes and dtypes of its tensors matter.
-        tp: ranks of the tensor-parallel group.
         small: a small model of the same code, with values, and its batch; by these the plan of a model of more than
             two million elements is proved.
 

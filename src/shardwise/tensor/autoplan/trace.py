@@ -124,7 +124,6 @@ def record(
     """Run a model once, in training mode, on a copy without memory.
 
     Args:
-        model: on any device.
         batch: as for `Engine.__call__` without a loss function.
         alter: changes the copy before it runs; None for no change.
         check: called with the trace after every op; it may raise.

@@ -42,12 +42,9 @@ class DeepSpeedDataLoader:
 
         Args:
             dataset: of samples, by index or as an iterable that shares itself out.
-            engine: of the ranks.
-            collate_fn: makes a batch of samples.
             size: of a batch; None for the engine's micro-batch.
             sampler: of this rank's samples; None for a share of them.
             shuffles: whether the samples come in another order in each epoch.
-            num_workers: processes that load.
         """
         options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers}
         size = size or engine.train_micro_batch_size_per_gpu()

@@ -158,14 +158,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     """Trains a model by DeepSpeed's calls; methods without a word of their own answer what its methods do.
 
     Args:
-        inner: the engine.
         config: the JSON as it was given; `engine.config` is this very object.
-        translation: what it means.
         schedule: of the learning rate; None where the script has its own.
         frozen: parameters that an engine without an optimizer has frozen.
 
     Attributes:
-        module: the model.
         inner: the engine of Shardwise, for what DeepSpeed has no call for.
     """
 

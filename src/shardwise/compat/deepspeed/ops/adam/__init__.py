@@ -62,8 +62,6 @@ def marked(made: Optimizer, kind: type, is_adamw: bool) -> Optimizer:
     """Return an optimizer, which `isinstance` takes as of one of these classes from now on.
 
     Args:
-        made: torch's Adam or AdamW.
-        kind: the class.
         is_adamw: which of the two it is.
     """
     setattr(made, _MADE_BY, kind)

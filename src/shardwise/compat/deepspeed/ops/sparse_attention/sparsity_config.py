@@ -25,8 +25,6 @@ class SparsityConfig(structures.SparsityConfig):
     """Serves as the base class of structures: a user's subclass defines `make_layout`.
 
     Args:
-        num_heads: query heads.
-        block: tokens of a block.
         different_layout_per_head: `check_and_propagate_first_head_layout` then leaves heads as they are.
     """
 

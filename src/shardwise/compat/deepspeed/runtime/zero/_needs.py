@@ -26,11 +26,9 @@ def needs(
 
     Args:
         model: a module, or its number of parameters.
-        stage: of ZeRO.
         tiers: the tier of each state that is not on the device.
         largest_block: parameters of the largest block, where `model` is a number.
         num_gpus_per_node: of each node.
-        num_nodes: of the cluster.
     """
     (states,) = estimate_model_states(
         model,

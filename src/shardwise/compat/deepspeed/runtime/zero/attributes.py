@@ -35,8 +35,6 @@ def mark(parameter: nn.Parameter, number: int, num_ranks: int, is_kept_whole: bo
 
     Args:
         parameter: which is not whole, unless `is_kept_whole`.
-        number: of the parameter.
-        num_ranks: that share it.
         is_kept_whole: it is small, and whole on every rank.
     """
     numel = parameter.numel()

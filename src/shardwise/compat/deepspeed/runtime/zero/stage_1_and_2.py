@@ -24,9 +24,7 @@ def estimate_zero2_model_states_mem_needs(
     """Return the bytes of each host and those of each GPU.
 
     Args:
-        total_params: parameters of the model.
         num_gpus_per_node: of each node.
-        num_nodes: of the cluster.
         cpu_offload: `tiers.grads` and `tiers.optimizer` are the host.
         additional_buffer_factor: multiplies the host's bytes; 1.0 by default, since these are exact.
     """
@@ -41,9 +39,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     """Print the memory that a model needs in stage 2, with and without offload.
 
     Args:
-        model: of the user.
         num_gpus_per_node: of each node.
-        num_nodes: of the cluster.
         additional_buffer_factor: not used; DeepSpeed has it.
     """
     print_needs(model, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
@@ -55,9 +51,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     """Print the memory that a number of parameters needs in stage 2, with and without offload.
 
     Args:
-        total_params: parameters of the model.
         num_gpus_per_node: of each node.
-        num_nodes: of the cluster.
         additional_buffer_factor: not used; DeepSpeed has it.
     """
     print_needs(total_params, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
