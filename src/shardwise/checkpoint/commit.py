@@ -491,8 +491,7 @@ _FIXES: Final[Mapping[int, str]] = MappingProxyType(
 def named_errors(doing: str, path: Path, code: str = "folder-refused") -> Iterator[None]:
     """Turn an `OSError` into a `CheckpointError` that says what failed, where, why, and what would help.
 
-    Args:
-        code: of the error; that of a full disk is `disk-full` in any case.
+    Its code is `code`, but `disk-full` where the disk is.
 
     >>> with named_errors("write", Path("/runs/a/latest")):
     ...     raise OSError(errno.EROFS, "Read-only file system")

@@ -223,7 +223,6 @@ def run_rank(
         )
         outcome = _train(trainer, checkpoints, folder, recorder, stop)
         if env.rank == 0:
-            measured = compare(trainer, folder, prediction, recorder.step_s)  # which the page shows
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
             outcome = replace(
                 outcome,
@@ -231,7 +230,7 @@ def run_rank(
                 says_how_to_go_on=stopped_by is None or not is_launched_here,
                 host=trainer.host,
                 prediction=prediction,
-                measured=measured,
+                measured=compare(trainer, folder, prediction, recorder.step_s),  # which the page shows
             )
             console.print(Escaped(render_outcome(recorder.outcome(outcome))), crop=False)
         if outcome.failure is not None:
@@ -246,9 +245,7 @@ def run_rank(
         if trainer is not None:
             trainer.engine.tiers.close()
         gc.collect()  # an engine that was only half made
-    if not trainer.was_stopped:
-        return 0
-    return 128 + signal.Signals[stop.signal_name or "SIGTERM"]
+    return 128 + signal.Signals[stop.signal_name or "SIGTERM"] if trainer.was_stopped else 0
 
 
 def _train(
