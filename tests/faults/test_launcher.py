@@ -18,8 +18,6 @@ from harness.waiting import PATIENCE_S, is_running, wait_until
 from shardwise.launch import local
 from shardwise.launch.local import default_num_ranks, launch_local
 
-pytestmark = pytest.mark.usefixtures("warm_python")
-
 # Each rank notes its process id; `meet` waits until all have.
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
