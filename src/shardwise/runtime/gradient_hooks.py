@@ -190,7 +190,7 @@ _ENTRY: Final = -1
 
 
 def call_before(hooks: Sequence[Hook], gradient: Tensor, whole: WholeParameter | None = None) -> Tensor | None:
-    """Call the hooks of a tensor on a gradient, as torch does; return the gradient that they leave, None for the same."""
+    """Call the hooks of a tensor on a gradient, as torch does; return what they leave, None for the same."""
     is_part = whole is not None and not gradient.is_sparse
     shown = whole.gather(gradient.detach()) if whole is not None and is_part else gradient
     first, was = shown, version(shown)

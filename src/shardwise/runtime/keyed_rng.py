@@ -182,7 +182,7 @@ def other_use(parameter: nn.Parameter) -> str:
 
 
 class _OthersAbsent(TorchFunctionMode):
-    """Makes torch see all parameters but those of one module as on meta: so none of them, perhaps an engine's, changes."""
+    """Makes torch see all parameters but those of one module as on meta, so that none of the others changes."""
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def has_any_user_hooks(module: nn.Module) -> bool:
 
 
 class HooksOnce:
-    """Keeps hooks on the forward that only look from looking again in a recomputation, where they would keep it twice."""
+    """Keeps hooks on the forward that only look from looking again in a recomputation."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         modules = {id(each): each for unit in units for each in unit.modules() if each is not unit}
