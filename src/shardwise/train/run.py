@@ -227,14 +227,9 @@ def run_rank(
         if env.rank == 0:
             measured = compare(trainer, folder, prediction, recorder.step_s)  # which the page shows
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            outcome = replace(
-                outcome,
-                stopped_by=stopped_by,
-                says_how_to_go_on=stopped_by is None or not is_launched_here,
-                host=trainer.host,
-                prediction=prediction,
-                measured=measured,
-            )
+            says = stopped_by is None or not is_launched_here
+            outcome = replace(outcome, stopped_by=stopped_by, says_how_to_go_on=says, host=trainer.host)
+            outcome = replace(outcome, prediction=prediction, measured=measured)
             console.print(Escaped(render_outcome(recorder.outcome(outcome))), crop=False)
         if outcome.failure is not None:
             raise outcome.failure
