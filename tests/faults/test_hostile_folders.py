@@ -170,7 +170,7 @@ def test_a_full_disk_names_the_page(run: Path, monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr("shardwise.config.written_files.create", full)
     assert main(["report", str(run)]) == 1
-    assert capsys.readouterr().err == f"shardwise: {run / 'report.html'}: No space left on device\n"
+    assert capsys.readouterr().err == f"shardwise: {run / 'report.html'}: No space left on device [disk-full]\n"
 
 
 def test_a_page_is_written_through_no_link(run: Path, tmp_path: Path) -> None:
