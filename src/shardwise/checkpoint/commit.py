@@ -428,11 +428,9 @@ def _is_milestone(step: int, keep_every: int | None) -> bool:
 
 def read_latest(root: Path, name: str = LATEST_NAME) -> str:
     """Return what `latest`, or the file of another name, names; "" where there is no such file."""
-    with named_errors("read", root / name):
-        try:
-            return read_bytes(root / name).decode(errors="replace").strip()
-        except FileNotFoundError:
-            return ""
+    with named_errors("read", root / name), suppress(FileNotFoundError):
+        return read_bytes(root / name).decode(errors="replace").strip()
+    return ""
 
 
 def _move_latest(root: Path, name: str) -> None:
@@ -557,11 +555,9 @@ def await_folder(path: Path, timeout_s: float) -> None:
 
 def entries(root: Path) -> list[Path]:
     """Return the paths in a folder; none where there is no such folder."""
-    with named_errors("list", root):
-        try:
-            return list(root.iterdir())
-        except FileNotFoundError:
-            return []
+    with named_errors("list", root), suppress(FileNotFoundError):
+        return list(root.iterdir())
+    return []
 
 
 def remove(path: Path) -> None:

@@ -161,11 +161,11 @@ def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimiz
     Raises:
         ConfigError: it returns none.
     """
-    make: Callable[[list[dict[str, Any]]], Any] = factory  # before the type checker narrows it to a class
-    if isinstance(factory, type) and not issubclass(factory, Optimizer):
+    given: object = factory
+    if isinstance(given, type) and not issubclass(given, Optimizer):
         raise ConfigError(
             "no-optimizer-made",
-            f"{described('what is given as optimizer', factory)}, which is no torch.optim.Optimizer; give a class or "
+            f"{described('what is given as optimizer', given)}, which is no torch.optim.Optimizer; give a class or "
             "function that makes one over parameter groups, or set optimizer.name",
         )
     try:
