@@ -372,8 +372,10 @@ class FlatBuffer(ABC):
         Args:
             keeps_views: no graph will ask for the parameters again, so other tensors that share their memory keep it.
         """
+        if self.is_pinned or self.is_sharded or not self.is_released_between_uses:
+            return
         start_s = self._timeline.now()
-        if not self.is_pinned and self._free(keeps_views):
+        if self._free(keeps_views):
             self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
 
     def pin(self, stays: bool = True) -> None:
