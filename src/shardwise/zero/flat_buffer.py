@@ -369,11 +369,12 @@ class FlatBuffer(ABC):
     def reshard(self, keeps_views: bool = False) -> None:
         """Free `full` after its last use, if the parameters are stored as shards and not pinned.
 
-        Args:
-            keeps_views: no graph will ask for the parameters again, so other tensors that share their memory keep it.
+        With `keeps_views` no graph will ask for the parameters again: other tensors that share their memory keep it.
         """
+        if self.is_pinned or self.is_sharded or not self.is_released_between_uses:
+            return
         start_s = self._timeline.now()
-        if not self.is_pinned and self._free(keeps_views):
+        if self._free(keeps_views):
             self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
 
     def pin(self, stays: bool = True) -> None:
@@ -441,11 +442,7 @@ class FlatBuffer(ABC):
             )
 
     def enter(self, state: ParamState) -> None:
-        """Go to a state, if that is legal.
-
-        Raises:
-            RuntimeError: it is not.
-        """
+        """Go to a state; raise `RuntimeError` if that is not legal."""
         if state not in LEGAL[self.state]:
             before, after = self.state.name, state.name
             raise RuntimeError(f"the parameters of {self.spec.name} cannot go from {before} to {after}")

@@ -195,6 +195,7 @@ class GradBucket:
         self._stored_numel = spec.padded_numel if is_whole else spec.shard_numel
         self._slice = slice(start, stop) if is_whole else slice(0, spec.shard_numel)  # of what is stored
         self._memory: Tensor | None = None  # of what is stored on the device
+        self._sum: Tensor | None = None  # this rank's slice of it
         self._leased: Tensor | None = None  # the bucket, where it is the pool's
         self._stashed: Tensor | None = None
         self._square: Tensor | None = None
@@ -240,7 +241,9 @@ class GradBucket:
         return self._memory
 
     def _accumulator(self) -> Tensor:
-        return self._stored()[self._slice]
+        if self._sum is None:
+            self._sum = self._stored()[self._slice]
+        return self._sum
 
     # [Note: a reduction under way]
     # A reduction is one `AsyncWork` of one collective or more: each is started once the one before it has ended.
@@ -378,7 +381,7 @@ class GradBucket:
 
     def drop(self) -> int:
         """Free the buffers, which hold no gradients; the next backward makes new ones. Returns the freed bytes."""
-        memory, self._memory = self._memory, None
+        memory, self._memory, self._sum = self._memory, None, None
         return 0 if memory is None else memory.untyped_storage().nbytes()
 
     def clear(self) -> None:
@@ -393,7 +396,7 @@ class GradBucket:
 
     def close(self) -> None:
         """Free what is stored."""
-        self._memory = None
+        self._memory = self._sum = None
 
 
 class WholeBucket(GradBucket):

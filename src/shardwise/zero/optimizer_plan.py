@@ -169,7 +169,7 @@ def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimiz
             "function that makes one over parameter groups, or set optimizer.name",
         )
     try:
-        made = make(groups)
+        made: Any = factory(groups)
     except Exception as error:
         sizes = ", ".join(str(list(each.shape)) for each in groups[0]["params"][:4])
         error.add_note(
