@@ -179,8 +179,8 @@ class RootState:
         record, self._record = self._record, None
         self._pass.close()
         if self._before_units:
-            before, self._before_units = self._before_units, {}
-            changed = (label for label, mark in self._marks().items() if not _is_same(mark, before[label]))
+            marks, self._before_units = self._before_units, {}
+            changed = (label for label, mark in self._marks().items() if not _is_same(mark, marks[label]))
             self._late = self._late or next(changed, "")
         if record is None:
             return
