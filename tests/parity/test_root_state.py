@@ -145,6 +145,37 @@ class Remembers(Root):
         return x
 
 
+class Late(Root):
+    """Writes what its next forward reads in a later step than the first."""
+
+    def before(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.number)
+
+    def after(self, x: Tensor) -> Tensor:
+        if int(self.calls) == self.late_call:
+            self.write(x.detach().mean())
+        return x
+
+    late_call = 6
+
+    def write(self, mean: Tensor) -> None:
+        self.number = float(mean)
+
+
+class LateBuffer(Late):
+    def before(self, x: Tensor) -> Tensor:
+        return super().before(x) + self.mean.clone() + sum(self.log)
+
+    def write(self, mean: Tensor) -> None:
+        self.mean.copy_(mean)
+
+
+class LateItem(LateBuffer):
+    def write(self, mean: Tensor) -> None:
+        self.log.append(float(mean))
+
+
 class Centres(Root):
     """Its loss writes what its forward reads."""
 
@@ -153,7 +184,7 @@ class Centres(Root):
 
 
 RIGHT = (WritesBefore, Hooked, WritesAfter)
-REFUSED = (Averages, AveragesLater, Number, Remembers, Centres)
+REFUSED = (Averages, AveragesLater, Number, Remembers, Late, LateBuffer, LateItem, Centres)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1f1b": {"mesh": {"pp": 2}},
     "zb-v": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v", "virtual_stages": 2}},
@@ -222,6 +253,6 @@ def train_refused(rank: int, world_size: int, layout: str) -> list[tuple[str, st
 
 def test_a_stage_does_not_read_what_later_ones_write(ranks: WorkerPool) -> None:
     for kind, *both in zip(REFUSED, *ranks(2).run(train_refused, "1f1b"), strict=True):
-        # In an evaluation the first stage alone finds it, and the other one quotes that.
-        assert both[0][0] == "state-over-stages", (kind, both)
+        # One stage alone finds it in an evaluation or in a later step, and the other one quotes that.
+        assert "state-over-stages" in {code for code, _ in both}, (kind, both)
         assert all("zero.stage=3" in text for _, text in both), (kind, both)

@@ -5,6 +5,7 @@ a rank of its own, and writes it once for each micro-batch; after the step the m
 
 What is computed from a value of a later stage, an earlier one cannot know: it may write such state, but not read it in
 a later forward. The first training step shows who reads what, and whether the last stage has found something else.
+After it the last stage looks whether its forward writes what an earlier stage reads and no stage had written till then.
 """
 
 from __future__ import annotations
@@ -133,6 +134,11 @@ class RootState:
         self._num_calls: Callable[[], int] = int
         self._accessed: dict[str, int] = {}
         self._is_past_units = False
+        self._quiet: dict[
+            str, tuple[dict[str, Any], str]
+        ] = {}  # what earlier stages read first, and the last one did not write
+        self._before_units: dict[str, tuple[Any, ...]] = {}
+        self._late = ""
 
     def begin(self, stage: int, num_calls: Callable[[], int]) -> None:
         """Begin the forward of a stage, with the state that it has left.
@@ -154,6 +160,11 @@ class RootState:
             self._put_hooks = self._put_hooks or hook_contents(self._hooks)
             self._own_hooks.get(stage, self._put_hooks)()
 
+    def begin_units(self) -> None:
+        """Take note that the forward calls its first unit."""
+        if self._quiet and self._stage == self._num_stages - 1:
+            self._before_units = self._marks()
+
     def end_units(self) -> None:
         """Take note that the stage's last unit has run."""
         self._is_past_units = True
@@ -163,6 +174,10 @@ class RootState:
         """End the forward of a stage: keep what it has written, and give the other stages what they had."""
         record, self._record = self._record, None
         self._pass.close()
+        if self._before_units:
+            marks, self._before_units = self._before_units, {}
+            changed = (label for label, mark in self._marks().items() if not _is_same(mark, marks[label]))
+            self._late = self._late or next(changed, "")
         if record is None:
             return
         if self._put_hooks is not None:
@@ -211,6 +226,8 @@ class RootState:
         Raises:
             ConfigError: a stage has read what only a later one can write.
         """
+        if self._late:
+            raise stale_state(self._late, 0)
         if self._is_agreed:
             return
         self._is_agreed = True
@@ -227,6 +244,18 @@ class RootState:
         last = {label: (num, digest) for label, (num, digest) in found["writes"].items()}
         for stage, note in self._notes.items():
             self._stale[stage] = frozenset(note.stale(last, digests[stage]))
+        if self._last == self._num_stages - 1:
+            self._quiet = {
+                f"{prefix}{name}": (attributes, name)
+                for prefix, module in self._modules.items()
+                for attributes in (vars(module), module._buffers)
+                for name in attributes
+                if f"{prefix}{name}" in found["reads"]
+            }
+
+    def _marks(self) -> dict[str, tuple[Any, ...]]:
+        """Return what tells whether an attribute was written, by label."""
+        return {label: _mark(attributes.get(name)) for label, (attributes, name) in self._quiet.items()}
 
     def _watch(self, prefix: str) -> Callable[[nn.Module, str, bool], None]:
         def watch(module: nn.Module, name: str, is_write: bool) -> None:
@@ -277,7 +306,19 @@ def _judge(notes: Mapping[int, str]) -> str:
         stale = _StageNote(note["num_calls"]).stale(last, note["reads"])
         if stale and stage != max(stages):
             return json.dumps({"stale": (stale[0], stage)})
-    return json.dumps({"stale": None, "writes": last})
+    read = {label for stage, note in stages.items() if stage != max(stages) for label in note["reads"]}
+    return json.dumps({"stale": None, "writes": last, "reads": sorted(read - set(last))})
+
+
+def _mark(value: Any) -> tuple[Any, ...]:
+    """Return a value, and what writes into it change."""
+    if isinstance(value, Tensor):
+        return value, None if value.is_inference() else value._version, None if is_fake(value) else value.data_ptr()
+    return value, len(value) if isinstance(value, list | dict | set | deque) else None
+
+
+def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return one[0] is other[0] and one[1:] == other[1:]
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -270,6 +270,8 @@ class StageForward:
             return own(*args, **kwargs)
         positions, num_calls = self._positions[id(module)], self._num_calls.get(id(module), 0)
         index = positions[min(num_calls, len(positions) - 1)]
+        if self._root is not None and not self._num_calls:
+            self._root.begin_units()
         self._num_calls[id(module)] = num_calls + 1
         if self._sent:
             if self._is_simulated:  # where other placeholders would count as memory
