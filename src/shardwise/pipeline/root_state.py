@@ -26,7 +26,7 @@ from shardwise.runtime.class_swap import watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS
 from shardwise.runtime.pinned_memory import memory_of
-from shardwise.runtime.torch_private import is_fake, pytree
+from shardwise.runtime.torch_private import is_fake, pytree, version
 from shardwise.runtime.user_hooks import hook_contents, hook_dicts_of
 
 _FIX: Final = (
@@ -248,7 +248,7 @@ class RootState:
             self._quiet = {
                 f"{prefix}{name}": (attributes, name)
                 for prefix, module in self._modules.items()
-                for attributes in (vars(module), module._buffers)
+                for attributes in (vars(module), registered_buffers(module))
                 for name in attributes
                 if f"{prefix}{name}" in found["reads"]
             }
@@ -313,7 +313,7 @@ def _judge(notes: Mapping[int, str]) -> str:
 def _mark(value: Any) -> tuple[Any, ...]:
     """Return a value, and what writes into it change."""
     if isinstance(value, Tensor):
-        return value, None if value.is_inference() else value._version, None if is_fake(value) else value.data_ptr()
+        return value, None if value.is_inference() else version(value), None if is_fake(value) else value.data_ptr()
     return value, len(value) if isinstance(value, list | dict | set | deque) else None
 
 
