@@ -138,7 +138,7 @@ def test_a_backward_may_run_twice(function: Loss) -> None:
 def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
     hidden, weight, _, targets = make_case(8, False)
     targets[5] = target
-    with pytest.raises(RuntimeError, match="out of bounds"):
+    with pytest.raises(IndexError, match="out of bounds"):
         cross_entropy_sum(hidden, weight, None, targets, VocabSplit(8))
 
 

@@ -245,7 +245,8 @@ def test_the_end_is_saved_into_the_runs_folder_and_the_summary_says_how_to_go_on
     assert code == 0
     assert names(tmp_path / "run-1" / "checkpoints") == ["latest", "step-00000008"]
     assert "checkpoints    step-00000008" in shown
-    assert f"shardwise train --resume {tmp_path / 'run-1'} run.steps=16\n" in shown, "one line, for copying"
+    line = f"shardwise train --resume {tmp_path / 'run-1'} run.dir={tmp_path} run.steps=16\n"
+    assert line in shown, "one line, for copying"
     assert f"shardwise checkpoint export {tmp_path / 'run-1' / 'checkpoints'}" in shown
     code, shown, more = train({"run": {"steps": 16}}, resume=tmp_path / "run-1" / "checkpoints")
     assert code == 0
@@ -272,7 +273,7 @@ def test_a_stopped_run_saves_and_goes_on(train, tmp_path):
     code, shown, first = train({"checkpoint": {"path": str(tmp_path / "ck")}}, stop=stop)
     assert code == 143
     assert f"saving step 1 into {tmp_path / 'ck'}" in shown
-    assert f"shardwise train --resume {tmp_path / 'ck'} checkpoint.path={tmp_path / 'ck'}\n" in shown
+    assert f"shardwise train --resume {tmp_path / 'ck'} checkpoint.path={tmp_path / 'ck'} run.dir={tmp_path}\n" in shown
     assert names(tmp_path / "ck") == ["latest", "step-00000001"]
     code, _, later = train(resume=tmp_path / "ck")
     assert code == 0

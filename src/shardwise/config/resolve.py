@@ -16,6 +16,7 @@ shardwise.config.resolve.ConfigError: zero.stege is not a config key; did you me
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,6 +119,7 @@ _KINDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "unknown-choice": frozenset({"literal_error"}),
     }
 )
+_OF_JOB: Final = frozenset(("optimizer.lr",))  # `shardwise train` has other defaults for a model that it goes on with
 # Keys of what is no more: configs that earlier runs and checkpoints have left still name them.
 _WITHOUT_EFFECT: Final = frozenset(("tiers.step_in_backward",))
 _MAX_SHOWN = 120
@@ -449,8 +451,8 @@ def _explain(section: str, leaf: str, value: Any) -> str:
     schema = _sections()[section].model_json_schema()["properties"][leaf]
     word = value.lower() if isinstance(value, str) and len(value) <= _MAX_SHOWN else ""
     close = difflib.get_close_matches(word, _words(schema), n=1, cutoff=0.5)
-    # Not its value: that of a job depends on its model and machine.
-    default = "" if schema["default"] is None else " for the default"
+    shown = "" if f"{section}.{leaf}" in _OF_JOB else f" {json.dumps(schema['default'])}"
+    default = "" if schema["default"] is None else f" for the default{shown}"
     fix = f"did you mean {close[0]}?" if close else f"leave it out{default}"
     return f"{section}.{leaf}={shown_value(value)} must be {_rule(schema, value)}; {fix}"
 
