@@ -60,11 +60,11 @@ def test_in_a_pipe_what_takes_long_is_said_by_a_line_now_and_then(monkeypatch, c
     said = io.StringIO()
 
     def wait_for(words: str) -> None:
-        wait_until(lambda: words in said.getvalue())
+        assert wait_until(lambda: words in said.getvalue())
 
     with progress("starting", said) as announce:
         wait_for("starting\n")
-        wait_for("starting: 0 s\n")
+        wait_for("starting: 0 s so far\n")
         announce("first")
         announce("second\x1b")
         wait_for("second\\x1b\n")
