@@ -452,19 +452,17 @@ class StepContext:
         return self.losses.normaliser / ((count or 1.0) * self.scaler.scale)
 
     def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
-        """Sum over the ranks what all of them must know.
-
-        Returns:
-            loss, count, squared norm, and which parameters were used.
-        """
+        """Sum over the ranks what all must know; return loss, count, squared norm, and which parameters were used."""
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
         if self.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
             own_square.zero_()  # others hold the same gradient: it counts once
         own = torch.cat([own_square.reshape(1).to(self.device), self.losses.deviation()])
-        was_used, names = dict(zip(self.sharded.names, self.sharded.used(), strict=True)), self.layout.trained_names
+        was_used = dict(zip(self.sharded.names, self.sharded.used(), strict=True))
+        names = self.layout.trained_names
         flags = [was_used.get(name, False) for name in names]
-        flags += [any(group.is_aliased for group in self.sharding.groups)] * (self.config.tiers.optimizer != "device")
+        if self.config.tiers.optimizer != "device":
+            flags.append(any(group.is_aliased for group in self.sharding.groups))
         scale = [self.losses.normaliser * self.losses.is_first] if self.layout.pipeline is not None else []
         summed = self.take_asking(self.losses.sum_with(own, "step", [*flags, *scale, *self.own_asking()]))
         if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
