@@ -121,7 +121,7 @@ def make_engine(shape: DecoderConfig, config: Config) -> Engine:
         engine = initialize(model, config, loss_fn=lambda output, batch: lm_loss(output, batch[1]))
     generator = torch.Generator(engine.device).manual_seed(0)
     with torch.no_grad():
-        for group in engine.step_context.sharding.groups:
+        for group in engine.parts.sharding.groups:
             params = group
             for start in range(0, params.master.numel, CHUNK_NUMEL):
                 numel = min(CHUNK_NUMEL, params.master.numel - start)

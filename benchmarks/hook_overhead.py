@@ -154,7 +154,7 @@ def engine(stage: int, num_blocks: int, num_params: int) -> System:
 
     def after() -> None:
         built.zero_grad()
-        built.step_context.num_steps += 1  # in the first step a forward is watched for what it draws
+        built.parts.state.num_steps += 1  # in the first step a forward is watched for what it draws
 
     return lambda: built.backward(built(x)), after
 

@@ -39,7 +39,7 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 C10D: Final = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
 # The function that is the optimizer step, from the last gradient on.
-STEP: Final = ("engine/step_context.py", "StepContext.step")
+STEP: Final = ("engine/step.py", "update")
 Function = tuple[str, str]  # file below src/shardwise, and name
 
 
@@ -133,34 +133,40 @@ def trace_config(name: str, folder: str) -> tuple[dict[str, Journey], Trace]:
     return journeys, trace
 
 
-def run_rank(rank: int, store: str, folder: str, shows_chains: bool) -> None:
+def run_rank(rank: int, store: str, folder: str, shows_where: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
     trace_config(next(iter(CONFIGS)), f"{folder}/warm")  # all is imported
     for name in CONFIGS:
         journeys, trace = trace_config(name, f"{folder}/{name}")
         if rank == 0:
-            show(name, journeys, trace, shows_chains)
+            show(name, journeys, trace, shows_where)
     dist.destroy_process_group()
 
 
-def show(name: str, journeys: Mapping[str, Journey], trace: Trace, shows_chains: bool) -> None:
+def show(name: str, journeys: Mapping[str, Journey], trace: Trace, shows_where: bool) -> None:
     print(f"\n{name:24} {'files':>6} {'lines':>6} {'depth':>6} {'calls':>7} {'climbs':>7}")
     for title, journey in journeys.items():
         lines = sum(Path(SOURCE, file).read_text().count("\n") for file in journey.files)
         figures = (len(journey.files), lines, journey.depth, journey.num_calls, len(journey.climbs))
         print(f"  {title:22} {figures[0]:6} {figures[1]:6} {figures[2]:6} {figures[3]:7} {figures[4]:7}")
+        if shows_where:
+            print(*(f"      {file}" for file in sorted(journey.files)), sep="\n")
+            for caller, called in sorted(journey.climbs):
+                print(f"      {' '.join(caller)} climbs to {' '.join(called)}")
     print(f"  {'chain':44} {'times':>5} {'calls':>6} {'files':>6}")
     for chain, times in trace.chains.items():
         title = f"{chain[0][1]} .. {chain[-1][1]}"
         print(f"  {title:44} {times:5} {len(chain):6} {len({file for file, _ in chain}):6}")
-        if shows_chains:
+        if shows_where:
             print(*(f"      {file} {function}" for file, function in chain), sep="\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--where", action="store_true", help="print the functions of each chain")
+    parser.add_argument(
+        "--where", action="store_true", help="print the files and climbs of each journey, the functions of each chain"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (f"{folder}/store", folder, options.where), nprocs=NUM_RANKS)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from shardwise.comm.loss import NonFiniteLossError
     from shardwise.config.resolve import Config, ConfigError
     from shardwise.construction.context import init
-    from shardwise.engine.engine import Engine
+    from shardwise.engine.engine import Engine, backward
     from shardwise.engine.initialize import initialize
-    from shardwise.engine.multi_backward import backward
     from shardwise.engine.state_api import gathered
     from shardwise.engine.types import EvalResult, StepResult
     from shardwise.launch.process_group import LaunchError
@@ -101,7 +100,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "ReleasedParameterError": "runtime.param_guard",
     "Simulation": "verify.simulate",
     "StepResult": "engine.types",
-    "backward": "engine.multi_backward",
+    "backward": "engine.engine",
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
     "data_loader": "train.loaders",

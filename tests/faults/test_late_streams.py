@@ -41,8 +41,8 @@ def make_engine(overrides: dict[str, dict[str, Any]]) -> Engine:
     sections = {"precision": {"param": "bf16"}, "optimizer": {"lr": 1e-2, "clip_norm": None}, **overrides}
     accumulation = sections.get("batch", {}).get("accumulation", 1)
     engine = initialize(case.build(torch.float32), make_config(accumulation, sections), loss_fn=case.loss)
-    if engine.step_context.activations is not None:
-        engine.step_context.activations._min_bytes = 1
+    if engine.parts.activations is not None:
+        engine.parts.activations._min_bytes = 1
     return engine
 
 
@@ -119,7 +119,7 @@ def test_the_norm_is_there_before_the_gradients_are_stored(tmp_path: Path, grads
         engine.tiers.worker.submit(gate.wait)
         engine.backward(engine(step[0][0]))
         with ThreadPoolExecutor(1) as pool:
-            squares = pool.submit(engine.step_context.sharded.square_sums)
+            squares = pool.submit(engine.parts.sharded.square_sums)
             try:
                 assert len(squares.result(timeout=100)) == len(engine.layout.groups)
             finally:

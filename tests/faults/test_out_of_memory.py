@@ -111,13 +111,13 @@ def test_the_hosts_memory_counts_too() -> None:
 def test_what_was_explained_within_is_not_explained_again(monkeypatch) -> None:
     engine = make_engine()
     engine.model.then = lambda output: output * torch.inf  # the search for the first bad module runs forward in `step`
-    forward = engine.step_context.sharding.finish
+    forward = engine.parts.sharding.finish
 
     def finish() -> None:
         forward()
         engine.model.then = lambda output: fail_with(torch.OutOfMemoryError(CUDA_TEXT))
 
-    monkeypatch.setattr(engine.step_context.sharding, "finish", finish)
+    monkeypatch.setattr(engine.parts.sharding, "finish", finish)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(engine)
     assert str(raised.value).count("out of memory on rank 0") == 1

@@ -114,14 +114,14 @@ def test_two_engines_save_at_once(ranks: WorkerPool, tmp_path: Path, whole_run: 
 def save_at_different_steps(rank: int, world_size: int, root: Path, is_background: bool) -> tuple[str, float]:
     engine = make_engine()
     take_step(engine, rank)
-    engine.step_context.num_steps += rank
+    engine.parts.state.num_steps += rank
     said = ""
     try:
         engine.save(root, wait=not is_background)
         engine.finish_saves()
     except CheckpointError as error:
         said = f"{error.code}: {error}"
-    engine.step_context.num_steps = 1
+    engine.parts.state.num_steps = 1
     engine.save(root, wait=not is_background)
     loss = 0.0
     while engine.num_steps < NUM_STEPS:

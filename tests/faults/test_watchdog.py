@@ -175,7 +175,7 @@ def test_check_mode_names_the_block_that_one_rank_skips(ranks: WorkerPool) -> No
 
 def train_checked(rank: int, world_size: int, check: bool) -> tuple[list[float], int]:
     engine = make(Stack().double(), num_shards=2, check_collectives=check)
-    store = engine.step_context.comm_factory.store
+    store = engine.parts.comm_factory.store
     before = store.num_keys()
     losses = [engine.train_step([batch() * (1 + rank)]).loss for _ in range(3)]
     engine.comm.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")

@@ -60,7 +60,7 @@ def train(
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine.step_context.losses.normaliser / result.count
+    scale = engine.parts.losses.normaliser / result.count
     with engine.gathered() as model:
         parameters = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -106,7 +106,7 @@ def test_tracker_agrees_with_the_allocator(stage: int) -> None:
     )
     at_rest = sum(engine.layout.bytes_at_rest().values())
     # The allocator rounds each block up to 512 bytes; optimizer states are one block a piece.
-    num_blocks = 3 * len(engine.step_context.sharded.pieces) + 5 * len(engine.layout.groups) + 8
+    num_blocks = 3 * len(engine.parts.sharded.pieces) + 5 * len(engine.layout.groups) + 8
     assert registered == pytest.approx(at_rest, abs=8 * num_blocks)
     assert 0 <= torch.cuda.memory_allocated() - before - at_rest < 512 * num_blocks
     engine.close()

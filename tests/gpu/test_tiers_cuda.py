@@ -98,7 +98,7 @@ def test_inputs_of_blocks_and_states_share_the_streams() -> None:
 
 def test_what_crosses_is_pinned_and_what_does_not_is_not() -> None:
     with make_engine(HOST, 3) as engine:
-        for group in engine.step_context.sharding.groups:
+        for group in engine.parts.sharding.groups:
             assert group.shard.tensor is not None
             assert group.shard.tensor.is_pinned()
             assert group.grads is None or group.grads.storage.tensor.is_pinned()

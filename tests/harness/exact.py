@@ -99,8 +99,8 @@ def batch_of(step: int, samples: range, width: int = WIDTH) -> Tensor:
 def stored_bytes(engine: Engine) -> dict[str, int]:
     """Bytes of the optimizer's states and of masters beside the parameters, by tier."""
     found = dict.fromkeys(("device", "host", "nvme"), 0)
-    storages = engine.step_context.sharded.storages()
-    storages += [each.master for each in engine.step_context.sharding.groups if each.master is not each.shard]
+    storages = engine.parts.sharded.storages()
+    storages += [each.master for each in engine.parts.sharding.groups if each.master is not each.shard]
     for each in storages:
         found[each.tier] += each.numel * each.dtype.itemsize
     return found
@@ -143,7 +143,7 @@ def train(
             engine.load(places[0])
         width = 4 * WIDTH if is_split else WIDTH
         take_steps(engine, rank, num_data, accumulation, num_steps, width)
-        shard = engine.step_context.comms.shards.rank
+        shard = engine.parts.comms.shards.rank
         expected = {tier: engine.layout.bytes_at_rest(shard, tier)["optimizer"] for tier in ("device", "host", "nvme")}
         found = states_in(engine)
         if places[1]:

@@ -88,7 +88,7 @@ def _train(rank: int, world_size: int, case: OddCase, variant: str) -> Trace:
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine.step_context.losses.normaliser / result.count
+    scale = engine.parts.losses.normaliser / result.count
     parameters = whole_parameters(engine)
     engine.close()
     return Trace(losses, norms, {name: gradient * scale for name, gradient in gradients.items()}, parameters)

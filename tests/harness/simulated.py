@@ -32,7 +32,7 @@ def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
     calls: tuple[Collective, ...] = ()
     at_rest: list[dict[Category, int]] = []
     peaks = []
-    engine.step_context.before_update = lambda: at_rest.append(_settled(engine))
+    engine.parts.state.before_update = lambda: at_rest.append(_settled(engine))
     for batches in steps[1:]:
         engine.comm.comm_log.recent = deque()
         engine.memory.reset_peak()

@@ -42,7 +42,7 @@ def options(engine: Engine) -> str:
         {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
     ]
     schedule = engine.scheduler.state_dict() if hasattr(engine.scheduler, "state_dict") else None
-    return json.dumps([groups, schedule, engine.num_steps, engine.step_context.scaler.state_dict()], default=str)
+    return json.dumps([groups, schedule, engine.num_steps, engine.parts.scaler.state_dict()], default=str)
 
 
 class Net(nn.Module):

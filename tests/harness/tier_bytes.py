@@ -170,7 +170,7 @@ def code_tables() -> list[Tensor]:
 
 def settle(engine: Engine) -> None:
     """Return once nothing is under way between tiers, the files' writes included."""
-    engine.step_context.sharding.drain()
+    engine.parts.sharding.drain()
     engine.tiers.wait_idle()
     for storage in storages_of(engine):
         if storage.tier == "nvme":
@@ -193,9 +193,9 @@ def swap_bytes(engine: Engine) -> int:
 
 def storages_of(engine: Engine) -> Iterator[Any]:
     """Where the states of every group are stored, the optimizer's only where that is off the device."""
-    for group in engine.step_context.sharding.groups:
+    for group in engine.parts.sharding.groups:
         yield group.shard
         yield group.master
         if group.grads is not None and group.grads.is_away:
             yield group.grads.storage
-    yield from (each for each in engine.step_context.sharded.storages() if each.tier != "device")
+    yield from (each for each in engine.parts.sharded.storages() if each.tier != "device")

@@ -65,7 +65,7 @@ def train_case(
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine.step_context.losses.normaliser / result.count
+    scale = engine.parts.losses.normaliser / result.count
     with engine.gathered():
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -74,9 +74,9 @@ def train_case(
 
 def own_gradients(engine: Engine) -> dict[str, Tensor]:
     """This rank's slices of the summed gradients, in tensors of the parameters' shapes that are zero elsewhere."""
-    engine.step_context.sharding.finish()
+    engine.parts.sharding.finish()
     found: dict[str, Tensor] = {}
-    for group in engine.step_context.sharding.groups:
+    for group in engine.parts.sharding.groups:
         gradient = None if group.grads is None else group.grads.gradient()
         if gradient is None:
             continue

@@ -53,9 +53,7 @@ def train(rank: int, world_size: int, options: dict[str, Any], activations: str)
             engine.eval_step(batches)
             losses.append(result.loss)
             norms.append(result.grad_norm)
-        moved = (
-            engine.step_context.activations._traffic.moved_bytes if engine.step_context.activations is not None else {}
-        )
+        moved = engine.parts.activations._traffic.moved_bytes if engine.parts.activations is not None else {}
         parameters = {name: engine.read(name) for name, _ in model.named_parameters()}
     return Trained(Trace(losses, norms, gradients, parameters), (moved.get(OUT, 0), moved.get(BACK, 0)))
 

@@ -73,7 +73,7 @@ def measure(
 def _scalars(engine: Engine) -> list[torch.Tensor]:
     """The sum and count of each loss, and the step counts of Adam."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
-    return [value for value in states if value.dim() == 0] + engine.step_context.losses._rows
+    return [value for value in states if value.dim() == 0] + engine.parts.losses._rows
 
 
 @pytest.mark.parametrize(

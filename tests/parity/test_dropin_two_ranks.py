@@ -93,12 +93,12 @@ def test_what_scripts_ask_of_a_sharded_model(ranks: WorkerPool) -> None:
 
 def test_no_sync_within_no_sync_ends_with_the_outer_one() -> None:
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={**CONFIG, "train_batch_size": 1})
-    context = engine.inner.step_context
+    state = engine.inner.parts.state
     with engine.no_sync():
         with engine.no_sync():
-            assert not context.syncs
-        assert not context.syncs
-    assert context.syncs
+            assert not state.syncs
+        assert not state.syncs
+    assert state.syncs
     engine.destroy()
 
 
@@ -122,7 +122,7 @@ def test_a_boundary_is_refused_where_each_step_updates() -> None:
         engine.set_gradient_accumulation_boundary(False)
     with pytest.raises(AssertionError, match=r"shape \(2, 3\)"):
         engine.scale(torch.ones(2, 3))
-    assert not engine.inner.step_context.is_own_loss_scaled
+    assert not engine.inner.parts.losses.plain.is_next_scaled
     engine.destroy()
 
 

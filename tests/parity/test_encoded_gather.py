@@ -117,7 +117,7 @@ def train(
     for name in NAMES:
         found |= {f"{name} {state}": engine.read(name, state).clone() for state in ("param", "master")}
     held = engine.layout.held_units
-    seen = {name: engine.step_context.model.get_submodule(name).seen for name in held}
+    seen = {name: engine.parts.model.get_submodule(name).seen for name in held}
     with engine.gathered() as model:
         names = [name for name in NAMES if name.startswith(tuple(f"{unit}." for unit in held))]
         shown = {name: model.get_parameter(name).detach().clone() for name in names}
@@ -254,14 +254,14 @@ def write(rank: int, world_size: int, sections: dict[str, Any], frozen: str) -> 
     engine.offload()
     engine.reload()
     note("reloaded")
-    for name, parameter in engine.step_context.model.named_parameters():
+    for name, parameter in engine.parts.model.named_parameters():
         parameter.requires_grad_("up" in name)
     for options in engine.optimizer.param_groups:
         options["lr"] = 0.0
     step_of(engine, rank, sizes, 2)
     note("frozen")
     engine.close()
-    found["closed"] = dict(engine.step_context.model.named_parameters())["blocks.0.up.weight"].detach().clone()
+    found["closed"] = dict(engine.parts.model.named_parameters())["blocks.0.up.weight"].detach().clone()
     return found
 
 
@@ -302,7 +302,7 @@ def gather_all(rank: int, world_size: int) -> tuple[int, int]:
     sections = {"precision": {"param": "bf16", "gather": "int8"}, "zero": {"stage": 3}}
     engine = initialize(model, make_config(1, sections), loss_fn=weighted_sum)
     with engine.gathered():
-        reserved_bytes = engine.step_context.pool.reserved_bytes
+        reserved_bytes = engine.parts.resources.pool.reserved_bytes
     code_bytes = max(engine.layout.gather_bytes(each) * world_size for each in engine.layout.groups)
     engine.close()
     return reserved_bytes, code_bytes

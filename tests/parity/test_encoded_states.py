@@ -88,7 +88,7 @@ def train_decoder(
     batch = (tokens[:, :-1], tokens[:, 1:])
     losses = [engine.train_step([batch]).loss for _ in range(4)]
     counted = stored_bytes(engine)
-    shard = engine.step_context.comms.shards.rank
+    shard = engine.parts.comms.shards.rank
     at_rest = {tier: engine.layout.bytes_at_rest(shard, tier)["optimizer"] for tier in ("device", "host", "nvme")}
     engine.close()
     return losses, counted, at_rest
@@ -111,10 +111,10 @@ def test_states_that_leave_the_device_come_back_as_they_were() -> None:
     settings = {"precision": {"param": "fp32", "states": "int8"}, "zero": {"stage": 2}}
     engine = initialize(ExactModel(), make_config(1, settings), loss_fn=weighted_sum)
     engine.train_step([batch_of(0, range(GLOBAL_BATCH))])
-    before = [each.tensor.clone() for each in engine.step_context.sharded.storages()]
+    before = [each.tensor.clone() for each in engine.parts.sharded.storages()]
     engine.offload()
     engine.reload()
-    after = [each.tensor for each in engine.step_context.sharded.storages()]
+    after = [each.tensor for each in engine.parts.sharded.storages()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     engine.train_step([batch_of(1, range(GLOBAL_BATCH))])
     assert engine.read("blocks.0.up.weight", "step") == 2

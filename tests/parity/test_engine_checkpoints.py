@@ -487,7 +487,7 @@ def test_a_simulated_rank_has_nothing_to_save_or_load(tmp_path: Path, monkeypatc
     with engine_of() as engine:
         engine.save(tmp_path)
         monkeypatch.setattr(engine.comm, "world_size", 4)
-        monkeypatch.setattr(engine.step_context.comm_factory, "store", None)
+        monkeypatch.setattr(engine.parts.comm_factory, "store", None)
         for act in (engine.save, engine.load, engine.import_weights, engine.export_weights):
             with refused("simulated-rank"):
                 act(tmp_path)
@@ -670,13 +670,13 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path) -> None:
             engine.save(root, extra=[object()] if rank == 1 else None)
         engine.save(root)
         if rank == 1:
-            engine.step_context.sharded.forget_states = None  # something unforeseen
+            engine.parts.sharded.forget_states = None  # something unforeseen
         with pytest.raises(TypeError, match="not callable") if rank == 1 else refused("rank-failed", "rank 1"):
             engine.load(root)
         with refused("states-mixed"):
             engine.save(root / "half")
         if rank == 1:
-            del engine.step_context.sharded.forget_states
+            del engine.parts.sharded.forget_states
         engine.load(root)
         take_steps(engine, 1)
 

@@ -137,7 +137,7 @@ def bf16_masters(rank: int, world_size: int) -> list[bool]:
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:
-    return {piece.name: piece.view.detach().clone() for piece in engine.step_context.sharded.pieces}
+    return {piece.name: piece.view.detach().clone() for piece in engine.parts.sharded.pieces}
 
 
 def test_masters_are_kept_bit_for_bit(ranks: WorkerPool) -> None:

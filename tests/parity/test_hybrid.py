@@ -61,7 +61,7 @@ def train_untidily(rank: int, world_size: int, stage: int, way: str) -> Trace:
         result = engine.step(partial=way == "early")
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine.step_context.losses.normaliser / result.count
+    scale = engine.parts.losses.normaliser / result.count
     with engine.gathered():
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.close()

@@ -65,7 +65,7 @@ def train_in_pipeline(rank: int, world_size: int, overrides: dict[str, Any]) -> 
     case = CASES["transformer"]
     batches = make_batches(case, num_steps=3, world_size=2, num_micro_batches=4)
     with initialize(case.build(torch.float64), make_config(4, overrides), loss_fn=case.loss) as engine:
-        data_rank = engine.step_context.comms.data.rank
+        data_rank = engine.parts.comms.data.rank
         return [engine.train_step(step[data_rank]).loss for step in batches]
 
 

@@ -78,7 +78,7 @@ def train(rank: int, world_size: int, num_micro_batches: int, overrides: Any, ca
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine.step_context.losses.normaliser / result.count
+    scale = engine.parts.losses.normaliser / result.count
     with engine.gathered():
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.close()

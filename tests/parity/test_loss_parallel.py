@@ -430,12 +430,12 @@ def train(rank: int, world_size: int, stage: int, loss: str, is_split: bool, fro
     for _ in range(3):
         batches = [tuple(torch.randint(V, (2, S), generator=generator) for _ in range(2)) for _ in range(2)]
         losses.append(engine.eval_step(batches).loss)
-        present.append([group.is_released for group in engine.step_context.sharding.groups])
+        present.append([group.is_released for group in engine.parts.sharding.groups])
         losses.append(engine.train_step(batches).loss)
-        present.append([group.is_released for group in engine.step_context.sharding.groups])
+        present.append([group.is_released for group in engine.parts.sharding.groups])
         with torch.no_grad():  # not through the engine, as generation does
             losses.append(model(batches[0][0])["logits"].exp().sum().item())
-        present.append([group.is_released for group in engine.step_context.sharding.groups])
+        present.append([group.is_released for group in engine.parts.sharding.groups])
     weight = engine.read("head.weight")
     engine.close()
     return SimpleNamespace(losses=losses, present=present, weight=weight)
@@ -468,7 +468,7 @@ def train_directly(rank: int, world_size: int, is_split: bool, frozen: Any) -> l
         loss = F.cross_entropy(logits.view(-1, V), tokens.view(-1))
         backward(loss, [engine])
         losses.append(engine.step().loss)
-    released = all(group.is_released for group in engine.step_context.sharding.groups)
+    released = all(group.is_released for group in engine.parts.sharding.groups)
     engine.close()
     return [*losses, float(released), min(deferred)]
 

@@ -104,7 +104,7 @@ def train(rank: int, world_size: int, stage: int, param: str, hands_over: bool) 
 
 
 def parameter_groups(engine: Engine) -> list[Any]:
-    return list(engine.step_context.sharding.groups)
+    return list(engine.parts.sharding.groups)
 
 
 @pytest.mark.quick(3)
@@ -200,6 +200,29 @@ def evaluate(rank: int, world_size: int) -> tuple[float, float]:
         with engine.gathered() as model:
             model(**batches[0])
         return before, engine.eval_step(batches).loss
+
+
+def use_what_a_script_keeps(rank: int, world_size: int, stage: int) -> tuple[set[str], bool, bool]:
+    """The refusals of what is away, whether it comes back as it was, and whether it can be read after the end."""
+    engine = make_engine(stage)
+    engine.train_step(batches_of(world_size)[0][rank])
+    views = [view for group in engine.optimizer.param_groups for view in group["params"]]
+    kept = [*views, *engine.parts.sharded.kept_tensors()]
+    before = [tensor.detach().clone() for tensor in kept]
+    engine.offload()
+    codes = {refusal_of(lambda tensor=tensor: tensor.sum())[0] for tensor in kept if tensor.dim()}
+    assert all(repr(tensor) for tensor in kept)
+    engine.reload()
+    came_back = all(map(torch.equal, kept, before))
+    engine.close()
+    return codes, came_back, all(map(torch.equal, kept, before))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_script_keeps_is_refused_while_it_is_away_and_read_after_the_end(ranks: WorkerPool, stage: int) -> None:
+    """On a CPU a read of freed memory ends the process."""
+    for found in ranks(2).run(use_what_a_script_keeps, stage):
+        assert found == ({"states-offloaded"}, True, True)
 
 
 def test_a_model_whose_parameters_stay_can_be_evaluated(ranks: WorkerPool) -> None:
@@ -314,7 +337,7 @@ def train_with_tiers(
             return
         engine.tiers.wait_idle()
         engine.tiers.trim()
-        engine.step_context.pool.trim()
+        engine.parts.resources.pool.trim()
         live_bytes = device_bytes(engine) + host_bytes(engine)
         with engine.offloaded(include, to, path=swap / "released" if to == "nvme" else None) as freed_bytes:
             left_bytes = device_bytes(engine), host_bytes(engine)

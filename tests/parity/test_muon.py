@@ -311,7 +311,7 @@ def measure_at_rest(rank: int, world_size: int, sections: dict[str, Any]) -> tup
         states = [value for state in engine.optimizer.state.values() if type(state) is dict for value in state.values()]
         counters = sum(value.nbytes for value in states if value.dim() == 0)
         tracked = engine.memory.snapshot().live_bytes[Category.OPTIMIZER] - counters
-        shard = engine.step_context.comms.shards.rank
+        shard = engine.parts.comms.shards.rank
         return tracked, engine.layout.bytes_at_rest(shard, "device")["optimizer"]
 
 

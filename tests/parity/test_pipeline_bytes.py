@@ -139,7 +139,7 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
         own_add, comm_log = engine.comm.comm_log.add, engine.comm.comm_log
 
         def measure_states() -> None:
-            engine.step_context.sharding.finish()
+            engine.parts.sharding.finish()
             live = engine.memory.snapshot().live_bytes
             scalars = [value for state in engine.optimizer.state.values() for value in state.values()]
             at_rest["param"], at_rest["grad"] = live[Category.PARAMETERS], live[Category.GRADIENTS]
@@ -152,7 +152,7 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
             sent[call.axis, call.op, call.name] += call.wire_bytes
             return call
 
-        engine.step_context.before_update, comm_log.add = measure_states, add  # type: ignore[method-assign]
+        engine.parts.state.before_update, comm_log.add = measure_states, add  # type: ignore[method-assign]
         with WireBytes() as wire:
             engine.train_step([batch] * NUM_MICRO_BATCHES)
         del comm_log.add

@@ -266,9 +266,7 @@ def test_frozen_parameters_and_stages_equal_one_process(
 def overflow(rank: int, world_size: int, at: int) -> list[tuple[bool, float]]:
     found = []
     with make_engine(rank, {"precision": {"param": "fp16"}}) as engine:
-        parameter = next(
-            group.parameters[0] for group in engine.step_context.sharding.groups if group.grads is not None
-        )
+        parameter = next(group.parameters[0] for group in engine.parts.sharding.groups if group.grads is not None)
         for step in range(3):
             handle = parameter.register_hook(lambda gradient, bad=step == 1 and rank == at: gradient / (1 - bad))
             result = engine.train_step(batches_of(rank, world_size, step))
@@ -380,7 +378,7 @@ def use_and_close(
     baseline = settled_bytes(live)
     others = set(threading.enumerate())  # an engine of another test may not have been collected yet
     engine = make_engine(rank, sections, "deep-tied")
-    model, driver = engine.model, weakref.ref(engine.step_context.sharding)
+    model, driver = engine.model, weakref.ref(engine.parts.sharding)
     engine.eval_step(batches[:2])
     engine.train_step(batches)
     if fails:

@@ -298,12 +298,12 @@ def move(rank: int, world_size: int, stage: int, other_stage: int) -> tuple[floa
     engine.train_step(first[rank])
     engine.train_step(second[rank])
     names = [name for name, _ in engine.model.named_parameters()]
-    states = engine.step_context.states()
+    states = engine.parts.states()
     moved = {name: (engine.read(name, "master"), access.read_optimizer_states(states, name)) for name in names}
     other = make_engine("odd-shapes", other_stage)
     for name, (master, of_optimizer) in moved.items():
         other.write(name, master, "master")
-        access.write_optimizer_states(other.step_context.states(), name, of_optimizer)
+        access.write_optimizer_states(other.parts.states(), name, of_optimizer)
     engine.train_step(third[rank])
     other.train_step(third[rank])
     differences = [(engine.read(name) - other.read(name)).abs().max().item() for name in names]

@@ -103,7 +103,7 @@ def measure(rank: int, world_size: int, num_layers: int, overrides: dict[str, An
             states = [value for state in engine.optimizer.state.values() for value in state.values()]
             scalar_bytes = storage_bytes(value for value in states if value.dim() == 0) + LOSS_SUM_BYTES
             engine.step()
-        calls, shard = tuple(engine.comm.comm_log.recent), engine.step_context.comms.shards.rank
+        calls, shard = tuple(engine.comm.comm_log.recent), engine.parts.comms.shards.rank
         engine.close()
     return Measured(engine.layout, shard, at_rest_bytes, tracked_bytes, scalar_bytes, calls, tuple(wire.calls))
 

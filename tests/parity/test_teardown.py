@@ -120,8 +120,8 @@ def close(
         engine.train_step(batches)
         with contextlib.suppress(Exception):
             FAILURES[failure](engine, batches)
-        full = [weakref.ref(group.full.untyped_storage()) for group in engine.step_context.sharding.groups]
-        driver = weakref.ref(engine.step_context.sharding)
+        full = [weakref.ref(group.full.untyped_storage()) for group in engine.parts.sharding.groups]
+        driver = weakref.ref(engine.parts.sharding)
         engine.close()
         engine.close()
         gc.collect()

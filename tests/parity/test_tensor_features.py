@@ -493,7 +493,7 @@ def test_generation_and_evaluation(ranks: WorkerPool, name: str, layout: str) ->
 
 def strays(engine: Engine) -> list[str]:
     """Parameters of which this rank's part, or its padding, is not that of the whole."""
-    tp_index, found = engine.step_context.comms.tensor.rank, []
+    tp_index, found = engine.parts.comms.tensor.rank, []
     with engine.gathered():
         local = {name: parameter.detach().clone() for name, parameter in engine.model.named_parameters()}
     for place in (place for group in engine.layout.groups for place in group.params):
@@ -546,7 +546,7 @@ def test_ranks_stay_equal_when_they_write_different_values(ranks: WorkerPool, la
 def overflow_on_one_rank(rank: int, world_size: int) -> list[tuple[bool, float]]:
     found = []
     with make_engine("decoder", "tp4", precision={"param": "fp16"}) as engine:
-        grads = next(group.grads for group in engine.step_context.sharding.groups if group.grads is not None)
+        grads = next(group.grads for group in engine.parts.sharding.groups if group.grads is not None)
         own = grads.gradient
         for step in range(3):
             grads.gradient = own if rank != 3 or step != 1 else lambda: with_overflow(own())

@@ -103,12 +103,12 @@ def _device_bytes(live: LiveBytes, hosts: list[torch.Tensor], pages: HostPages) 
 
 def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
     """The sum and count of each loss, squared norms, the optimizer's counts of steps, and a number for each piece."""
-    found = [group.grads._square for group in engine.step_context.sharding.groups if group.grads is not None]
+    found = [group.grads._square for group in engine.parts.sharding.groups if group.grads is not None]
     seen = {id(each) for each in live.live_storages()}
     squares = [each for each in found if each is not None and id(each.untyped_storage()) in seen]
     pieces = [each for group in engine.optimizer.param_groups for each in group["params"]]
     numbers = [each for each in pieces if each.untyped_storage().nbytes() == each.element_size()]
-    return storage_bytes([*squares, *numbers, *engine.step_context.losses._rows]) + _counter_bytes(engine)
+    return storage_bytes([*squares, *numbers, *engine.parts.losses._rows]) + _counter_bytes(engine)
 
 
 def _counter_bytes(engine: Engine) -> int:

@@ -224,7 +224,7 @@ def save_almost_nothing(rank: int, world_size: int, root: Path) -> tuple[int, bo
     with initialize(model, config, loss_fn=lambda output, batch: output.sum()) as engine:
         engine.train_step([torch.ones(1, 1)])
         engine.save(root / "saved", wait=False)
-        pieces = len(engine.step_context.sharded.pieces)
+        pieces = len(engine.parts.sharded.pieces)
         return pieces, engine.checkpoints.saver.is_saving, engine.checkpoints.saver._has_said_so
 
 

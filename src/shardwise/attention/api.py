@@ -74,7 +74,6 @@ def block_sparse_attention(
     Args:
         q: [B, H, Nq, D]: samples, heads, queries, head size.
         k: [B, K, Nk, D]; H is a multiple of K, and query head h reads KV head h // (H / K).
-        v: as k.
         layout: of Nq queries and Nk keys, with 1 or H heads.
         key_padding: [B, Nk], bool, True for a real token; no query sees the others.
         bias: [1 or B, 1 or H, Nq, Nk], floating, added to the scaled scores; it gets a gradient. -inf is allowed.

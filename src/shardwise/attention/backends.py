@@ -147,8 +147,6 @@ class Backend(Protocol):
         Args:
             grad_out: [B, H, Nq, D].
             grad_lse: [B, H, Nq], gradient of the log-sum-exp; None where it has none.
-            extras: as in the forward.
-            plan: as in the forward.
             needs_bias: compute the gradient of the bias too.
             is_wide: return the gradients of q, k and v in the dtype in which sums run, else in their own dtypes.
         """

@@ -325,9 +325,6 @@ def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:
 def blocks_of_function(function: BlockFunction, num_heads: int, num_blocks: int) -> Tensor:
     """Evaluate a function of block indices on all blocks: bool [num_heads, num_blocks, num_blocks].
 
-    Args:
-        function: a `BlockFunction`.
-
     Raises:
         ConfigError: the function does not work on tensors.
     """

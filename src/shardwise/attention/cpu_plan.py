@@ -52,7 +52,6 @@ class BlockTable:
     """Lists whole blocks of tokens, or of gaps.
 
     Attributes:
-        num_blocks: number of blocks.
         token_of: [slots], the token in each, -1 in a gap; empty where slot i holds token i.
         slot_of: [tokens], the slot of each; empty where slot i holds token i.
         positions: [slots], int32: a query sees the keys whose positions are at most its own.

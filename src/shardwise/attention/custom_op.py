@@ -47,7 +47,6 @@ def attend(
         k: [B, K, Nk, D].
         v: [B, K, Nk, D].
         layout: of Nq queries and Nk keys, and 1 or H heads.
-        backend: one of `BACKENDS`.
     """
     out, lse = torch.ops.shardwise.block_sparse_attention(q, k, v, *_given(q, k, extras, layout, backend))
     return out, lse
@@ -78,7 +77,6 @@ def attention_backward_partial(
         saved: the keys and values of the part; the output and the log-sum-exp of the whole.
         extras: modifiers of the scores of the part; its bias gets no gradient.
         layout: of the queries and the part's keys.
-        backend: one of `BACKENDS`.
     """
     given = _given(saved.q, saved.k, extras, layout, backend)
     tensors = (saved.q, saved.k, saved.v, saved.out, saved.lse)

@@ -70,7 +70,6 @@ class _LayoutKey(NamedTuple):
         rank: the tensor-parallel rank; None where the model's heads are not split.
         num_queries: the last ones of a sequence.
         lengths: tokens of packed documents; None for one sequence.
-        is_causal: whether the model is causal.
     """
 
     num_heads: int
@@ -158,7 +157,6 @@ class _ModuleAttention:
 
         Args:
             lengths: tokens of packed documents; None for one sequence.
-            is_causal: whether the model is causal.
 
         Raises:
             ConfigError: the structure does not fit the model.

@@ -91,7 +91,6 @@ class SparseSelfAttention(nn.Module):
         Args:
             query: [B, H, N, D].
             key: [B, H or a divisor of it, N, D].
-            value: of the shape of key.
             rpe: [1 or B, 1 or H, N, N], leading dims may be left out; added to the scaled scores. None for none.
             key_padding_mask: [B, N], or with dims of 1 between; None for no padding.
             attn_mask: [N, N], or with dims of 1 before; None for no mask.

@@ -65,9 +65,7 @@ def backward(
     Args:
         grad_out: [L, T, R, D].
         delta: [L, T, R], sum(out * grad_out) of each row, less the gradient of the log-sum-exp.
-        qkv: as in the forward.
         lse: [L, T, R]; inf in rows that see no key.
-        scores: as in the forward.
     """
     grad_out, q, k, v = _wide(grad_out, *qkv)
     probabilities = _exp_of(_logits(q, k, scores), lse)  # [L, T, R, C]

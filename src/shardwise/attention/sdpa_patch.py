@@ -88,7 +88,6 @@ def sparse_sdpa_module(
     Args:
         module: changed in place.
         structure: a layout, or an object that has one for each length.
-        otherwise: see `sparse_sdpa`.
 
     Returns:
         a function that restores the module.
@@ -130,7 +129,6 @@ class _Interception(TorchFunctionMode):
 
     Args:
         structure: a layout, or an object that has one for each length.
-        otherwise: see `sparse_sdpa`.
     """
 
     def __init__(self, structure: BlockLayout | LayoutSource, otherwise: Otherwise) -> None:

@@ -57,8 +57,6 @@ class SaveRequest:
     Attributes:
         root: the folder of the step folders, the same folder on all ranks; its path may differ.
         manifest: without tensors and files, which the save fills in; rank 0's is the one that is written.
-        keep_last: as in `commit.retain`.
-        keep_every: as in `commit.retain`.
         is_damaged: the checkpoint that `root` has of this step is known to be damaged; it is renamed before the save.
         is_in_files: some states, on any rank, are stored in files, since memory is too small for them.
         tag: names the folder in place of the step, unless empty.

@@ -287,8 +287,6 @@ def retain(root: Path, keep_last: int | None, keep_every: int | None) -> list[Pa
 
     Args:
         root: the folder of the step folders.
-        keep_last: as in `steps_to_delete`.
-        keep_every: as in `steps_to_delete`.
 
     Returns:
         The former paths of the deleted checkpoints.

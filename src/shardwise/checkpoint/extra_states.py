@@ -31,7 +31,6 @@ def saved_extra_states(model: nn.Module, role_of: Callable[[str], Role]) -> Iter
     """Yield the extra states that this rank writes; a warning names one that JSON has no word for.
 
     Args:
-        model: the whole model.
         role_of: returns this rank's role for what has a name within a module.
     """
     for name, module in _modules(model):
@@ -54,9 +53,6 @@ def read_extra_states(model: nn.Module, folder: Path, manifest: Manifest) -> dic
     """Return a checkpoint's extra states of a model by the names of their modules.
 
     A warning names a module that the checkpoint has no state of: it keeps its own.
-
-    Args:
-        model: the whole model.
 
     Raises:
         CheckpointError: one cannot be read here, such as an object of a class that is not imported.

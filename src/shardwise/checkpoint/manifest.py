@@ -124,9 +124,7 @@ class StoredTensor:
     Attributes:
         name: the first of its fully qualified names in the unmodified model.
         aliases: its other names.
-        shape: of the whole tensor.
         states: by name; `param` has its values.
-        kind: as in `StateShard`.
         trainable: whether it had gradients.
     """
 
@@ -258,9 +256,6 @@ def number_kind(dtype: str) -> str:
 
 def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
     """Return the name of an entry of a file: tensor, state unless that is `param`, rectangle unless it is the whole.
-
-    Args:
-        shape: of the whole tensor.
 
     >>> entry_key("up.weight", (4, 3), "param", Rect((0, 0), (4, 3)))
     'up.weight'

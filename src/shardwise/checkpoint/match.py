@@ -40,7 +40,6 @@ class WantedState:
     Attributes:
         name: the first of its names.
         aliases: its other names.
-        shape: of the whole tensor.
         kind: as `number_kind` says it; empty to take any.
     """
 

@@ -89,7 +89,11 @@ class ChunkReader:
             CheckpointError: the checkpoint does not have all of these pieces, or has one number in their place.
         """
         label = f"{tensor.name} {state}"
-        stored = tensor.states[state]
+        stored = tensor.states.get(state)
+        if stored is None:
+            raise CheckpointError(
+                "elements-missing", f"{self._folder.name} has no {label}; load a checkpoint that has it"
+            )
         wanted = [box for rect, parts in stack(pieces) for box in _boxes(rect, parts, target.detach())]
         sources = {piece.rect: piece for piece in stored.pieces}
         # As the offset of a wanted piece stands its index in `wanted`.

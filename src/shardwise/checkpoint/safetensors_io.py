@@ -56,7 +56,6 @@ class FileTensor:
     """Describes a tensor in a file.
 
     Attributes:
-        name: as in the file.
         dtype: safetensors' name of it, such as BF16.
         start: the offset of its first byte from the start of the file.
         stop: the offset after its last byte.

@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -45,6 +44,8 @@ _ITEMS: Final = "__items__"
 # Words of the Mersenne Twister's state.
 _NUMPY_KEYS: Final = 624
 _SCALER: Final = MappingProxyType({"scale": 1.0, "num_good_steps": 0})
+# What torch takes beside a tensor of 32 bits.
+_LARGEST: Final = torch.finfo(torch.float32).max
 _FIX: Final = "weights_only=True, which takes no optimizer and no schedule"
 
 log = logging.getLogger("shardwise")
@@ -185,7 +186,7 @@ def _fits(current: Any, plain: Any) -> bool:
     if isinstance(current, int | float | Tensor):
         is_number = isinstance(plain, int | float) and not isinstance(plain, bool)
         is_bounded = not isinstance(current, float) or math.isfinite(current)
-        return is_number and (abs(plain) <= sys.float_info.max or not is_bounded)
+        return is_number and (abs(plain) <= _LARGEST or not is_bounded)
     if isinstance(current, list | tuple):
         is_same_kind = isinstance(plain, list) and (isinstance(current, list) or len(plain) == len(current))
         return is_same_kind and all(map(_fits, current, plain))
@@ -325,7 +326,6 @@ def held_buffers(model: nn.Module, role_of: Callable[[str], Role]) -> list[Saved
     """Return the persistent buffers of a model.
 
     Args:
-        model: the whole model.
         role_of: returns this rank's role for a buffer, by the buffer's first name.
     """
     names: dict[int, list[str]] = {}
@@ -357,7 +357,6 @@ def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kin
     Args:
         name: the first of its names.
         tensor: of any shape.
-        kind: as in `StateShard`.
         is_written: whether this rank writes it in a save.
     """
     shape = tuple(tensor.shape)

@@ -139,6 +139,48 @@ def _is_sum_and_count(loss: Any) -> bool:
     return isinstance(loss[1], int | float) or (isinstance(loss[1], Tensor) and loss[1].numel() == 1)
 
 
+@dataclass
+class PlainMode:
+    """Says how losses count that tell no number of targets: scalars that `engine(batch)` did not return, and those of
+    backwards that a script calls on tensors.
+
+    Attributes:
+        is_on: they may come.
+        scale: of the gradient of such a loss in the step's mean; None where the script scales the loss itself.
+        count: of what each rank's losses of a step are the mean; 1 / data ranks makes the step's loss their sum.
+        is_next_scaled: the script has scaled the loss of its next backward on a tensor.
+        is_loss_known: the step has had no backward on a tensor.
+    """
+
+    is_on: bool = False
+    scale: float | None = 1.0
+    count: float = 1.0
+    is_next_scaled: bool = False
+    is_loss_known: bool = True
+
+    @property
+    def weight(self) -> float:
+        """Return what the gradient of such a loss weighs."""
+        return 1.0 if self.scale is None else self.scale
+
+    def check_unseen(self, loss_scale: float) -> None:
+        """Take a backward that a script has called on a tensor, whose loss is not seen.
+
+        Raises:
+            ConfigError: the script must scale the loss.
+        """
+        if (self.scale is None or loss_scale != 1.0) and not self.is_next_scaled:
+            raise ConfigError(
+                "backward-unscaled",
+                f"loss.backward() under a loss scale of {loss_scale:g}; call engine.backward(loss)",
+            )
+        self.is_loss_known = self.is_next_scaled = False
+
+    def begin_step(self) -> None:
+        """Forget what the last step had."""
+        self.is_loss_known, self.is_next_scaled = True, False
+
+
 class LossAccumulator:
     """Sums the losses since the last step, and knows which of them still await their backward.
 
@@ -150,12 +192,12 @@ class LossAccumulator:
 
     Attributes:
         normaliser: 0 before the first loss of a step.
-        plain_count: of what each rank's losses without a count are the mean; 1 / data ranks makes the step's their sum.
+        plain: how losses without a count are taken.
     """
 
     def __init__(self, comms: CommGroups) -> None:
         self.normaliser = 0.0
-        self.plain_count = 1.0
+        self.plain = PlainMode()
         self._comms = comms
         self._has_warned = self._is_plain = False
         self._rows: list[Tensor] = []  # loss and count of each
@@ -241,22 +283,20 @@ class LossAccumulator:
         """Say whether `open` returned this loss, and its backward has not run."""
         return self._place_of(loss) is not None
 
-    def add_plain(self, loss: Tensor, scale: float = 1.0) -> None:
+    def add_plain(self, loss: Tensor) -> None:
         """Add a loss without a count: those of a step add up on a rank, and all ranks weigh the same.
-
-        Args:
-            scale: of its gradient in the step's mean.
 
         Raises:
             ConfigError: losses with a count, or of another scale, have been added in this step.
         """
+        scale = self.plain.weight
         if self._rows and not (self._is_plain and self.normaliser == scale):
             raise ConfigError(
                 "losses-mixed",
                 "a step got backwards of two kinds of losses, whose weights differ: that of engine(batch), that of "
                 "engine.backward and that of a tensor; use one of them within a step",
             )
-        count = 0.0 if self._rows else self.plain_count
+        count = 0.0 if self._rows else self.plain.count
         self.add(LossSum(loss.detach().reshape(()), loss.new_full((), count, dtype=torch.float64)))
         self._is_plain, self.normaliser = True, scale
 

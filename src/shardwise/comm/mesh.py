@@ -94,7 +94,6 @@ class Mesh:
         makes its groups. It takes the same indices along each line of ranks.
 
         Args:
-            indices: of the ranks along `axes`.
             use: what the group is for; it is a part of torch's description of it.
         """
         own = None

@@ -76,7 +76,6 @@ class CollectiveNote:
 
     Attributes:
         number: counts up over all collectives of one engine on one rank.
-        op: such as all_gather.
         group: key of the group of ranks.
         position: counts up over the collectives of that group; all its ranks are at the same position.
         numel: elements of the buffer; of an exchange, the bytes that this rank sends.
@@ -229,7 +228,6 @@ class CommLog:
         """Record a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does.
 
         Args:
-            op: such as all_gather.
             group: as `open_group` returned it.
             buffer: whole, in the wire dtype.
             passes: 1 for a gather or a reduce-scatter, 2 for an all-reduce.
@@ -242,7 +240,6 @@ class CommLog:
         """Record a collective of some ranks of a group, this one among them, that sends each of the others a row.
 
         Args:
-            op: such as reduce_scatter.
             group: as `open_group` returned it.
             rows: [p, b] for p ranks.
         """

@@ -438,11 +438,7 @@ def _late_ranks(reports: Reports, waiting: Mapping[int, RankReport]) -> Iterator
 
 
 def render(reports: Reports, reporter: int) -> str:
-    """Format the whole report: the diagnosis, a line for each group of ranks in one state, and details of a few.
-
-    Args:
-        reports: as for `diagnose`.
-    """
+    """Format the whole report: the diagnosis, a line for each group of ranks in one state, and details of a few."""
     own = reports[reporter]
     lines = [f"shardwise: rank {reporter} is {own.state() if own is not None else 'waiting'}: {diagnose(reports)}"]
     by_state: dict[tuple[object, ...], list[RankReport]] = {}

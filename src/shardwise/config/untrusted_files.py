@@ -127,7 +127,6 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path 
 
     Args:
         max_bytes: that it may have.
-        folder: as in `open_regular`.
 
     Raises:
         OSError: as `open_regular`, or the file is larger.
@@ -143,7 +142,6 @@ def read_text(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder:
 
     Args:
         max_bytes: that it may have.
-        folder: as in `open_regular`.
 
     Raises:
         UntrustedFileError: it cannot be opened, is too large, or is not UTF-8 text.

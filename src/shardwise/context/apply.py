@@ -108,9 +108,6 @@ def check_split(model: nn.Module, config: Config, length: int) -> None:
 def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> AppliedContext:
     """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
 
-    Args:
-        comm: over the `cp` axis.
-
     Raises:
         ConfigError: the model cannot be given it.
     """
@@ -350,7 +347,6 @@ class ContextParallelAttend:
 
     Attributes:
         own: the attention that it replaces, which says which keys each query sees.
-        attention: over the ranks.
         split_of: returns the token split of a sequence of some length.
         degree: ranks of the `cp` axis.
     """

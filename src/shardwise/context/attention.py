@@ -38,9 +38,6 @@ from shardwise.layout.token_ranges import TokenSplit
 class ContextAttention:
     """Computes attention over the ranks of one group; `close` removes the registered ops.
 
-    Args:
-        comm: over the `cp` axis.
-
     Raises:
         ConfigError: the ranks do not make the teams that exchange heads.
     """

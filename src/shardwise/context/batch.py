@@ -39,8 +39,6 @@ class TokenShard:
     """Holds the part of a batch that a rank computes.
 
     Attributes:
-        batch: for the loss.
-        inputs: for the model.
         tokens: of the sequence, that this rank has; None where it has all of it.
         loss_weight: the weight of the mean that the model itself returns as its loss, 0-d; None for one over the
             number of ranks.

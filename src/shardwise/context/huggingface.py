@@ -189,7 +189,6 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
         inputs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, D], perhaps `attention_mask` [B, S],
             `position_ids` [B or 1, S], `labels` [B, S], `cu_seq_lens_q`, and other tensors of one value for each token.
         split_of: chooses which rank has which tokens.
-        rank: of the `cp` axis.
 
     Raises:
         ConfigError: an input is not by token, or rows are packed differently, or the sequence does not divide.

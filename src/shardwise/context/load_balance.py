@@ -71,9 +71,6 @@ class _Cost:
 def work_per_rank(layout: BlockLayout, split: TokenSplit) -> tuple[float, ...]:
     """Return the visible pairs that each rank computes under `plan_steps`, the mean over heads.
 
-    Args:
-        layout: of the whole sequence.
-
     Raises:
         ConfigError: the split is of another number of tokens, or the layout is not of a whole sequence.
     """
@@ -89,9 +86,6 @@ def balanced(layout: BlockLayout, degree: int) -> TokenSplit:
 
     Source: Graham 1969, "Bounds on multiprocessing timing anomalies", with equally many runs for each rank. (Dealing
     there and back in the order of cost, as "PTRR" in torch's context parallelism, left the slowest rank up to 7% more.)
-
-    Args:
-        layout: of the whole sequence.
 
     Raises:
         ConfigError: the sequence does not divide.
@@ -119,9 +113,6 @@ def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over
 
 def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list[Balance]:
     """Return work and traffic of each token layout that divides, contiguous first.
-
-    Args:
-        layout: of the whole sequence.
 
     Raises:
         ConfigError: none divides.

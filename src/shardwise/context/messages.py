@@ -19,7 +19,6 @@ def blank(like: Tensor, num_rows: int, *, num: int, dtype: torch.dtype | None = 
 
     Args:
         like: [B, H, n, D].
-        num_rows: of each tensor.
         dtype: that of `like` where None.
     """
     samples, heads, _, head_dim = like.shape

@@ -48,9 +48,6 @@ def _of_heads(tile: AttentionTile | None, heads: tuple[int, int]) -> AttentionTi
 class PlanCache:
     """Holds plans by number, as long as one is in use: by a graph, by compiled code, or as one of those used last.
 
-    Args:
-        comm: over the `cp` axis.
-
     Attributes:
         name: unique, so that a layout can keep a plan's number under it.
     """

@@ -57,8 +57,6 @@ def differentiate_in_steps(
     Args:
         grad_out: [B, H, n, D].
         saved: inputs and outputs of `attend_in_steps`.
-        extras: as there.
-        ring_plan: as there.
     """
     grads = LocalGrads(saved)
     before: GradReturn | None = None
@@ -127,7 +125,6 @@ class RingPlan:
     """Says what a rank does for one attention, with the ranks that have the same heads, one of each team.
 
     Attributes:
-        comm: over the `cp` axis.
         ranks: of `comm`, by team.
         own: the tokens that this rank has.
     """

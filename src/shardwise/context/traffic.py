@@ -49,12 +49,7 @@ class AttentionSizes:
 
 
 class ContextTraffic(NamedTuple):
-    """Counts the bytes that a rank sends.
-
-    Attributes:
-        forward: in the forward.
-        backward: in the backward.
-    """
+    """Counts the bytes that a rank sends."""
 
     forward: int
     backward: int
@@ -72,7 +67,6 @@ def bytes_of_attention(
     """Count the bytes that a rank sends in one attention.
 
     Args:
-        layout: of the whole sequence.
         one_by_one: whether keys come in steps, as in a ring; the bytes are the same in one step.
 
     Raises:

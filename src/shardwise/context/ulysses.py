@@ -110,7 +110,6 @@ class HeadGroup:
     """Exchanges heads for tokens among neighbouring ranks (a team).
 
     Attributes:
-        comm: over the `cp` axis.
         shares: the tokens of each rank of the team.
         index: of this rank in the team.
     """

@@ -131,7 +131,6 @@ def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None
 
     Args:
         sites: of the model; the first is that of such code.
-        shares: see `key_dropouts`.
 
     Raises:
         ConfigError: something has drawn unseen.
@@ -215,14 +214,12 @@ class DropoutSite:
         module: that owns the site.
         name: of the module, fully qualified.
         zone: this rank's part of its tensors; None where they are whole.
-        must_be_keyed: see `key_dropouts`.
         on_thread: the mode in which dropouts by function are replaced, common to a model's sites.
         has_dropped: a dropout of a rate above 0 was called, or another function that draws.
         is_quiet: a whole training forward of the module dropped nothing by function, so the next ones are spared the
             mode, which costs about a microsecond for each call of torch.
         first_step: the step whose forwards show whether code outside modules draws.
         streams: of Python and NumPy, from which the module draws; None before its first training forward.
-        model: the whole model.
         stage_units: names of the units, where other ranks compute some of them.
     """
 

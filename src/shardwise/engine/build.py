@@ -25,11 +25,12 @@ from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.hook_views import SplitModelValues
+from shardwise.engine.parts import EngineParts, StepState
 from shardwise.engine.pipeline_runner import PipelineRunner, make_stages
+from shardwise.engine.runner import SequentialRunner, StepRunner
 from shardwise.engine.state_api import note_engine
 from shardwise.engine.status import EngineStatus
-from shardwise.engine.step_context import StepContext
-from shardwise.engine.steps import SequentialRunner, StepRunner
+from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
@@ -85,11 +86,11 @@ class EngineInputs:
     has_values: bool = True
 
 
-def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
+def build(inputs: EngineInputs) -> tuple[EngineParts, StepRunner, ExitStack]:
     """Make the parts of an engine.
 
     Returns:
-        the step context, the runner, and for `release` what is to be closed; after an error all is closed.
+        the parts, the runner, and for `release` what is to be closed; after an error all is closed.
     """
     model, config, layout, memory = inputs.model, inputs.config, inputs.layout, inputs.memory
     comm_factory, device = inputs.comm_factory, inputs.memory.device
@@ -113,6 +114,7 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         tiers = _open_tiers(inputs, streams, comms.all.is_simulated)
         cleanup.callback(tiers.close)
         zero = config.zero
+        events = StepEvents()
         resources = ShardingResources(
             comms,
             pool,
@@ -123,6 +125,7 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
             zero.overlap,
             zero.lockstep,
             layout.precision.states,
+            events,
             CodecErrors(config.precision.errors_every),
         )
         broadcast_params_across_stages(values, layout, comms)
@@ -131,15 +134,16 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
             agree_on_tied(sharding.groups, comms)
             values.close()
             with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "optimizer"):
-                context, pipes = _make_context(inputs, resources, sharding, optimizer_plan, watchdog, stages, cleanup)
-            runner: StepRunner = SequentialRunner(context)
+                parts, pipes = _make_parts(inputs, resources, sharding, optimizer_plan, watchdog, stages, cleanup)
+            events.follow(parts)
+            runner: StepRunner = SequentialRunner(parts)
             if stages is not None and pipes is not None:
-                runner = PipelineRunner(context, stages, pipes)
+                runner = PipelineRunner(parts, stages, pipes)
                 cleanup.callback(runner.close)
         except BaseException:
             release(cleanup, tiers, sharding)
             raise
-        return context, runner, cleanup.pop_all()
+        return parts, runner, cleanup.pop_all()
 
 
 def release(cleanup: ExitStack, tiers: Tiers, sharding: ShardingState, keep_values: bool = True) -> None:
@@ -171,7 +175,7 @@ def _open_tiers(inputs: EngineInputs, streams: Streams, is_simulated: bool) -> T
     return tiers
 
 
-def _make_context(
+def _make_parts(
     inputs: EngineInputs,
     resources: ShardingResources,
     sharding: ShardingState,
@@ -179,7 +183,7 @@ def _make_context(
     watchdog: Watchdog | None,
     stages: StageForward | None,
     cleanup: ExitStack,
-) -> tuple[StepContext, P2PChannels | None]:
+) -> tuple[EngineParts, P2PChannels | None]:
     """Alter the model's modules, open the channels between stages, and make the optimizer and what a step needs."""
     config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
     store, rank, pipes = comm_factory.store, comm_factory.rank, None
@@ -194,20 +198,15 @@ def _make_context(
         check_scheduler(inputs.scheduler, sharded.optimizer)
     split_values, hooks_once = _follow_hooks(inputs, comms, draws, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
-    context = StepContext(
+    scheduler = inputs.scheduler or own_scheduler(config, sharded.optimizer)
+    parts = EngineParts(
         model=inputs.model,
-        config=config,
-        layout=layout,
-        memory=inputs.memory,
+        state=StepState(config, layout, inputs.loss_fn, scheduler, deque(maxlen=config.batch.accumulation)),
+        resources=resources,
         comm_factory=comm_factory,
-        comms=comms,
-        pool=resources.pool,
-        tiers=resources.tiers,
-        timeline=resources.timeline,
         watchdog=watchdog,
         status=EngineStatus(resources.tiers.worker.check),
         check_batch=BatchCheck(store, one_sample, rank, config.run),
-        loss_fn=inputs.loss_fn,
         losses=LossAccumulator(comms),
         scaler=LossScaler(config.precision),
         draws=draws,
@@ -216,29 +215,17 @@ def _make_context(
         sharding=sharding,
         sharded=sharded,
         optimizer_plan=optimizer_plan,
-        scheduler=inputs.scheduler or own_scheduler(config, sharded.optimizer),
-        batches=deque(maxlen=config.batch.accumulation),
-        codec_errors=resources.codec_errors,
         split_values=split_values,
         heads=deferring_heads(inputs.model),
         hooks_once=hooks_once,
     )
-    _connect(context, cleanup)
-    _undo_at_end(cleanup, (sharded.close, context.losses.clear, context.batches.clear))
-    cleanup.callback(note_engine(context))
-    cleanup.callback(context.note_update)
-    return context, pipes
-
-
-def _connect(context: StepContext, cleanup: ExitStack) -> None:
-    """Let the context follow what the model and the user do; the model does not keep the engine alive."""
-    sharding = context.sharding
-    if context.heads:
-        settle = partial(_settle_if_alone, context.heads, weakref.ref(sharding))
-        cleanup.callback(call_after_forward(context.model, settle).remove)
-    sharding.before_model = weakref.WeakMethod(context.before_model)
-    sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
-    sharding.watch.on_zero_grad = context.sharded.on_zero_grad = weakref.WeakMethod(context.follow_zero_grad)
+    if parts.heads:
+        settle = partial(_settle_if_alone, parts.heads, weakref.ref(sharding))
+        cleanup.callback(call_after_forward(inputs.model, settle).remove)
+    _undo_at_end(cleanup, (sharded.close, parts.losses.clear, parts.state.batches.clear))
+    cleanup.callback(note_engine(parts))
+    cleanup.callback(parts.note_update)
+    return parts, pipes
 
 
 def _settle_if_alone(heads: Sequence[LazyLogitsHead], sharding: weakref.ref[ShardingState]) -> None:

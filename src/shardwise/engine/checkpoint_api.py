@@ -48,7 +48,8 @@ from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, di
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import EngineError, code_of
 from shardwise.config.untrusted_files import check_nesting
-from shardwise.engine.step_context import StepContext
+from shardwise.engine.parts import EngineParts
+from shardwise.engine.step import follow_freezing, zero_grad
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, MeshShape
 from shardwise.layout.slicing import LocalTensor
@@ -69,8 +70,8 @@ _GENERATOR, _BUFFER, _STEPPED_WHOLE = "generator.", "buffer.", "optimizer."
 class AllRanks:
     """Does one thing after another on all ranks: each goes well on all of them, or raises the same error on all."""
 
-    def __init__(self, context: StepContext) -> None:
-        self._context = context
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
         self._num_barriers = 0
 
     def run(
@@ -99,7 +100,7 @@ class AllRanks:
                 return f"{_UNFIT}{code_of(error, 'rank-failed')} {error}"
             except Exception as error:  # an unforeseen one
                 failure = error
-                return f"{_UNFIT}rank-failed rank {self._context.comm.rank} failed: {type(error).__name__}: {error}"
+                return f"{_UNFIT}rank-failed rank {self._parts.comm.rank} failed: {type(error).__name__}: {error}"
 
         verdict = barrier.run("outcome", attempt, judge or _worst)
         barrier.finish()
@@ -113,7 +114,7 @@ class AllRanks:
     def new_barrier(self, subject: str) -> StoreBarrier:
         """Make the barrier for something that all ranks do now, other than a save."""
         self._num_barriers += 1
-        comm, store, run = self._context.comm, self._context.comm_factory.store, self._context.config.run
+        comm, store, run = self._parts.comm, self._parts.comm_factory.store, self._parts.config.run
         own_store = None if store is None else PatientStore(store, run.timeout_s, "agreement")
         return StoreBarrier(own_store, self._num_barriers, comm.rank, comm.world_size, run.timeout_s, subject)
 
@@ -130,11 +131,11 @@ class Checkpoints:
         may_save_within_step: gradients since the last step do not prevent a save; they are not in it.
     """
 
-    def __init__(self, context: StepContext, follows_config: bool) -> None:
-        factory, timeout_s = context.comm_factory, context.config.run.timeout_s
-        self.saver = Saver(factory.store, factory.rank, context.comm.world_size, timeout_s, context.device)
-        self.ranks = AllRanks(context)
-        self._context = context
+    def __init__(self, parts: EngineParts, follows_config: bool) -> None:
+        factory, timeout_s = parts.comm_factory, parts.config.run.timeout_s
+        self.saver = Saver(factory.store, factory.rank, parts.comm.world_size, timeout_s, parts.device)
+        self.ranks = AllRanks(parts)
+        self._parts = parts
         self._follows_config = follows_config
         self.may_save_within_step = False
         self._passed_over: set[Path] = set()  # damaged checkpoints that an older one was loaded instead of
@@ -151,13 +152,13 @@ class Checkpoints:
         data: DataLoaderState | None = None,
     ) -> None:
         """Save a checkpoint; the arguments are those of `Engine.save`."""
-        context = self._context
+        parts = self._parts
         self._check_can_save()
-        if context.num_backwards == 0:
-            context.follow_freezing()
+        if parts.state.num_backwards == 0:
+            follow_freezing(parts)
         saved: list[StateShard | ScalarState] = []
         buffers: list[SavedBuffer] = []
-        manifest = Manifest(context.num_steps, (), {})
+        manifest = Manifest(parts.state.num_steps, (), {})
         position: list[StateShard] = []
 
         def prepare(_: Progress) -> str:
@@ -166,17 +167,17 @@ class Checkpoints:
             if data is not None and contents == "weights":
                 raise CheckpointError("position-of-weights", "weights alone have no data position; drop data=...")
             check_tag(tag, keep_last is keep_every is None)
-            context.sharding.check_model()
+            parts.sharding.check_model()
             manifest = self._manifest(contents, extra)
             if data is not None:
-                text, kind = data_position.read_state(data, context.layout.mesh)
+                text, kind = data_position.read_state(data, parts.layout.mesh)
                 manifest = replace(manifest, trajectory={**manifest.trajectory, "data": kind})
                 position.extend(self._position(text, kind["is_global"]))
             if contents != "trainable":
-                buffers = saved_buffers(context)
-                saved.extend(saved_extra_states(context.model, partial(_role_of, context)))
+                buffers = saved_buffers(parts)
+                saved.extend(saved_extra_states(parts.model, partial(_role_of, parts)))
             saved.extend(self._saved(contents, buffers))
-            is_compared = context.comm.world_size > 1 and contents == "all"
+            is_compared = parts.comm.world_size > 1 and contents == "all"
             return json.dumps(digests(buffers) if is_compared else {})
 
         written_digests = json.loads(self.ranks.run(prepare, "the save of a checkpoint", _joined))
@@ -184,8 +185,8 @@ class Checkpoints:
         state_shards = tuple(each for each in saved if isinstance(each, StateShard))
         written = {state_shard.name for state_shard in state_shards if state_shard.written}
         numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
-        own = Path(path).resolve() / step_name(context.num_steps)
-        flags = own in self._passed_over and not tag, saves_from_files(context.layout)
+        own = Path(path).resolve() / step_name(parts.state.num_steps)
+        flags = own in self._passed_over and not tag, saves_from_files(parts.layout)
         request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags, tag)
         self.saver.start(request, wait)
         self._passed_over.discard(own)  # the checkpoint there is whole from now on
@@ -199,11 +200,11 @@ class Checkpoints:
         self, path: str | Path, strict: bool, weights_only: bool, data: DataLoaderState | None = None
     ) -> LoadReport:
         """Load a checkpoint; the arguments are those of `Engine.load`."""
-        context = self._context
+        parts = self._parts
         self.begin_load()
         self._recover()
-        context.zero_grad(keeps_forwards=False)
-        context.follow_freezing()
+        zero_grad(parts, keeps_forwards=False)
+        follow_freezing(parts)
         names = json.loads(self.ranks.run(lambda _: json.dumps(_names(path)), "the load of a checkpoint"))
         damaged: list[str] = []
         for folder in (Path(path) / name for name in names):
@@ -215,7 +216,7 @@ class Checkpoints:
                 self._passed_over.add(folder.resolve())
                 continue
             self._passed_over.discard(folder.resolve())
-            context.note_failure("")
+            parts.note_failure("")
             return replace(report, damaged=tuple(damaged))
         if not damaged:
             is_hf = any(Path(path).glob("*.safetensors"))
@@ -227,9 +228,9 @@ class Checkpoints:
 
     def begin_load(self) -> None:
         """Refuse a load where states are away, and wait for the save under way."""
-        self._context.status.check_present()
-        self._context.refuse_if_simulated()
-        self._context.note_update()
+        self._parts.status.check_present()
+        self._parts.refuse_if_simulated()
+        self._parts.note_update()
         self.saver.wait()
 
     def _recover(self) -> None:
@@ -238,10 +239,10 @@ class Checkpoints:
         Raises:
             CheckpointError: a collective has failed, and the connections between the ranks with it.
         """
-        context = self._context
-        if context.tiers.recover().failure is not None:
-            context.status.mix()
-        if context.comm.comm_log.has_failed:
+        parts = self._parts
+        if parts.tiers.recover().failure is not None:
+            parts.status.mix()
+        if parts.comm.comm_log.has_failed:
             raise CheckpointError(
                 "connections-lost",
                 "a collective of this engine has failed, and with it the connections between the ranks; start all "
@@ -267,17 +268,17 @@ class Checkpoints:
             CheckpointError: it does not fit; nothing has been changed.
             DamagedError: it is damaged. Where that showed only midway, states are mixed until another load.
         """
-        context = self._context
+        parts = self._parts
         plan: LoadPlan | None = None
         extra_states: dict[str, Any] = {}
-        num_bytes, buffers = 0, saved_buffers(context)
-        targets = [*held.held_parameters(context.states()), *(each.state_shard for each in buffers)]
+        num_bytes, buffers = 0, saved_buffers(parts)
+        targets = [*held.held_parameters(parts.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
             nonlocal plan
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
-            extra_states.update(read_extra_states(context.model, folder, plan.manifest))
-            data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)  # it may refuse
+            extra_states.update(read_extra_states(parts.model, folder, plan.manifest))
+            data_position.restore(data, folder, plan.manifest, parts.layout.mesh, parts.comm.rank)  # it may refuse
             return ""
 
         self.ranks.run(make_plan, "the end of a load")
@@ -288,37 +289,37 @@ class Checkpoints:
             nonlocal num_bytes
             states: list[StateShard] = []
             if loaded.with_states:
-                held.prepare_optimizer_states(context.states(), loaded.optimizer_states())
-                all_states = held.held_optimizer_states(context.states())
+                held.prepare_optimizer_states(parts.states(), loaded.optimizer_states())
+                all_states = held.held_optimizer_states(parts.states())
                 states += [each for each in all_states if isinstance(each, StateShard)]
             num_bytes = loaded.read(folder, [*targets, *states], progress)
             for each in buffers:
                 each.restore()
-            set_extra_states(context.model, extra_states)
+            set_extra_states(parts.model, extra_states)
             self._read_own(folder, loaded, buffers)
             return ""
 
-        context.status.begin_load(loaded.with_states)
+        parts.status.begin_load(loaded.with_states)
         self.ranks.run(read, "the end of a load")
         with torch.no_grad():
-            held.adopt_masters(context.states())
+            held.adopt_masters(parts.states())
         if loaded.with_states:
-            context.num_steps = loaded.manifest.step
+            parts.state.continue_from(loaded.manifest.step)
             self._restore_trajectory(loaded)
-        context.status.end_load(loaded.with_states)
+        parts.status.end_load(loaded.with_states)
         saved = loaded.manifest
         return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
 
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
     ) -> LoadPlan:
-        context = self._context
+        parts = self._parts
         manifest = replace(manifest, extra=from_json(manifest.extra, "its extra"))
         misfits: Mapping[str, str] = {}
         if not weights_only and manifest.contents != "weights":
             trajectory.check_whole(manifest.trajectory)
             misfits = trajectory.misfits(
-                manifest.trajectory, context.optimizer, context.scheduler, not self._follows_config
+                manifest.trajectory, parts.optimizer, parts.state.scheduler, not self._follows_config
             )
         plan = plan_load(manifest, targets, where, misfits, strict=strict, weights_only=weights_only)
         if plan.with_states:
@@ -327,13 +328,13 @@ class Checkpoints:
                 if not self._follows_config and "options" not in misfits
                 else None
             )
-            held.check_optimizer_states(context.states(), plan.optimizer_states(), options)
+            held.check_optimizer_states(parts.states(), plan.optimizer_states(), options)
         return plan
 
     def _check_can_save(self) -> None:
-        self._context.status.check()
-        self._context.refuse_if_simulated()
-        if self._context.num_backwards > 0 and not self.may_save_within_step:
+        self._parts.status.check()
+        self._parts.refuse_if_simulated()
+        if self._parts.state.num_backwards > 0 and not self.may_save_within_step:
             raise EngineError(
                 "save-before-step",
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()",
@@ -341,7 +342,7 @@ class Checkpoints:
 
     def _saved(self, contents: Contents, buffers: Sequence[SavedBuffer]) -> Iterator[StateShard | ScalarState]:
         """Yield all states of this rank that are saved, except those that belong to this rank alone."""
-        states = self._context.states()
+        states = self._parts.states()
         is_partial = contents == "trainable"
         yield from (each for each in held.held_parameters(states) if each.trainable or not is_partial)
         yield from (each.state_shard for each in buffers)
@@ -354,10 +355,10 @@ class Checkpoints:
         """Yield what belongs to this rank alone: its generators, and its buffers that differ from the written ones."""
         if contents == "weights":
             return
-        rank = self._context.comm.rank
-        for name, state in trajectory.generator_states(self._context.device).items():
+        rank = self._parts.comm.rank
+        for name, state in trajectory.generator_states(self._parts.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
-        for name, state in held.odd_optimizer_states(self._context.states()):
+        for name, state in held.odd_optimizer_states(self._parts.states()):
             # One rank alone steps that parameter; the first's name is in every layout.
             yield whole(rank_name(0, _STEPPED_WHOLE + name), state, kind="rank", is_written=True)
         for each in differing(buffers, written_digests) if contents == "all" else ():
@@ -365,7 +366,7 @@ class Checkpoints:
 
     def _position(self, text: Tensor, is_global: bool) -> Iterator[StateShard]:
         """Yield this rank's position in the data, if it is the first of those that read the same data."""
-        rank, mesh = self._context.comm.rank, self._context.layout.mesh
+        rank, mesh = self._parts.comm.rank, self._parts.layout.mesh
         if rank == 0 or (rank in mesh.ranks_along(DATA_AXES, 0) and not is_global):
             yield whole(rank_name(rank, data_position.NAME), text, kind="rank", is_written=True)
 
@@ -375,12 +376,12 @@ class Checkpoints:
         Ranks that compute one sample together take the same buffers. A data rank that the saved run did not have keeps
         those that every rank has read, the first's.
         """
-        context = self._context
+        parts = self._parts
         if not plan.with_states:
             return
-        rank, mesh = context.comm.rank, context.layout.mesh
+        rank, mesh = parts.comm.rank, parts.layout.mesh
         saved = MeshShape(**(plan.manifest.layout.get("mesh") or {}))
-        is_own = plan.manifest.trajectory.get("world_size") == context.comm.world_size
+        is_own = plan.manifest.trajectory.get("world_size") == parts.comm.world_size
         own = own_tensors(plan.manifest, rank) if is_own else {}
         found = {name: each for name, each in own.items() if name.startswith(_GENERATOR)}
         of_first = own_tensors(plan.manifest, 0)
@@ -401,52 +402,52 @@ class Checkpoints:
                 elif name.startswith(_STEPPED_WHOLE):
                     values = torch.empty(stored.shape, dtype=named_dtype(stored.states[PARAM].dtype))
                     reader.read(stored, PARAM, pieces, values.view(-1))
-                    held.place_odd_state(context.states(), name.removeprefix(_STEPPED_WHOLE), values)
+                    held.place_odd_state(parts.states(), name.removeprefix(_STEPPED_WHOLE), values)
                 elif buffer is not None and buffer.state_shard.global_shape == stored.shape:
                     reader.read(stored, PARAM, pieces, buffer.values)
                     buffer.restore()
-        trajectory.restore_generators(generators, context.device)
+        trajectory.restore_generators(generators, parts.device)
 
     def _manifest(self, contents: Contents, extra: Any) -> Manifest:
         """Make the manifest of this rank; that of rank 0 is written."""
-        context = self._context
+        parts = self._parts
         return Manifest(
-            step=context.num_steps,
+            step=parts.state.num_steps,
             tensors=(),
             files={},
             contents=contents,
-            config=context.config.model_dump(mode="json"),
+            config=parts.config.model_dump(mode="json"),
             layout=self._described_layout(),
             trajectory={} if contents == "weights" else self._trajectory(),
             extra=_checked(extra),
-            model=describe(context.model),
+            model=describe(parts.model),
         )
 
     def _trajectory(self) -> dict[str, Any]:
-        context = self._context
+        parts = self._parts
         return {
-            "world_size": context.comm.world_size,
-            "seed": context.config.run.seed,
-            "normaliser": context.losses.normaliser,
-            "scaler": context.scaler.state_dict(),
-            "optimizer": trajectory.optimizer_options(context.optimizer),
-            "scheduler": trajectory.scheduler_state(context.scheduler),
+            "world_size": parts.comm.world_size,
+            "seed": parts.config.run.seed,
+            "normaliser": parts.losses.normaliser,
+            "scaler": parts.scaler.state_dict(),
+            "optimizer": trajectory.optimizer_options(parts.optimizer),
+            "scheduler": trajectory.scheduler_state(parts.state.scheduler),
         }
 
     def _restore_trajectory(self, plan: LoadPlan) -> None:
-        context, saved = self._context, plan.manifest.trajectory
-        context.losses.normaliser = float(saved["normaliser"])
-        context.scaler.load_state_dict(saved["scaler"])
-        if self._follows_config and isinstance(context.scheduler, LambdaLR):
-            trajectory.advance_schedule(context.scheduler, saved["scheduler"], plan.manifest.step)
+        parts, saved = self._parts, plan.manifest.trajectory
+        parts.losses.normaliser = float(saved["normaliser"])
+        parts.scaler.load_state_dict(saved["scaler"])
+        if self._follows_config and isinstance(parts.state.scheduler, LambdaLR):
+            trajectory.advance_schedule(parts.state.scheduler, saved["scheduler"], plan.manifest.step)
             return
         if "options" not in plan.misfits:
-            trajectory.restore_options(context.optimizer, saved["optimizer"])
+            trajectory.restore_options(parts.optimizer, saved["optimizer"])
         if "scheduler" not in plan.misfits:
-            trajectory.restore_scheduler(context.scheduler, saved["scheduler"])
+            trajectory.restore_scheduler(parts.state.scheduler, saved["scheduler"])
 
     def _described_layout(self) -> dict[str, Any]:
-        config, layout = self._context.config, self._context.layout
+        config, layout = self._parts.config, self._parts.layout
         pipeline = layout.pipeline
         starts = [] if pipeline is None else [units[0] for units in pipeline.units]
         return {
@@ -466,14 +467,14 @@ class Checkpoints:
         }
 
 
-def saved_buffers(context: StepContext) -> list[SavedBuffer]:
+def saved_buffers(parts: EngineParts) -> list[SavedBuffer]:
     """Return the persistent buffers; this rank writes those that it is the first to run."""
-    return held_buffers(context.model, partial(_role_of, context))
+    return held_buffers(parts.model, partial(_role_of, parts))
 
 
-def _role_of(context: StepContext, name: str) -> Role:
+def _role_of(parts: EngineParts, name: str) -> Role:
     """Return this rank's role for what has a name within a module: one of all ranks writes it."""
-    comms, pipeline = context.comms, context.layout.pipeline
+    comms, pipeline = parts.comms, parts.layout.pipeline
     if pipeline is None:
         return "writes" if comms.all.rank == 0 else "runs"
     running = pipeline.rank_running(name)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
+import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
+from shardwise.comm.loss import LossSum
 from shardwise.config.arguments import FOLDER_NAME, checked
-from shardwise.config.resolve import Dtype
+from shardwise.config.resolve import ConfigError, Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights
 from shardwise.engine.other_names import attribute_of
+from shardwise.engine.runner import evaluate, forward_plain, micro_batches
 from shardwise.engine.state_api import gathered_groups, offload
-from shardwise.engine.steps import evaluate, forward_plain
+from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, update, zero_grad
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
 from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
@@ -39,45 +44,45 @@ class Engine:
         comm: over all ranks that take the same optimizer step.
         tiers: where states are stored.
         optimizer: the torch optimizer over this rank's shards.
-        step_context: what all parts of the engine share.
+        parts: of which the engine is made, and the state of its step.
         runner: computes micro-batches.
         checkpoints: saves and loads.
     """
 
     @checked
     def __init__(self, inputs: EngineInputs) -> None:
-        self.step_context, self.runner, self._cleanup = build(inputs)
-        context, follows_config = self.step_context, inputs.optimizer is None and inputs.scheduler is None
-        self.model, self.config, self.tiers = context.model, context.config, context.tiers
-        self.device, self.memory, self.comm = context.device, context.memory, context.comm
-        self.optimizer = context.optimizer
-        self.checkpoints = Checkpoints(context, follows_config)
+        self.parts, self.runner, self._cleanup = build(inputs)
+        parts, follows_config = self.parts, inputs.optimizer is None and inputs.scheduler is None
+        self.model, self.config, self.tiers = parts.model, parts.config, parts.tiers
+        self.device, self.memory, self.comm = parts.device, parts.memory, parts.comm
+        self.optimizer = parts.optimizer
+        self.checkpoints = Checkpoints(parts, follows_config)
 
     @property
     def layout(self) -> Layout:
         """Return which slice of each state each rank holds; another one after parameters were frozen."""
-        return self.step_context.layout
+        return self.parts.layout
 
     @property
     def num_steps(self) -> int:
         """Return the optimizer steps taken, skipped ones included."""
-        return self.step_context.num_steps
+        return self.parts.state.num_steps
 
     @property
     def scheduler(self) -> Scheduler:
         """Return the learning-rate schedule, which can be replaced."""
-        return self.step_context.scheduler
+        return self.parts.state.scheduler
 
     @scheduler.setter
     @checked
     def scheduler(self, scheduler: Scheduler) -> None:
         check_scheduler(scheduler, self.optimizer)
-        self.step_context.scheduler = scheduler
+        self.parts.state.scheduler = scheduler
 
     @property
     def preempted(self) -> bool:
         """Say whether any rank was asked to stop before the last step or evaluation ended, the same on all ranks."""
-        return self.step_context.asking[0] > 0
+        return self.parts.state.stops.num_asked > 0
 
     @checked
     def watch_preemption(self, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
@@ -85,12 +90,12 @@ class Engine:
 
         Call it on the main thread of all ranks. Once `preempted`, save and end with an exit code other than 0.
         """
-        self.step_context.should_stop = watch_signals(signals).__bool__
+        self.parts.state.stops.is_asked = watch_signals(signals).__bool__
 
     @property
     def timeline(self) -> tuple[Any, ...]:
         """Return the timed actions of this rank's last step."""
-        return self.step_context.timeline.last_step
+        return self.parts.timeline.last_step
 
     def __call__(self, *batch: Any, **inputs: Any) -> Any:
         """Run the model forward and return the mean loss of a batch, a 0-d tensor, for `backward`.
@@ -101,8 +106,8 @@ class Engine:
         if inputs or len(batch) != 1:
             return self.forward(*batch, **inputs)
         self.runner.check_direct("engine(batch)")
-        with self.step_context.failures_explained():
-            return self.step_context.open_loss(batch[0], self.runner.forward(batch[0]))
+        with self.parts.failures_explained():
+            return open_loss(self.parts, batch[0], self.runner.forward(batch[0]))
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """Run the model's own forward and return its output, for scripts that compute and scale the loss themselves.
@@ -115,8 +120,8 @@ class Engine:
             inputs: by name; all of them under `mesh.cp`, where the output is that of this rank's tokens.
         """
         self.runner.check_direct("engine.forward")
-        with self.step_context.failures_explained():
-            return forward_plain(self.step_context, args, inputs)
+        with self.parts.failures_explained():
+            return forward_plain(self.parts, args, inputs)
 
     @checked
     def backward(self, loss: Tensor, *, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
@@ -125,15 +130,14 @@ class Engine:
         Args:
             loss: what `engine(batch)` returned, or any scalar once `forward` has run.
             is_boundary: whether the step follows; None where `batch.accumulation` tells. It is only for speed.
-            retain_graph: as torch's.
 
         Raises:
             ConfigError: how much counts in the loss is not known.
             torch.OutOfMemoryError: with the table of what holds the memory.
         """
         self.runner.check_direct("engine.backward")
-        with self.step_context.failures_explained():
-            self.step_context.backward(loss, is_boundary, retain_graph)
+        with self.parts.failures_explained():
+            run_backward(self.parts, loss, is_boundary, retain_graph)
 
     @checked
     def step(self, *, partial: bool = False) -> StepResult:
@@ -148,16 +152,16 @@ class Engine:
             CheckpointError: a save in the background has failed; call it again to take the step.
         """
         self.runner.check_direct("engine.step")
-        self.step_context.status.check()
-        self.step_context.check_accumulated(partial)
+        self.parts.status.check()
+        check_accumulated(self.parts, partial)
         self.checkpoints.saver.poll()
-        with self.step_context.failures_explained():
-            return self.step_context.step(self.runner.forward)
+        with self.parts.failures_explained():
+            return update(self.parts, self.runner.forward)
 
     @checked
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, and a backward that an exception ended. All ranks call it."""
-        self.step_context.zero_grad()
+        zero_grad(self.parts)
 
     @checked
     def train_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> StepResult:
@@ -170,32 +174,29 @@ class Engine:
             ConfigError: they are more or fewer.
             CheckpointError: a save in the background has failed; nothing was done, call it again to take the step.
         """
-        self.step_context.status.check()
+        self.parts.status.check()
         self.checkpoints.saver.poll()
-        with self.step_context.failures_explained():
-            return self.runner.train(self.step_context.micro_batches(batches))
+        with self.parts.failures_explained():
+            return self.runner.train(micro_batches(self.parts, batches))
 
     @checked
     def eval_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> EvalResult:
         """Return the mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
-        with self.step_context.failures_explained():
-            return evaluate(self.step_context, self.runner, batches)
+        with self.parts.failures_explained():
+            return evaluate(self.parts, self.runner, batches)
 
     @checked
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients on this rank in the backwards inside, in every stage; `step` reduces them."""
         self.runner.check_direct("engine.no_sync")
-        before, self.step_context.syncs = self.step_context.syncs, False
-        try:
+        with self.parts.state.without_sync():
             yield
-        finally:
-            self.step_context.syncs = before
 
     @checked
     @contextmanager
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
-        """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
+        """Keep all parameters whole on every rank inside the parts: to generate, to inspect. All ranks must enter.
 
         With `mesh.tp` more than 1, split layers keep this rank's part: `read` and `write` have whole tensors. With
         `mesh.pp` more than 1, the parameters of other ranks' stages are on meta; leave them out of `load_state_dict`.
@@ -207,7 +208,7 @@ class Engine:
         Raises:
             MemoryError: on CUDA, they would not fit into the free memory.
         """
-        with gathered_groups(self.step_context, write) as model:
+        with gathered_groups(self.parts, write) as model:
             yield model
 
     @checked
@@ -219,7 +220,7 @@ class Engine:
             state: `param`, or one that `states_of` lists.
             to_rank: the only rank that gets it; None for all.
         """
-        return access.read_state(self.step_context.usable_states(), name, state, to_rank)
+        return access.read_state(self.parts.usable_states(), name, state, to_rank)
 
     @checked
     def write(self, name: str, value: Any, state: str = "param", *, from_rank: int | None = None) -> None:
@@ -232,13 +233,13 @@ class Engine:
             from_rank: the only rank whose value counts; None where every rank gives it.
         """
         if state in (access.PARAM, access.MASTER):
-            self.step_context.note_update()
-        access.write_state(self.step_context.usable_states(), name, value, state, from_rank)
+            self.parts.note_update()
+        access.write_state(self.parts.usable_states(), name, value, state, from_rank)
 
     @checked
     def states_of(self, name: str) -> tuple[str, ...]:
         """List what `read` and `write` take as `state` of a parameter now. All ranks call it."""
-        return access.states_of(self.step_context.usable_states(), name)
+        return access.states_of(self.parts.usable_states(), name)
 
     @checked
     def offload(
@@ -263,7 +264,7 @@ class Engine:
             EngineError: inside `gathered`, or states are away already.
         """
         target = ReleaseTarget(to, None if path is None else Path(path), pin_memory)
-        return offload(self.step_context, include, target)
+        return offload(self.parts, include, target)
 
     @checked
     def reload(self) -> None:
@@ -273,18 +274,14 @@ class Engine:
             torch.OutOfMemoryError: call it again once the device has enough.
             SwapError: the file cannot be read; go on with a new engine from the last checkpoint.
         """
-        self.step_context.status.restore()
+        self.parts.status.restore()
 
     @checked
     @contextmanager
     def offloaded(
         self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
     ) -> Iterator[Mapping[str, int]]:
-        """Call `offload` for the context, and `reload` at its end.
-
-        Args:
-            include, to, path, pin_memory: as for `offload`.
-        """
+        """Call `offload` for the parts, and `reload` at its end."""
         freed_bytes = self.offload(include, to, path=path, pin_memory=pin_memory)
         try:
             yield freed_bytes
@@ -380,7 +377,7 @@ class Engine:
             CheckpointError: it does not fit the model, is a pickle or quantized; nothing has been changed.
             DamagedError: a file is missing or cut off; if that showed only midway, the engine needs another load.
         """
-        return import_weights(self.step_context, self.checkpoints, Path(folder), names, strict)
+        return import_weights(self.parts, self.checkpoints, Path(folder), names, strict)
 
     @checked
     def export_weights(
@@ -400,7 +397,6 @@ class Engine:
         Args:
             folder: shared by all ranks; it does not exist yet, or is empty.
             dtype: of the parameters; None for the one in which each is computed. Buffers keep theirs.
-            names: as in `import_weights`.
             files: of rank 0, to copy next to the weights; one such as config.json replaces the engine's.
             tokenizer: of transformers, so that `AutoTokenizer` loads the folder too; None for none.
 
@@ -410,8 +406,8 @@ class Engine:
         Raises:
             CheckpointError: it cannot be written, on every rank, and nothing is left of it; or it has PEFT's adapters.
         """
-        context, ranks = self.step_context, self.checkpoints.ranks
-        return export_weights(context, ranks, Path(folder), dtype, names, files, tokenizer)
+        parts, ranks = self.parts, self.checkpoints.ranks
+        return export_weights(parts, ranks, Path(folder), dtype, names, files, tokenizer)
 
     @checked
     def close(self, keep_values: bool = True) -> None:
@@ -422,14 +418,14 @@ class Engine:
         Args:
             keep_values: False leaves the parameters on meta, where a model is larger than the memory. Save it before.
         """
-        if not self.step_context.status.close():
+        if not self.parts.status.close():
             return
         try:
             self.checkpoints.saver.close()
         finally:
             if keep_values:
                 self.reload()
-            release(self._cleanup, self.tiers, self.step_context.sharding, keep_values)
+            release(self._cleanup, self.tiers, self.parts.sharding, keep_values)
 
     if not TYPE_CHECKING:  # or a checker would take any name for one of the engine's
 
@@ -442,3 +438,53 @@ class Engine:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
+
+
+@checked
+def backward(
+    loss: Tensor, engines: Sequence[Engine], *, count: Annotated[float, Field(gt=0, lt=math.inf)] = 1.0
+) -> None:
+    """Add the gradients of one loss, computed from the models of several engines, to what each has accumulated.
+
+    Each engine counts it as a loss of mean `loss` over `count`, and each takes its own `step`. The models are called
+    directly, or through `engine(batch)`; a frozen engine may take part, such as a teacher's.
+
+    >>> from torch import nn
+    >>> from shardwise import initialize
+    >>> config = {"run": {"device": "cpu"}}
+    >>> with initialize(nn.Linear(4, 3), config) as encoder, initialize(nn.Linear(3, 1), config) as decoder:
+    ...     backward(decoder.model(encoder.model(torch.ones(2, 4))).square().mean(), [encoder, decoder])
+    ...     encoder.step().loss == decoder.step().loss
+    True
+
+    Args:
+        engines: all engines whose models took part and are to learn from it.
+        count: what `loss` is the mean of, such as target tokens, against the step's other losses.
+
+    Raises:
+        ConfigError: `loss` is no scalar, no engine is given, or one scales its gradients differently from the others.
+    """
+    if loss.numel() != 1 or not engines or len(set(map(id, engines))) < len(engines):
+        raise ConfigError(
+            "backward-arguments",
+            f"backward takes a scalar loss and engines, each once; got shape {tuple(loss.shape)} and {len(engines)}",
+        )
+    for engine in engines:
+        engine.runner.check_direct("shardwise.backward")
+        engine.parts.status.check()
+    of_engines = [engine.parts for engine in engines]
+    # An engine without gradients so far can still take the others' normaliser.
+    taken = {parts.losses.normaliser for parts in of_engines if not parts.losses.is_empty}
+    if len(taken) > 1 or len({parts.scaler.scale for parts in of_engines}) > 1:
+        raise ConfigError(
+            "gradient-scales-differ",
+            "the engines scale their gradients differently, so one backward cannot serve them; let each take its step "
+            "before the common loss, and under fp16 set precision.loss_scale to one number",
+        )
+    total = LossSum(loss.detach().reshape(()) * count, torch.full((), count, device=loss.device))
+    normaliser = next(iter(taken or {parts.losses.normaliser for parts in of_engines}))
+    for parts in of_engines:
+        parts.losses.normaliser = normaliser
+        weight = parts.losses.count_in(total) * parts.scaler.scale
+        normaliser = parts.losses.normaliser
+    backpropagate(of_engines, loss, weight)

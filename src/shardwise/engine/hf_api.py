@@ -20,7 +20,8 @@ from shardwise.checkpoint.match import WantedState, match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
 from shardwise.engine.checkpoint_api import AllRanks, Checkpoints, saved_buffers
-from shardwise.engine.step_context import StepContext
+from shardwise.engine.parts import EngineParts
+from shardwise.engine.step import zero_grad
 from shardwise.runtime.precision import TORCH_DTYPES
 from shardwise.runtime.state_shards import StateShard
 from shardwise.runtime.torch_private import persistent_buffers
@@ -38,26 +39,26 @@ class Tokenizer(Protocol):
 
 
 def import_weights(
-    context: StepContext, checkpoints: Checkpoints, folder: Path, names: Names | None, strict: bool
+    parts: EngineParts, checkpoints: Checkpoints, folder: Path, names: Names | None, strict: bool
 ) -> LoadReport:
     """Read a folder into the shards; the other arguments are those of `Engine.import_weights`.
 
     Args:
-        context: of the engine, and so are the `checkpoints`.
+        parts: of the engine, and so are the `checkpoints`.
     """
     checkpoints.begin_load()
-    context.zero_grad()
-    rules = _rules(context.model, names, _weights(context))
+    zero_grad(parts)
+    rules = _rules(parts.model, names, _weights(parts))
 
     def describe_folder(path: Path) -> Manifest:
-        stored = open_folder(path, {each.name: each.aliases for each in _weights(context)}, rules)
-        return Manifest(context.num_steps, stored, {}, "weights")
+        stored = open_folder(path, {each.name: each.aliases for each in _weights(parts)}, rules)
+        return Manifest(parts.state.num_steps, stored, {}, "weights")
 
     return checkpoints.load_folder(folder, describe_folder, strict, weights_only=True)
 
 
 def export_weights(
-    context: StepContext,
+    parts: EngineParts,
     ranks: AllRanks,
     folder: Path,
     dtype: Dtype | None,
@@ -68,11 +69,11 @@ def export_weights(
     """Write a folder; the other arguments are those of `Engine.export_weights`.
 
     Args:
-        context: of the engine, and so are the `ranks`.
+        parts: of the engine, and so are the `ranks`.
     """
-    model, layout = context.model, context.layout
-    context.status.check()
-    context.refuse_if_simulated()
+    model, layout = parts.model, parts.layout
+    parts.status.check()
+    parts.refuse_if_simulated()
     if hasattr(model, "peft_config"):
         raise CheckpointError(
             "export-adapters",
@@ -92,15 +93,15 @@ def export_weights(
     others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))
     ties = bool(others)  # a reader of the folder builds a model of transformers, which ties its own
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
-    weights = _weights(context)
+    weights = _weights(parts)
     request = ExportRequest(folder, weights, stored_dtype, kept, others, _rules(model, names, weights), ties)
     barrier = ranks.new_barrier(f"the export to {folder}")
-    return export_jointly(request, barrier, context.comm.rank, context.config.run.timeout_s)
+    return export_jointly(request, barrier, parts.comm.rank, parts.config.run.timeout_s)
 
 
-def _weights(context: StepContext) -> tuple[StateShard, ...]:
+def _weights(parts: EngineParts) -> tuple[StateShard, ...]:
     """Return the state shards of parameters and persistent buffers."""
-    return (*held.held_parameters(context.states()), *(each.state_shard for each in saved_buffers(context)))
+    return (*held.held_parameters(parts.states()), *(each.state_shard for each in saved_buffers(parts)))
 
 
 def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
@@ -108,7 +109,6 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
 
     Args:
         model: whose parameters and persistent buffers the folder must have.
-        names: as in `import_weights`.
 
     Raises:
         CheckpointError: as in `import_weights`.

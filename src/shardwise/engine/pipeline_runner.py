@@ -9,7 +9,7 @@ computation: data, random numbers, loss.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from shardwise.comm.loss import LossAccumulator, LossSum
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.records import CommError
 from shardwise.config.errors import EngineError
-from shardwise.engine.step_context import StepContext
-from shardwise.engine.steps import RankBatch, run_model
+from shardwise.engine.parts import EngineParts
+from shardwise.engine.runner import RankBatch, run_model
+from shardwise.engine.step import before_model, begin_backward, update
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
 from shardwise.pipeline.boundary import Shapes, open_boundaries
@@ -31,7 +32,9 @@ from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
 from shardwise.schedule.registry import recipe_of
-from shardwise.zero.pipeline_adapter import PipelineAdapter
+from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.prefetch import PrefetchOrder, RecordedOrder
+from shardwise.zero.sharding_state import ShardingState
 
 
 def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool) -> StageForward | None:
@@ -60,30 +63,30 @@ class PipelineRunner:
     """Executes the schedule of a layout's pipeline.
 
     Args:
-        context: of an engine whose layout has a pipeline.
+        parts: of an engine whose layout has a pipeline.
         forward: runs one stage of the model.
 
     Attributes:
         schedule: of a step, for all ranks of the pipeline.
     """
 
-    def __init__(self, context: StepContext, forward: StageForward, pipes: P2PChannels) -> None:
-        config, layout = context.config, context.layout
+    def __init__(self, parts: EngineParts, forward: StageForward, pipes: P2PChannels) -> None:
+        config, layout = parts.config, parts.layout
         pipeline = pipeline_of(layout)
         self.schedule = step_schedule(config, layout)
-        self._context = context
+        self._parts = parts
         self._pipeline = pipeline
         self._row = self.schedule.ranks[pipeline.index]
         self._forward = forward
-        self._groups = PipelineAdapter(context.sharding, layout)
+        self._groups = PipelineAdapter(parts.sharding, layout)
         self._pipes = pipes
-        context.timeline.is_scheduled = True
+        parts.timeline.is_scheduled = True
         describe = None if pipes.examples is None else pipes.examples.__getitem__
         inlets, outlets = open_boundaries(
             pipes, pipeline.placement, pipeline.index, (RecordedOutputs, *forward.types), describe
         )
         queue = WeightGradQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
-        self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, context.timeline, queue)
+        self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, parts.timeline, queue)
         self._evaluations: dict[int, Sequence[Action]] = {}
         self._has_failed = False
         self._is_out_of_step = False
@@ -96,55 +99,54 @@ class PipelineRunner:
         """
         raise EngineError(
             "pipeline-rank-alone",
-            f"{call} cannot run alone under mesh.pp={self._context.layout.mesh.pp}, where each rank has some of the "
+            f"{call} cannot run alone under mesh.pp={self._parts.layout.mesh.pp}, where each rank has some of the "
             "layers; call engine.train_step(batches) or engine.eval_step(batches)",
         )
 
     def train(self, batches: Sequence[Any]) -> StepResult:
         """Take a step as the schedule says."""
-        context = self._context
+        parts = self._parts
         self._check_in_step()
-        context.before_model()  # here: after the first stage's forward has begun, a rank would wait in vain
-        execution = self._prepare(self._row_of(len(batches)), batches, context.losses)
-        context.batches.extend(batches)
-        context.timeline.is_recording = True
-        context.status.begin_backward()
-        context.syncs = False  # the schedule alone says when to reduce
+        before_model(parts)  # here: after the first stage's forward has begun, a rank would wait in vain
+        execution = self._prepare(self._row_of(len(batches)), batches, parts.losses)
+        parts.state.batches.extend(batches)
+        parts.timeline.is_recording = True
+        parts.status.begin_backward()
         try:
-            self._perform(execution)
+            with parts.state.without_sync():  # the schedule alone says when to reduce
+                self._perform(execution)
         finally:
-            context.syncs = True
-            context.timeline.close_step()  # after what follows the step in the schedule
+            parts.timeline.close_step()  # after what follows the step in the schedule
         if execution.result is None:
             raise RuntimeError("the schedule has no STEP; add one")
         return execution.result
 
     def _row_of(self, num_batches: int) -> Sequence[Action]:
         """Return this rank's row of a step; a simulation also takes steps of fewer micro-batches than the config's."""
-        config = self._context.config
+        config = self._parts.config
         if num_batches == (config.batch.accumulation or 1):
             return self._row
         batch = config.batch.model_copy(update={"accumulation": num_batches})
-        schedule = step_schedule(config.model_copy(update={"batch": batch}), self._context.layout)
+        schedule = step_schedule(config.model_copy(update={"batch": batch}), self._parts.layout)
         return schedule.ranks[self._pipeline.index]
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
         """Run the forwards as a schedule says; `losses` is given the losses of `batches`."""
-        context = self._context
-        context.status.check(params_suffice=True)
+        parts = self._parts
+        parts.status.check(params_suffice=True)
         self._check_in_step()
         if not batches:
             return
         if len(batches) not in self._evaluations:  # mostly as many each time
-            schedule = evaluation_schedule(context.config, context.layout, len(batches))
+            schedule = evaluation_schedule(parts.config, parts.layout, len(batches))
             self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]
         execution = self._prepare(self._evaluations[len(batches)], batches, losses)
-        context.timeline.is_recording = False
+        parts.timeline.is_recording = False
         self._perform(execution)
 
     def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""
-        self.evaluate([batch], LossAccumulator(self._context.comms))
+        self.evaluate([batch], LossAccumulator(self._parts.comms))
         return None
 
     def close(self) -> None:
@@ -169,17 +171,17 @@ class PipelineRunner:
         taken: list[RankBatch] = []
         num_samples = 0
         for number, batch in enumerate(batches):
-            taken.append(RankBatch.of(self._context, batch, num_samples, number))
+            taken.append(RankBatch.of(self._parts, batch, num_samples, number))
             num_samples += taken[-1].num_samples
-        parts = self._context, self._forward, self._groups, self._compute
-        return _Execution(*parts, row, taken, losses, self.forward)
+        means = self._parts, self._forward, self._groups, self._compute
+        return _Execution(*means, row, taken, losses, self.forward)
 
     def _perform(self, execution: _Execution) -> None:
         """Execute a row of the schedule; where it fails, note why for the ranks that wait for this one."""
-        context = self._context
+        parts = self._parts
         try:
             handlers = {**self._compute.handlers(execution), **execution.handlers()}
-            execute(execution.row, handlers, context.timeline)
+            execute(execution.row, handlers, parts.timeline)
             self._compute.finish()
             self._forward.end_step()
         except BaseException as error:
@@ -189,16 +191,16 @@ class PipelineRunner:
             self._groups.end_step()
             if isinstance(error, Exception) and not isinstance(error, CommError):
                 # The other stages wait for this one in vain, and their errors quote this text.
-                context.note_failure(f"{type(error).__name__}: {error}")
+                parts.note_failure(f"{type(error).__name__}: {error}")
                 self._has_failed = True
             if not execution.is_stepping:
                 self._pipes.hang_up()
                 if not torch.is_grad_enabled():
                     # The first stages have sent all that they have, and wait in the evaluation's sum.
-                    context.comms.all.hang_up()
+                    parts.comms.all.hang_up()
             raise
         if self._has_failed:
-            context.note_failure("")
+            parts.note_failure("")
             self._has_failed = False
 
 
@@ -207,7 +209,7 @@ class _Execution:
 
     def __init__(
         self,
-        context: StepContext,
+        parts: EngineParts,
         forward: StageForward,
         groups: PipelineAdapter,
         compute: StageCompute,
@@ -219,7 +221,7 @@ class _Execution:
         self.row = row
         self.result: StepResult | None = None
         self.is_stepping = False  # all messages between stages are over
-        self._context = context
+        self._parts = parts
         self._stage_forward = forward
         self._groups = groups
         self._compute = compute
@@ -227,9 +229,9 @@ class _Execution:
         self._losses = losses
         self._evaluate = evaluate
         self.shapes: Sequence[Shapes] = [_shapes_of(each.share.inputs) for each in taken]
-        pipeline = pipeline_of(context.layout)
+        pipeline = pipeline_of(parts.layout)
         self._last = pipeline.num_stages - 1
-        self._keeps = context.layout.stage.unshard_for_use and pipeline.gathers_once
+        self._keeps = parts.layout.stage.unshard_for_use and pipeline.gathers_once
         self._num_reduces = Counter(action.stage for action in row if action.kind is ActionKind.REDUCE)
 
     def forward(self, stage: int, micro_batch: int) -> Any:
@@ -237,7 +239,7 @@ class _Execution:
         self._groups.select_stage(stage)
         self._groups.wait(stage)
         taken = self._taken[micro_batch]
-        output = run_model(self._context, taken, lambda output: self._read(output, taken, stage))
+        output = run_model(self._parts, taken, lambda output: self._read(output, taken, stage))
         if torch.is_grad_enabled():
             self._groups.save_record(stage, micro_batch)
         return output
@@ -247,25 +249,25 @@ class _Execution:
         self._groups.select_stage(stage)
         self._groups.wait(stage)
         self._groups.restore_record(stage, micro_batch)
-        self._context.begin_backward()
+        begin_backward(self._parts)
 
     def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
         """Expect gradients; no parameter is needed for them."""
         self._groups.select_stage(stage)
-        self._context.sharding.expect_gradients()
+        self._parts.sharding.expect_gradients()
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """Stop expecting gradients: all of them are there."""
-        self._context.sharding.expect_no_gradients()
+        self._parts.sharding.expect_no_gradients()
 
     def loss_weight(self, loss: Tensor) -> Tensor:
         """Return the gradient of a loss that `forward` returned."""
-        return self._losses.close(loss) * self._context.scaler.scale
+        return self._losses.close(loss) * self._parts.scaler.scale
 
     def _read(self, output: Any, taken: RankBatch, stage: int) -> Any:
         if stage != self._last:
             return output
-        total = self._stage_forward.read_loss(lambda: taken.loss(self._context, output))
+        total = self._stage_forward.read_loss(lambda: taken.loss(self._parts, output))
         if torch.is_grad_enabled():
             return self._losses.open(total)
         self._losses.add(total)
@@ -298,10 +300,10 @@ class _Execution:
         """Take the step of all stages of this rank at the first STEP action: one norm clips them all."""
         if self.result is None:
             self._compute.check_done()
-            self._context.status.end_backward()
+            self._parts.status.end_backward()
             self.is_stepping = True
-            self._stage_forward.end_step(self._context.check_batch)
-            self.result = self._context.step(self._evaluate)
+            self._stage_forward.end_step(self._parts.check_batch)
+            self.result = update(self._parts, self._evaluate)
             self._compute.abandon()
             self._groups.end_step()
 
@@ -317,3 +319,91 @@ def _shapes_of(inputs: Any) -> Shapes:
 
 def _nothing(action: Action) -> None:
     pass
+
+
+class PipelineAdapter:
+    """Drives the groups of this rank's stages.
+
+    Args:
+        sharding: the sharding state of the engine's groups.
+    """
+
+    def __init__(self, sharding: ShardingState, layout: Layout) -> None:
+        pipeline = layout.pipeline
+        assert pipeline is not None, "only a pipeline has a schedule"
+        self._sharding = sharding
+        self._held = pipeline.held
+        self._reduced_stages: set[int] = set()
+        self._kept_for: dict[ParamGroup, set[int]] = {}
+        stage_of_unit = {group.unit: group.stages[0] for group in layout.groups}
+        units = {
+            stage: [unit for unit in layout.held_units if stage_of_unit.get(unit) == stage] for stage in self._held
+        }
+        self._orders: Mapping[int, PrefetchOrder] = {stage: RecordedOrder(names) for stage, names in units.items()}
+        self._records: dict[tuple[int, int], list[tuple[int, bool]]] = {}
+
+    def unshard(self, stage: int) -> None:
+        """Start to gather a stage's parameters, which stay whole until `reshard`."""
+        for group in self._groups_of(stage):
+            group.unshard()
+            self._kept_for.setdefault(group, set()).add(stage)
+
+    def wait(self, stage: int) -> None:
+        """Wait for the parameters that `unshard` has asked for."""
+        for group in self._groups_of(stage):
+            if stage in self._kept_for.get(group, ()) and group not in self._sharding.kept:
+                group.show()
+                group.pin()
+                self._sharding.kept.add(group)
+
+    def reshard(self, stage: int) -> None:
+        """Release a stage's parameters that no other stage keeps."""
+        for group in self._groups_of(stage):
+            keepers = self._kept_for.get(group, set())
+            keepers.discard(stage)
+            if not keepers:
+                self._sharding.kept.discard(group)
+                group.pin(group in self._sharding.held)
+                group.reshard()
+
+    def prefetch(self, stage: int) -> None:
+        """Start what gathering a stage's parameters would have to wait for on the host."""
+        for group in self._groups_of(stage):
+            group.prefetch()
+
+    def reduce(self, stage: int, is_last: bool) -> None:
+        """Start to reduce a stage's gradients.
+
+        With `is_last`, a group that several stages of this rank add to is reduced with the last of these stages.
+        """
+        self._reduced_stages.add(stage)
+        groups = [
+            group
+            for group in self._groups_of(stage)
+            if not is_last or self._reduced_stages.issuperset(self._held.intersection(group.spec.stages))
+        ]
+        self._sharding.reduce(groups, is_last)
+
+    def select_stage(self, stage: int) -> None:
+        """Prepare a stage's computation: select its order of blocks, and the root's parameters that it uses."""
+        self._sharding.order = self._orders[stage]
+        self._sharding.units[0].stage = stage
+
+    def save_record(self, stage: int, micro_batch: int) -> None:
+        """Keep what units remember of a forward whose backward comes after those of other forwards."""
+        self._records[stage, micro_batch] = [unit.save_record() for unit in self._sharding.units]
+
+    def restore_record(self, stage: int, micro_batch: int) -> None:
+        """Restore what `save_record` has kept, before the backward of that forward."""
+        for unit, record in zip(self._sharding.units, self._records.pop((stage, micro_batch), ()), strict=False):
+            unit.restore_record(record)  # but for a second half of the backward
+
+    def end_step(self) -> None:
+        """Forget what was under way."""
+        self._records.clear()
+        self._reduced_stages.clear()
+        self._kept_for.clear()
+        self._sharding.units[0].stage = None
+
+    def _groups_of(self, stage: int) -> list[ParamGroup]:
+        return [group for group in self._sharding.groups if stage in group.spec.stages]

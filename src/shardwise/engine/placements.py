@@ -217,11 +217,7 @@ def _features(layer: LayerSplit, is_whole: bool) -> Placement:
 
 
 def gathered(part: Tensor, split: ParamSplit, comm: Comm, name: str) -> Tensor:
-    """Return the whole of a tensor; of its gradient, which all ranks have, each takes its part.
-
-    Args:
-        split: of the whole.
-    """
+    """Return the whole of a tensor; of its gradient, which all ranks have, each takes its part."""
     whole: Tensor = _Gathered.apply(part, split, comm, name)
     return whole
 

@@ -15,7 +15,7 @@ from shardwise.comm.records import CommError
 from shardwise.config.arguments import check, checked
 from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
-from shardwise.engine.step_context import StepContext
+from shardwise.engine.parts import EngineParts
 from shardwise.layout.mesh_shape import GRADIENT_AXES, MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
@@ -23,13 +23,13 @@ from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
 
 # By the identity of a parameter, which lives as long as its engine. In the parameter it could not be pickled.
-_ENGINE_OF: Final[WeakValueDictionary[int, StepContext]] = WeakValueDictionary()
+_ENGINE_OF: Final[WeakValueDictionary[int, EngineParts]] = WeakValueDictionary()
 
 
-def note_engine(context: StepContext) -> Callable[[], None]:
+def note_engine(parts: EngineParts) -> Callable[[], None]:
     """Note which engine has the model's parameters, so that `gathered` finds it; return what undoes that."""
-    keys = [id(parameter) for parameter in context.model.parameters()]
-    _ENGINE_OF.update(dict.fromkeys(keys, context))
+    keys = [id(parameter) for parameter in parts.model.parameters()]
+    _ENGINE_OF.update(dict.fromkeys(keys, parts))
 
     def forget() -> None:
         for key in keys:
@@ -69,12 +69,12 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     with ExitStack() as stack:
         wanted = {id(each) for each in given}
         noted = dict.fromkeys(_ENGINE_OF.get(id(each)) for each in given)
-        for context in (context for context in noted if context is not None):
-            groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
-            if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
-                source = 0 if modifier_rank is None else _source(context.layout.mesh, modifier_rank)
+        for parts in filter(None, noted):
+            groups = [group for group in parts.sharding.groups if wanted.intersection(map(id, group.parameters))]
+            if groups or wanted.intersection(parts.sharding.absent.names):  # other stages may have them
+                source = 0 if modifier_rank is None else _source(parts.layout.mesh, modifier_rank)
                 write = None if modifier_rank is None else True
-                stack.enter_context(gathered_groups(context, write, groups, source))
+                stack.enter_context(gathered_groups(parts, write, groups, source))
         stack.enter_context(gathered_shards(given, modifier_rank))
         yield
 
@@ -93,7 +93,7 @@ def _source(mesh: MeshShape, modifier_rank: int) -> int:
 
 @contextmanager
 def gathered_groups(
-    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None, source: int = 0
+    parts: EngineParts, write: bool | None, groups: Sequence[ParamGroup] | None = None, source: int = 0
 ) -> Iterator[nn.Module]:
     """Keep parameters whole inside, and take over what one rank has written. See `Engine.gathered`.
 
@@ -107,26 +107,26 @@ def gathered_groups(
     Raises:
         ConfigError: a parameter was written through its `data`, and `write` is False.
     """
-    context.status.check_present(params_suffice=not write)
-    context.tiers.worker.check()
-    sharding = context.sharding
+    parts.status.check_present(params_suffice=not write)
+    parts.tiers.worker.check()
+    sharding = parts.sharding
     chosen = sharding.groups if groups is None else groups
-    _check_memory_to_gather(context, chosen)
-    with context.failures_explained():
+    _check_memory_to_gather(parts, chosen)
+    with parts.failures_explained():
         for group in chosen:
             group.follow_writes()  # of before
         held = sharding.hold(chosen)
         try:
-            yield context.model
+            yield parts.model
             chosen = [group for group in sharding.groups if groups is None or group in groups]
             if write is None:
-                write = context.holds_anywhere(
+                write = parts.holds_anywhere(
                     any(group.writes.are_there for group in chosen), "whether a rank has written"
                 )
-                context.status.check_present(params_suffice=not write)
+                parts.status.check_present(params_suffice=not write)
             if write:
-                context.note_update()
-                take_over(context.states(), chosen, source)
+                parts.note_update()
+                take_over(parts.states(), chosen, source)
             _refuse_written_data(chosen)
         finally:
             sharding.held.difference_update(held)
@@ -148,40 +148,40 @@ def _refuse_written_data(groups: Sequence[ParamGroup]) -> None:
         )
 
 
-def offload(context: StepContext, include: Sequence[str] | None, target: ReleaseTarget) -> Mapping[str, int]:
+def offload(parts: EngineParts, include: Sequence[str] | None, target: ReleaseTarget) -> Mapping[str, int]:
     """Move states away on all ranks, or on none; return the bytes that each has freed. See `Engine.offload`.
 
     Args:
         include: states to move; None for all.
         target: where they go.
     """
-    context.status.check()
-    away = MemoryRelease(context.sharding, context.sharded, context.memory, context.pool, context.tiers, target)
+    parts.status.check()
+    away = MemoryRelease(parts.sharding, parts.sharded, parts.memory, parts.resources.pool, parts.tiers, target)
     freed_bytes: Mapping[str, int] = {}
     failure: Exception | None = None
     try:
         freed_bytes = away.offload(STATES if include is None else include)
     except Exception as error:
         failure = error
-    if context.holds_anywhere(failure is not None, "the end of engine.offload"):
+    if parts.holds_anywhere(failure is not None, "the end of engine.offload"):
         if failure is None:
             away.restore()
         raise failure or CommError(
             "other-rank-offload", "another rank could not offload its states and says why; nothing is offloaded"
         )
-    context.status.release(away)
+    parts.status.release(away)
     return freed_bytes
 
 
-def _check_memory_to_gather(context: StepContext, groups: Sequence[ParamGroup]) -> None:
-    layout = context.layout
-    if context.device.type != "cuda" or not layout.stage.unshard_for_use:
+def _check_memory_to_gather(parts: EngineParts, groups: Sequence[ParamGroup]) -> None:
+    layout = parts.layout
+    if parts.device.type != "cuda" or not layout.stage.unshard_for_use:
         return
     specs = [group.spec for group in groups]
     missing_bytes = sum(spec.padded_numel * DTYPE_BYTES[layout.precision_of(spec).param] for spec in specs)
-    free_bytes, _ = torch.cuda.mem_get_info(context.device)
-    free_bytes += torch.cuda.memory_reserved(context.device) - torch.cuda.memory_allocated(context.device)
-    if context.holds_anywhere(missing_bytes > free_bytes, "memory to gather"):  # the gather needs all ranks
+    free_bytes, _ = torch.cuda.mem_get_info(parts.device)
+    free_bytes += torch.cuda.memory_reserved(parts.device) - torch.cuda.memory_allocated(parts.device)
+    if parts.holds_anywhere(missing_bytes > free_bytes, "memory to gather"):  # the gather needs all ranks
         raise MemoryError(
             f"gathering the parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
             "generate with the forward alone, which gathers block by block, or on more memory"

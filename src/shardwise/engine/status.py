@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from shardwise.config.errors import EngineError
@@ -24,6 +25,32 @@ class Integrity(Enum):
     WHOLE = "whole"
     WEIGHTS_MIXED = "weights mixed"  # the weights of one step: any whole checkpoint
     ALL_MIXED = "all mixed"  # optimizer states too: a checkpoint that has them
+
+
+@dataclass
+class StopRequests:
+    """Knows which ranks were asked to stop; they add what they know to a sum over the ranks that is taken anyway.
+
+    Attributes:
+        is_asked: says whether this rank was.
+        num_asked: ranks that were, at the last sum.
+        rank_sum: the sum of their numbers, so the rank where it is one.
+    """
+
+    is_asked: Callable[[], bool] = bool
+    num_asked: int = 0
+    rank_sum: int = 0
+
+    def to_sum(self, rank: int) -> tuple[float, float]:
+        """Return what this rank adds to the sum."""
+        is_asked = self.is_asked()
+        return float(is_asked), float(is_asked * rank)
+
+    def take(self, summed: Sequence[float]) -> list[float]:
+        """Take the sum of `to_sum` from the end of a vector, and return the others."""
+        *others, num_asked, rank_sum = summed
+        self.num_asked, self.rank_sum = int(num_asked), int(rank_sum)
+        return others
 
 
 class EngineStatus:

@@ -51,7 +51,6 @@ def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) 
 
     Args:
         device_kind: where the tensors will be.
-        timeout_s: as for `start_process_group`.
 
     Raises:
         ConfigError: the environment is incomplete, this rank has no GPU, or the port is taken.
@@ -75,7 +74,6 @@ def join_named(
         init_method: torch's URL of where ranks meet; None for MASTER_ADDR and MASTER_PORT.
         rank: of this process; below 0 where the URL or the environment says it, and so is `world_size`.
         device_kind: where the tensors will be.
-        timeout_s: as for `start_process_group`.
 
     Raises:
         LaunchError: the ranks could not meet so.
@@ -105,7 +103,6 @@ def join_launched(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
 
     Args:
         device_kind: where the tensors will be.
-        timeout_s: as for `start_process_group`.
     """
     if not dist.is_initialized() and detect(os.environ) is None:
         return 1

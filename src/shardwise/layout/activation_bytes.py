@@ -93,7 +93,6 @@ def activation_bytes_per_layer(
         seq_len: tokens of a sequence, over all ranks.
         sequence_parallel: whether the tp ranks split activations outside attention and feed-forward by sequence.
         element_bytes: bytes of one element of an activation, 2 for bf16.
-        recompute: as `RecomputeConfig.mode`.
     """
     num_tokens = seq_len / cp * micro_size
     stream = shape.hidden_size / (tp if sequence_parallel else 1)  # features a token of the residual stream, on a rank
@@ -134,7 +133,6 @@ def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> floa
 
     Args:
         input_bytes: bytes of a layer's input: `activation_bytes_per_layer` with recompute "full".
-        every: as `RecomputeConfig.every`.
 
     >>> offloaded_bytes(1024, num_layers=8), offloaded_bytes(1024, num_layers=8, every=3)
     (7168, 2048)

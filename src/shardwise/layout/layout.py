@@ -538,7 +538,6 @@ def assign_tiers_by_rank(
 
     Args:
         groups: groups of all ranks, in forward order.
-        config: as in `assign_tiers`.
         rank_of: returns the pipeline rank that holds a group, the first of several.
     """
     ranks = sorted({rank_of(group) for group in groups})

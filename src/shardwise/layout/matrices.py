@@ -155,8 +155,6 @@ def assign_whole(
     """Return the named parameters, in order, each with the rank that steps it whole; it has its states, too.
 
     Args:
-        groups: as for `assign_owners`.
-        tp: as for `assign_owners`.
         names: of the parameters that are stepped.
         kept: the owners of parameters that have one already.
         at_one: whether the first rank owns all, since the update of each depends on the others.

@@ -96,7 +96,6 @@ class SplitDropout:
         module: a dropout module; or, with `is_functional`, a module whose forward calls dropout, or attention with
             dropout, on tensors whose dim `dim` is split.
         dim: the dim along which the tensor is split; it may be negative.
-        is_functional: see `module`.
     """
 
     module: str

@@ -132,7 +132,6 @@ class RMSNorm(nn.Module):
     """Computes x / rms(x) * weight over the last dim, in fp32 or wider (Zhang and Sennrich 2019, eq. 4).
 
     Args:
-        size: of the last dim.
         eps: added to the mean square.
         factory: device and dtype of the weight.
     """

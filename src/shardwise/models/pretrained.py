@@ -74,7 +74,6 @@ def load_model(folder: Path, config: Any, name: str, *, trusts_code: bool = Fals
 
     Args:
         config: that `open_config` has returned.
-        name: as in `open_config`.
         trusts_code: whether Python files of the folder may run.
         **how: is for `from_pretrained`.
 

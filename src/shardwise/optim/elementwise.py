@@ -182,7 +182,6 @@ class AdEMAMix(ElementWise):
         betas: of the fast mean, and of the mean of squares.
         eps: a term against division by zero.
         weight_decay: a share of the parameter, times `lr`.
-        beta_slow: of the slow mean.
         alpha: what the slow mean is multiplied by.
         warmup_steps: steps over which `alpha` grows from 0, and the slow mean's memory from the fast one's; None for
             the whole from the first step on.

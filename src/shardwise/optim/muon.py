@@ -79,7 +79,6 @@ def apply_update(param: Tensor, update: Tensor, scale: float, options: Mapping[s
 
     Args:
         param: of any shape.
-        update: of the same shape.
     """
     rate = float(options["lr"])
     param.mul_(1 - rate * options["weight_decay"])
@@ -93,10 +92,8 @@ class MuonWithAdamW(AdamW):
 
     Args:
         params: parameter groups as torch's optimizers take.
-        lr: of both.
         betas: AdamW's, and so are `eps` and `fused`.
         eps: a term against division by zero.
-        weight_decay: of both.
         momentum: Muon's: the share of the last momentum that stays.
         fused: whether torch's fused kernel steps.
     """

@@ -108,11 +108,7 @@ class _Written:
 
 
 class RootState:
-    """Holds the state of the modules around the units by stage.
-
-    Args:
-        model: the whole model.
-    """
+    """Holds the state of the modules around the units by stage."""
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], held: Sequence[int], num_stages: int) -> None:
         inner = {id(module) for unit in units for module in unit.modules()}

@@ -89,7 +89,6 @@ class NetworkModel:
         sends each peer its n-th.
 
         Args:
-            op: one of `OPS`.
             num_bytes: of the whole buffer; what each rank has before an all-to-all, what is sent.
             num_ranks: of the group; a send goes to the next one of so many, and the slowest counts.
             stride: how far apart in rank order the group's ranks stand.

@@ -76,7 +76,6 @@ class PricedCollective:
     """Describe a collective that a step has over ranks that share parameters.
 
     Attributes:
-        num_bytes: of the whole buffer.
         num_ranks, stride: of the group, in rank order.
         moment: with which pass it comes.
         count: how many such calls that pass has.

@@ -109,7 +109,6 @@ def by_num_gpus(
     Args:
         job: on all GPUs of its cluster; the batch stays.
         space: what may be chosen; numbers of GPUs with which its pins do not go are left out.
-        limits: of each search.
 
     Raises:
         ConfigError: no number of GPUs has a candidate.

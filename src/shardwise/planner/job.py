@@ -32,7 +32,6 @@ class Experts:
     Attributes:
         num_experts: experts that a token may be sent to.
         num_chosen: experts that it is sent to.
-        ffn_size: of each expert.
         num_shared: further experts that every token passes.
     """
 

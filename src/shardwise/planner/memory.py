@@ -121,7 +121,6 @@ class StageBytes:
         blocks: the part of that which the first blocks keep, by their number.
         again: what recomputation adds in the backward of each block.
         deferred: kept for the gradients of the blocks' weights, where these come later.
-        block: of its last block.
         head: of the head, where it has that.
         ends: of the inputs of the last norm and of the head, where it has those.
     """

@@ -46,7 +46,6 @@ class CodecErrors:
         """Add what is rounded off.
 
         Args:
-            name: one of `NAMES`.
             decoded: what is decoded of them, of the same shape.
         """
         wide = exact.double()

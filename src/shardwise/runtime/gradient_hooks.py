@@ -79,7 +79,6 @@ class GradientHandle:
 
     Args:
         take: is given the parameter when it has accumulated one, after the hooks of users.
-        whole: as for `hook_gradient`.
     """
 
     def __init__(self, parameter: nn.Parameter, take: Hook, whole: WholeParameter | None) -> None:

@@ -109,7 +109,6 @@ def check_initializers(model: nn.Module, name: str, used_at: str = "") -> None:
     """Raise if nothing draws a parameter, or other code has used it since.
 
     Args:
-        model: the whole model.
         used_at: the last `other_use`.
 
     Raises:
@@ -134,9 +133,6 @@ def check_initializers(model: nn.Module, name: str, used_at: str = "") -> None:
 @torch.no_grad()
 def draw_module(model: nn.Module, module_name: str, seed: int) -> dict[str, Tensor]:
     """Draw the `initial_values` of one module's direct parameters, by their names in it.
-
-    Args:
-        model: the whole model.
 
     Raises:
         ConfigError: a parameter is left unset.

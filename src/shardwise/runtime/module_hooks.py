@@ -219,7 +219,6 @@ def run_stored(
     Args:
         run: `run_forward`, or its compiled form.
         forward: the block's own.
-        recompute: as for `run_forward`.
         store: keeps the inputs; None leaves them where they are.
     """
     if store is None or recompute == "none" or not torch.is_grad_enabled():

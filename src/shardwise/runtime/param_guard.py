@@ -132,7 +132,7 @@ def watched_type(on_read: OnRead, on_data: OnData, on_write: OnWrite) -> type[nn
 
 def released_type(
     on_use: OnUse,
-    present: type[nn.Parameter] = nn.Parameter,
+    present: type[Tensor] = nn.Parameter,
     on_read: OnRead = lambda reader: None,
     on_data: OnData | None = None,
     on_save: Callable[[nn.Parameter], None] = lambda parameter: None,
@@ -295,8 +295,8 @@ def is_released(tensor: Tensor) -> bool:
         return isinstance(tensor, _GuardedParameter) and tensor.untyped_storage().nbytes() == 0 < tensor.numel()
 
 
-def set_parameter_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Change a parameter's class; torch sees the same tensor."""
+def set_parameter_class(parameter: Tensor, kind: type[Tensor]) -> None:
+    """Change the class of a parameter, or of another tensor; torch sees the same tensor."""
     parameter.__class__ = kind
 
 

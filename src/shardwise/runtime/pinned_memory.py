@@ -75,11 +75,7 @@ def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tens
 
 
 def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
-    """Map new pages, and return a 1-D uint8 tensor of the first bytes.
-
-    Args:
-        pin_memory: as for `host_pages`.
-    """
+    """Map new pages, and return a 1-D uint8 tensor of the first bytes."""
     try:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

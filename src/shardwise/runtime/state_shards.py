@@ -40,7 +40,6 @@ class StateShard:
         name: the first of its fully qualified names, as the unmodified model has it.
         aliases: the others, where it is tied.
         state: `param`, or the optimizer's name of it, such as `exp_avg`.
-        global_shape: of the whole tensor.
         flat: the state where it is stored: on any device, in host memory or in a file; a load writes into it.
         pieces: rectangles of the whole tensor in `flat`; what no piece covers is padding.
         written: the pieces that this rank writes in a save. Over all ranks they cover the whole tensor once.

@@ -582,7 +582,6 @@ def cpu_flash_attention_backward(
         v: [B, H, Nk, D].
         out: [B, H, Nq, D].
         lse: log-sum-exp, [B, H, Nq].
-        mask: as for `cpu_flash_attention`.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     is_causal, mask = isinstance(mask, str), None if isinstance(mask, str) else mask

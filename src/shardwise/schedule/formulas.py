@@ -205,9 +205,6 @@ def moments_in_flight(
     >>> moments_in_flight("zb-h1", 2, 4, 1, rank=1)
     ((-1, 1, 0), (0, 1, 0), (-1, 0, 1), (-1, 1, 1), (0, 1, 1), (-1, 0, 2))
 
-    Args:
-        recipe_name: as `pipeline.schedule`.
-
     Returns:
         For each moment: the index, among the rank's stages, of the one whose backward begins, or -1 where a computation
         ends; the micro-batches in flight of each stage; and of each stage those with deferred gradients of weights.

@@ -315,7 +315,6 @@ class PipelineSimulator:
         """Time the schedule of that name; its cost does not grow with the micro-batches once they repeat themselves.
 
         Args:
-            recipe_name: as `pipeline.schedule`.
             stages: times of the stages of all ranks, in the order of the model. What a stage sends to another rank
                 takes no rank's time, and is assumed to arrive before the next of the same channel is sent.
 

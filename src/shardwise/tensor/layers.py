@@ -180,7 +180,6 @@ class EmbeddingState(LayerState):
         stop: the token after its last one.
         padding: the row that never trains, counted from `start`; None where this rank does not hold it.
         gathers_output: whether one split by columns returns all features.
-        order: as for linear layers.
     """
 
     size: int = 0

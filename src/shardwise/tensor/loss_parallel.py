@@ -239,8 +239,6 @@ class LazyLogits(Tensor):
 
         Args:
             targets: int64, of the logits' shape without the vocabulary.
-            label_smoothing: as in `TokenLossTerms`.
-            z_loss: as in `TokenLossTerms`.
         """
         source = self._source if self.is_deferred else None
         if source is None or not source.has_vocab_last:

@@ -121,7 +121,6 @@ class PlanBuilder:
 
         Args:
             prefix: name of the module that has them.
-            parts: as for `layer`.
         """
         for name in names:
             self.layer(f"{prefix}.{name}", StyleRule("column"), *parts)
@@ -157,7 +156,6 @@ class PlanBuilder:
         """Set an attention module's numbers of heads to a rank's, and split its dropout by heads.
 
         Args:
-            heads: of the whole module.
             has_dropout: whether the module's forward drops probabilities by a function.
         """
         query, kv = (part.local_size(self.degree) // heads.dim for part in (heads.query_part, heads.kv_part))
@@ -526,8 +524,6 @@ class StyleRule:
 
     Attributes:
         kind: a layer's style; replicate: the module stays whole; partial: it stays whole, and its gradient is summed.
-        gathers_output: see `LayerSplit`.
-        splits_input: see `LayerSplit`.
         num_parts: equal logical tensors in its weight, one after the other.
     """
 

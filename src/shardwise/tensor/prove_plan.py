@@ -92,14 +92,7 @@ def prove_plan(
 
 
 def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | None, *, rank: int) -> Layout:
-    """Return the layout that `plan_layout` returns, after `check_small_copy`; rank 0 logs why a plan is not proved.
-
-    Args:
-        model: as in `plan_layout`.
-        config: as in `plan_layout`.
-        plan: as in `plan_layout`.
-        rank: as in `plan_layout`.
-    """
+    """Return the layout that `plan_layout` returns, after `check_small_copy`; rank 0 logs why a plan is not proved."""
     layout = plan_layout(model, config, plan, rank=rank)
     why_not = check_small_copy(model, plan, config.mesh.tp, config.tensor.sequence_parallel)
     if why_not and rank == 0:

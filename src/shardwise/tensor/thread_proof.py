@@ -188,7 +188,6 @@ class _ThreadGroup:
 
         Args:
             model: with this rank's part of the parameters.
-            plan: for the whole model.
         """
         undo: list[Callable[[], None]] = []
         try:

@@ -136,7 +136,6 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
 
     Args:
         exclude: folders below `data.path` to leave out, such as the token cache.
-        takes_chats: as in `Corpus`.
 
     Raises:
         ConfigError: the path is missing, unreadable, empty or neither a file nor a folder.

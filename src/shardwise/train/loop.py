@@ -72,7 +72,7 @@ class StepMeter:
 
     def end(self, result: StepResult) -> StepRecord:
         """Return the record of the step that has just been taken."""
-        step_s = max(1e-9, self._engine.step_context.timeline.clock.closed_s - self._start_s)
+        step_s = max(1e-9, self._engine.parts.timeline.clock.closed_s - self._start_s)
         self.close()
         snapshot = self._engine.memory.snapshot()
         self.peak = snapshot if self._is_metered else self.peak
@@ -142,7 +142,7 @@ class Trainer:
             survived: a context that may take the error of a save in the background, after which the step is taken.
         """
         run = self.config.run
-        self.engine.step_context.should_stop = should_stop
+        self.engine.parts.state.stops.is_asked = should_stop
         while self.engine.num_steps < run.steps and not self.was_stopped:
             record = None
             with survived():  # a save's error comes before anything is done

@@ -114,11 +114,7 @@ def planned_job(config: Config, cluster: Cluster, vocab_size: int) -> PlanJob:
 
 
 def checkpoint_bytes(config: Config, layout: Layout, num_params: int) -> int:
-    """Return the bytes of a checkpoint; 0 for an optimizer whose states are known only when it runs.
-
-    Args:
-        num_params: of the whole model.
-    """
+    """Return the bytes of a checkpoint; 0 for an optimizer whose states are known only when it runs."""
     if named_rule(config.optimizer.name) is None:
         return 0
     # A master stands for its parameter.

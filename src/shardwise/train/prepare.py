@@ -179,7 +179,6 @@ def open_data(path: str | Path, config: Config, *, is_checked: bool = False) -> 
     """Open the shard that `prepare_data` wrote to `path`; the tokens are read when they are needed.
 
     Args:
-        config: as for `prepare_data`.
         is_checked: whether this start of the run has compared the tokens with their hashes already.
 
     Raises:

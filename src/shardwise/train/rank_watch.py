@@ -164,7 +164,7 @@ class RankWatch:
         """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long."""
         own = torch.tensor([step_s], dtype=torch.float64, device=self._engine.device)
         (longest_s,) = self._engine.comm.max_scalars(own, "time of the step")
-        parts = dict(self._engine.step_context.timeline.clock.parts_s)
+        parts = dict(self._engine.parts.timeline.clock.parts_s)
         parts["data"] = max(0.0, step_s - sum(parts.values()))  # what comes before and between the passes
         slow = None
         if len(self._recent_s) >= _NUM_BEFORE:

@@ -250,7 +250,7 @@ def progress(
     place = None if folder is None else Path(folder).expanduser()
     # Rank 0 alone looks: another rank might find what rank 0 has begun to write.
     is_taken = engine.comm.rank == 0 and place is not None and (place / METRICS_NAME).exists()
-    if engine.step_context.holds_anywhere(is_taken, "the folder's metrics") and engine.num_steps == 0:
+    if engine.parts.holds_anywhere(is_taken, "the folder's metrics") and engine.num_steps == 0:
         raise ConfigError(
             "folder-of-another-run",
             f"folder={place} has the metrics of another run; name a new folder, or load its checkpoint first to go on",

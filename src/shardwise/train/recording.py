@@ -43,8 +43,8 @@ def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
     Raises:
         RuntimeError: the engine simulates the other ranks.
     """
-    engine.step_context.refuse_if_simulated()
-    comm = engine.step_context.comms.pipeline
+    engine.parts.refuse_if_simulated()
+    comm = engine.parts.comms.pipeline
     comm.max_scalars(torch.zeros(1, dtype=torch.float64, device=engine.device), "clocks of the timeline")
     here_s = time.perf_counter()
     rows = [(str(each.action), each.start_s - here_s, each.end_s - here_s, each.stream) for each in engine.timeline]
@@ -65,7 +65,6 @@ def save_timeline(engine: Engine, path: str | Path) -> None:
     """Write the last step's timeline as a Chrome trace; all ranks call it, and rank 0 writes that of its pipeline.
 
     Args:
-        engine: as for `gather_timeline`.
         path: the file, in a folder that exists.
 
     Raises:
@@ -127,6 +126,6 @@ class ProfileWindow:
 
     def _settle(self) -> None:
         """Wait for the collectives that a step leaves under way; one that outlives a profile corrupts its memory."""
-        for group in self._engine.step_context.states().sharding.groups:
+        for group in self._engine.parts.states().sharding.groups:
             if group.state is ParamState.UNSHARDING:
                 group.wait()

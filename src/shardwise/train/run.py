@@ -280,8 +280,8 @@ def _train(
         with stop.saving():
             saved = checkpoints.finish()
     if trainer.was_stopped:  # the last line of the log, which the local launcher quotes if it stopped no rank itself
-        num_asked, rank = trainer.engine.step_context.asking
-        who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
+        stops = trainer.engine.parts.state.stops
+        who = f"rank {stops.rank_sum} was" if stops.num_asked == 1 else f"{stops.num_asked} ranks were"
         log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
     exported, failure = None, checkpoints.failure
     if not isinstance(failure, AbsentRankError):  # its folder may have space where that of the checkpoints has none

@@ -63,7 +63,6 @@ def few_micro_batches(
     """Return the fewest micro-batches with which a rank of a pipeline holds as many at once as with all of them.
 
     Args:
-        recipe_name: as `pipeline.schedule`.
         num_ranks: of the pipeline; 1 for none.
     """
     if num_ranks == 1:

@@ -84,7 +84,6 @@ def measure_quality(
     Args:
         config: whose `precision` and `data` are taken.
         seeds: one training of each kind for each.
-        num_steps: of each training.
         announce: called with a few words before each training.
         environ: the environment that processes inherit; None for this process's.
 

@@ -53,7 +53,7 @@ from shardwise.config.resolve import (
 from shardwise.config.sections import PositiveFloat
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
-from shardwise.engine.steps import RankBatch, run_model
+from shardwise.engine.runner import RankBatch, run_model
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory, first_line
@@ -132,7 +132,6 @@ def simulate(
             otherwise slices are received and summed on the host, as with gloo.
         make_batch: makes one micro-batch, as for `Engine.train_step`, without memory; its values do not matter.
         world_size: the number of ranks in its world.
-        loss_fn: as for `initialize`.
         optimizer: as for `initialize`, but not one over the model's own parameters.
         device_gib: GiB of memory within which the rank must stay; None sets no limit.
 
@@ -200,13 +199,13 @@ def meter_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simula
         start_s: when the simulation began, on `time.perf_counter`.
     """
     before_update: list[tuple[MemorySnapshot, MemorySnapshot]] = []
-    engine.step_context.before_update = lambda: before_update.append(
+    engine.parts.state.before_update = lambda: before_update.append(
         (engine.memory.snapshot(), engine.tiers.memory.snapshot())
     )
     engine.comm.comm_log.recent = deque()  # without a bound
     engine.memory.reset_peak()
     engine.tiers.traffic.reset()
-    with engine.memory.meter(), engine.step_context.failures_explained():
+    with engine.memory.meter(), engine.parts.failures_explained():
         engine.runner.train(batches)
     at_rest, host_at_rest = before_update[0]
     return Simulation(
@@ -291,7 +290,7 @@ def _what_stages_receive(
             examples[stage] = pytree.tree_map(_received, output)
 
     with watch_calls(copied, lambda name, *_: running.append(name), leave):
-        context = engine.step_context
+        context = engine.parts
         run_model(context, RankBatch.of(context, steps[0][0], first_sample=0, number=0), lambda output: None)
     engine.close(keep_values=False)
     return examples
@@ -335,5 +334,5 @@ def _copy_without_memory(model: nn.Module) -> nn.Module:
 
 
 def _counter_bytes(engine: Engine) -> int:
-    tensors = engine.step_context.sharded.kept_tensors()
+    tensors = engine.parts.sharded.kept_tensors()
     return sum(value.element_size() for value in tensors if value.dim() == 0)

@@ -194,7 +194,6 @@ def check_optimizer_states(
     """Raise if the wanted states are not those that the optimizer steps with.
 
     Args:
-        wanted: as for `prepare_optimizer_states`.
         options: new options for each of the optimizer's groups; None if they stay as they are.
 
     Raises:

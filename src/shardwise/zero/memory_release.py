@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
@@ -157,7 +157,7 @@ class MemoryRelease:
         self._freed: deque[_ReleasedMemory] = deque()
         self._given_up: list[_ReleasedMemory] = []  # without content
         self._states_before: dict[ParamGroup, ParamState] = {}
-        self._kinds_before: list[tuple[nn.Parameter, type[nn.Parameter]]] = []
+        self._kinds_before: list[tuple[Tensor, type[Tensor]]] = []
         self._names: tuple[str, ...] = ()
 
     def offload(self, include: Sequence[str]) -> dict[str, int]:
@@ -191,8 +191,7 @@ class MemoryRelease:
             freed_bytes[name] += memory.num_bytes
         if "grads" in self._names:
             freed_bytes["grads"] += self._drop_idle_gradients()
-        if "params" in self._names:
-            self._guard_parameters()
+        self._guard()
         self._trim()
         return freed_bytes
 
@@ -214,6 +213,7 @@ class MemoryRelease:
             group.enter(state)
         for parameter, kind in self._kinds_before:
             set_parameter_class(parameter, kind)
+        self._kinds_before.clear()
         self._spill_buffer.close()
         self._tiers.trim()
         if self._tracker.device.type == "cuda":
@@ -310,16 +310,26 @@ class MemoryRelease:
             self._given_up.append(memory)
         return sum(grads.drop() for grads in idle) + sum(memory.num_bytes for memory in on_host)
 
-    def _guard_parameters(self) -> None:
-        names: dict[int, str] = {}
-        offloaded = released_type(_refuse_use(names))
-        for group in self._sharding.groups:
+    def _guard(self) -> None:
+        """Refuse the use of tensors that a script may have: to read memory that is freed ends the process."""
+        titles: dict[int, str] = {}
+        refuse = _refuse_use(titles)
+        for group in self._sharding.groups if "params" in self._names else ():
             self._states_before[group] = group.state
             group.enter(ParamState.OFFLOADED)
             for parameter, place in zip(group.parameters, group.spec.params, strict=True):
-                names[id(parameter)] = place.name
-                self._kinds_before.append((parameter, type(parameter)))
-                set_parameter_class(parameter, offloaded)
+                self._guard_one(parameter, f"parameter {place.name}", titles, released_type(refuse))
+        for name, view in self._sharded.views().items():
+            if _is_freed(view):
+                self._guard_one(view, f"what is stepped of parameter {name}", titles, released_type(refuse))
+        for value in self._sharded.kept_tensors():
+            if _is_freed(value):
+                self._guard_one(value, "a state of the optimizer", titles, released_type(refuse, type(value)))
+
+    def _guard_one(self, tensor: Tensor, title: str, titles: dict[int, str], kind: type[Tensor]) -> None:
+        titles[id(tensor)] = title
+        self._kinds_before.append((tensor, type(tensor)))
+        set_parameter_class(tensor, kind)
 
     def _trim(self) -> None:
         """Return what was freed to the system."""
@@ -348,10 +358,14 @@ def check_choices(include: Sequence[str], target: ReleaseTarget) -> None:
         )
 
 
-def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], Tensor]:
-    def refuse(parameter: nn.Parameter) -> Tensor:
+def _is_freed(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def _refuse_use(titles: Mapping[int, str]) -> Callable[[Tensor], Tensor]:
+    def refuse(tensor: Tensor) -> Tensor:
         raise ReleasedParameterError(
-            "states-offloaded", f"parameter {names[id(parameter)]} is offloaded; call engine.reload() first"
+            "states-offloaded", f"{titles[id(tensor)]} is offloaded; call engine.reload() first"
         )
 
     return refuse

@@ -65,21 +65,14 @@ class ShardedOptimizer:
         resources: ShardingResources,
     ) -> None:
         self._plan = plan
-        self._tracker = resources.tracker
-        self._comms = resources.comms
-        self._tensor = resources.comms.tensor
-        self._tied = resources.comms.tied
-        self._pipeline_rank = resources.comms.pipeline.rank
+        self._resources = resources
         self._holders: dict[ParamGroup, tuple[int, ...]] = {}  # of what several stages of the pipeline hold
-        self._tiers = resources.tiers
         self._options_of: dict[str, int] = {}  # the index of the optimizer's group, by a parameter's name
         self._own_steps: dict[ParamGroup, GroupStep] = {}  # of states off the device, or encoded
         self._matrix_step: MatrixStep | None = None
         self.whole: WholeStep | None = None
         self._inner_groups: list[tuple[dict[str, Any], list[str]]] = []
         self._has_shapes = False  # the pieces, which are whole, have the parameters' shapes
-        self._states_dtype = resources.states_dtype
-        self._codec_errors = resources.codec_errors
         self._gradients: dict[ParamGroup, Tensor] = {}
         self._groups: list[ParamGroup] = []
         self.pieces: list[ParamPiece] = []
@@ -98,7 +91,6 @@ class ShardedOptimizer:
         self.is_stepping = False
         this = weakref.ref(self)
         self.hooks = StepHooks(self.optimizer, lambda: (own := this()) is None or own.is_stepping)
-        self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
         self._own_methods = follow_calls(self.optimizer, self.add_group, self.change_weights, self._clear_by_script)
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
@@ -212,7 +204,7 @@ class ShardedOptimizer:
     def track_states(self) -> None:
         """Report new states to the memory tracker."""
         for value in self.kept_tensors():
-            self._tracker.track(value, Category.OPTIMIZER)
+            self._resources.tracker.track(value, Category.OPTIMIZER)
 
     def _take(self, groups: Sequence[ParamGroup]) -> None:
         kept: dict[ParamGroup, list[ParamPiece]] = {}
@@ -234,26 +226,26 @@ class ShardedOptimizer:
         """
         scope, kind = self._plan.scope, self._plan.kind
         tiers = {group.spec.tiers.optimizer for group in groups}
-        is_stored = tiers > {"device"} or "device" not in tiers or self._states_dtype != "master"
+        is_stored = tiers > {"device"} or "device" not in tiers or self._resources.states_dtype != "master"
         if scope is StepScope.ELEMENT and (not groups or not is_stored or rule_of_kind(kind) is not None):
             return
-        if is_stored and (self._states_dtype != "master" or "nvme" in tiers):
+        if is_stored and (self._resources.states_dtype != "master" or "nvme" in tiers):
             refuse_without_rule(kind, is_element_wise=scope is StepScope.ELEMENT)
-        if scope is StepScope.JOINT and self._comms.pipeline.world_size > 1:
+        if scope is StepScope.JOINT and self._resources.comms.pipeline.world_size > 1:
             raise ConfigError(
                 "optimizer-joint-step",
                 f"the step of a parameter by {kind.__name__} depends on all other parameters, which the stages of a "
                 "pipeline do not share; use mesh.pp=1, or an optimizer that steps each tensor by itself",
             )
         is_here = all(group.shard_stop - group.shard_start == group.spec.padded_numel for group in groups)
-        self._has_shapes = is_here and not is_stored and self._tensor.world_size == 1
-        self.whole = None if self._has_shapes else WholeStep(self._comms, at_one=scope is StepScope.JOINT)
+        self._has_shapes = is_here and not is_stored and self._resources.comms.tensor.world_size == 1
+        self.whole = None if self._has_shapes else WholeStep(self._resources.comms, at_one=scope is StepScope.JOINT)
 
     def _take_own_steps(self) -> None:
         """Allocate the states of groups that torch's optimizer does not step: off the device, or encoded."""
         if self.whole is not None:
             return
-        has_codes = self._states_dtype != "master"
+        has_codes = self._resources.states_dtype != "master"
         wanted = [group for group in self._groups if has_codes or group.spec.tiers.optimizer != "device"]
         for group in [group for group in self._own_steps if group not in wanted]:
             self._own_steps.pop(group).close()
@@ -263,12 +255,12 @@ class ShardedOptimizer:
             rule, at_once = rule_of(self.optimizer, is_matrix=group.spec.is_matrix), self._has_states_at_once
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)
-            dtype, errors = self._states_dtype, self._codec_errors
-            found = GroupStep(group, pieces, rule, self._tiers, dtype, at_once, errors, self.optimizer)
+            dtype, errors = self._resources.states_dtype, self._resources.codec_errors
+            found = GroupStep(group, pieces, rule, self._resources.tiers, dtype, at_once, errors, self.optimizer)
             self._own_steps[group] = found
             found.prepare(self.options_of)
         if isinstance(self.optimizer, MuonWithAdamW):
-            self._matrix_step = MatrixStep(self._groups, self.pieces, self._comms)
+            self._matrix_step = MatrixStep(self._groups, self.pieces, self._resources.comms)
 
     def _is_offloaded(self, group: ParamGroup) -> bool:
         """Say whether the host steps the group."""
@@ -326,8 +318,8 @@ class ShardedOptimizer:
             group.adopt_master()
 
     def _clear_by_script(self) -> None:
-        if not self.is_stepping and (clear := self.on_zero_grad()) is not None:
-            clear()
+        if not self.is_stepping:
+            self._resources.events.zero_grad()
 
     def used(self) -> list[bool]:
         """Return for each of `names` whether it has got a gradient on this rank since the last step."""
@@ -346,15 +338,16 @@ class ShardedOptimizer:
         for group, grads in held:
             if grads.norm.sharing.summed:
                 shared.append((grads.norm.sharing, self._flat_of(group, grads)))
-        sum_over_sharers(shared, self._tensor)
+        if shared:
+            sum_over_sharers(shared, self._resources.comms.tensor)
         self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
-        squares = []
+        squares, stage = [], self._resources.comms.pipeline.rank
         for group, grads in held:
-            if self._holders.get(group, (self._pipeline_rank,))[0] != self._pipeline_rank:
+            if self._holders.get(group, (stage,))[0] != stage:
                 continue  # another stage counts it
             whole = self._gradients.get(group)
             square = grads.square() if whole is None else grads.norm.square_of(whole)
-            squares.append(square.to(self._tensor.device, non_blocking=True))
+            squares.append(square.to(self._resources.comms.tensor.device, non_blocking=True))
         return squares
 
     def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GradBucket]]) -> None:
@@ -362,7 +355,7 @@ class ShardedOptimizer:
         for group, grads in tied:
             by_holders.setdefault(self._holders[group], []).append(self._flat_of(group, grads))
             grads.forget_square()
-        sum_over_stages(by_holders, self._tied)
+        sum_over_stages(by_holders, self._resources.comms.tied)
 
     def _flat_of(self, group: ParamGroup, grads: GradBucket) -> FlatState:
         """Return a group's gradients, final and where they are now."""
@@ -424,7 +417,7 @@ class ShardedOptimizer:
         stepping = self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
         for group in filter(self._is_offloaded, self._own_steps):
             if group not in stepping and not self._is_whole(group):
-                stepping[group] = self._tiers.worker.submit(lambda: None)
+                stepping[group] = self._resources.tiers.worker.submit(lambda: None)
         return stepping
 
     def _submit(self, chunks: Sequence[tuple[ParamGroup, StepChunk]]) -> dict[ParamGroup, Task]:
@@ -432,7 +425,7 @@ class ShardedOptimizer:
         num_left = Counter(group for group, _ in chunks)
         ends: dict[ParamGroup, Task] = {}
         for group, chunk in chunks:
-            task = self._tiers.step_pipeline.submit(chunk)
+            task = self._resources.tiers.step_pipeline.submit(chunk)
             num_left[group] -= 1
             if not num_left[group]:
                 ends[group] = self._own_steps[group].end(task)

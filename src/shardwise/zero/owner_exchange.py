@@ -99,9 +99,7 @@ class OwnerExchange:
         """Send each rank its part of what this one has made of its tensors; return this rank's parts, 1-D.
 
         Args:
-            matrices: as for `bring`.
             made: whole tensors by name, of those that this rank owns.
-            dtype: as for `bring`.
         """
         sends: dict[int, list[Tensor]] = {}
         receives: dict[int, list[Tensor]] = {}

@@ -212,11 +212,12 @@ class ParamGroup(FlatBuffer):
         with plain_torch_functions():
             return [parameter.requires_grad for parameter in self.parameters]
 
-    def release(self, keep_values: bool = True) -> None:
+    def release(self, keep_values: bool = True, at_once: bool = True) -> None:
         """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
 
         Args:
             keep_values: False leaves the parameters on meta, and gathers nothing.
+            at_once: free memory that the optimizer's pieces view; otherwise it dies with the last of them.
         """
         if keep_values:
             self.wait()
@@ -233,7 +234,7 @@ class ParamGroup(FlatBuffer):
                 set_data(parameter, torch.empty(shape, dtype=parameter.dtype, device="meta"))
         if self.transport.secondary is not None:
             self._tracker.resize(self.transport.secondary.values, 0)
-        if not self._is_shared(self._num_pieces()):  # otherwise it dies with the last of its views
+        if not self._is_shared(self._num_pieces() if at_once else 1):  # otherwise it dies with the last of its views
             self._tracker.resize(self.full, 0)
         for storage in {self.shard, self.master}:
             storage.close()

@@ -29,9 +29,8 @@ from shardwise.zero.grad_buckets import GradState
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
-from shardwise.zero.remote_params import RemoteParams, check_members
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, LentGroups, Phase, Unit
+from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, LentGroups, Phase, RemoteParams, Unit, check_members
 
 
 class ShardingState:
@@ -42,8 +41,6 @@ class ShardingState:
 
     Attributes:
         phase: what the engine does with the model; `LEGAL` has the transitions.
-        before_backward: called before a backward that the engine did not start; returns what to call after it.
-        is_last: it is the last before the step.
         is_serving: the engine runs the model, or reads the loss of its output.
         has_foreign_gradients: a backward that the engine did not start has given gradients.
         kept: groups that stay whole until a schedule reshards them.
@@ -55,10 +52,8 @@ class ShardingState:
     def __init__(self, model: nn.Module, layout: Layout, resources: ShardingResources) -> None:
         self._release_claim = claim(model)
         self.phase = Phase.IDLE
-        self.before_model: Callable[[], Callable[[], None] | None] | None = None
-        self.before_backward: weakref.WeakMethod[Callable[[], Callable[[], None] | None]] | None = None
         self._after_backward: Callable[[], None] | None = None
-        self.will_reduce = self.is_last = True
+        self._will_reduce = self._is_last = True
         self.is_serving = self.has_foreign_gradients = False
         self.groups: list[ParamGroup] = []
         self.units = [Unit(name) for name in (ROOT, *layout.held_units)]
@@ -82,7 +77,7 @@ class ShardingState:
         self._lent = LentGroups()
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[GradientHandle]] = {}
-        self.watch = watch = GradientWatch(model)
+        self.watch = watch = GradientWatch(model, resources.events.zero_grad)
         self._classes = parameter_classes(weakref.ref(self), watch.on_read, watch.on_write)
         try:
             for unit in self.units:
@@ -175,8 +170,7 @@ class ShardingState:
             self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
         self._timeline.is_recording = torch.is_grad_enabled()
-        if self.before_model is not None and (before_model := self.before_model()) is not None:
-            before_model()
+        self._resources.events.before_model()
         self.order.start_forward()
 
     def post_forward(self, unit: Unit, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
@@ -270,7 +264,7 @@ class ShardingState:
         self._begin_backward()
         self.has_foreign_gradients |= self._began_in is not Phase.PRE_BACKWARD
         self.reductions.note_gradient(group)
-        group.grads.add(index, gradient, self.will_reduce)
+        group.grads.add(index, gradient, self._will_reduce)
         if group.grads.arrivals.is_complete:
             unit = self._unit_of[group.spec.unit]
             if self._is_over(unit):
@@ -306,7 +300,7 @@ class ShardingState:
 
     def finish(self) -> None:
         """Reduce what backwards have left unreduced, so that a step may follow."""
-        self.is_last = True
+        self._is_last = True
         if self._holds_unreduced:
             self.reductions.start_backward()
             self._reduce_all()
@@ -320,7 +314,7 @@ class ShardingState:
 
     def reduce(self, groups: Collection[ParamGroup], is_last: bool) -> None:
         """Start to reduce groups at a schedule's request; `is_last` if they get no more gradients before the step."""
-        self.is_last = is_last
+        self._is_last = is_last
         for group in self.reductions.groups:
             if group in groups:
                 self._reduce(group)
@@ -354,8 +348,14 @@ class ShardingState:
         if self.phase is Phase.PRE_BACKWARD:
             self._enter(Phase.IDLE)
 
-    def prepare_backward(self) -> None:
-        """Make available what no hook asks for in the backward: an evaluation in between may have released it."""
+    def prepare_backward(self, is_last: bool, will_reduce: bool) -> None:
+        """Make available what no hook asks for in the backward: an evaluation in between may have released it.
+
+        Args:
+            is_last: it is the last before the step.
+            will_reduce: ranks sum its gradients.
+        """
+        self._is_last, self._will_reduce = is_last, will_reduce
         self.expect_gradients()
         for group in self.units[0].used_groups:
             group.wait()
@@ -434,7 +434,7 @@ class ShardingState:
                 each.remove()
         for unit in self.units:
             for group in unit.groups:
-                group.release(keep_values)
+                group.release(keep_values, at_once=False)  # a script may have the optimizer's pieces
             unit.groups = ()
         self.absent.close()
         self.groups.clear()
@@ -485,8 +485,8 @@ class ShardingState:
             return
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         self._is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
-        if self.phase is Phase.IDLE and not self._is_inner and self.before_backward is not None:
-            self._after_backward = begin() if (begin := self.before_backward()) is not None else None
+        if self.phase is Phase.IDLE and not self._is_inner:
+            self._after_backward = self._resources.events.before_backward()
         self._began_in = self.phase
         for group in self.groups:
             group.follow_writes()  # before a step in this backward
@@ -502,7 +502,7 @@ class ShardingState:
     @property
     def _reduces(self) -> bool:
         """Say whether the backward that has begun reduces gradients."""
-        return self.will_reduce and self._has_gradients and not self._is_inner
+        return self._will_reduce and self._has_gradients and not self._is_inner
 
     def _reduce_before(self, unit: Unit) -> None:
         """Reduce, in lockstep, what comes before a unit when its backward begins, so that all ranks use one order."""
@@ -517,7 +517,7 @@ class ShardingState:
     def _reduce(self, group: ParamGroup) -> None:
         group.begin_reduce()
         if group.grads is not None:
-            group.grads.reduce(self.is_last)
+            group.grads.reduce(self._is_last)
         if not self._resources.overlap:
             group.finish_reduce()
         self.reducing.add(group)
@@ -548,13 +548,13 @@ class ShardingState:
             self._reduce(group)
         late = self.reductions.late
         if self.order.is_lockstep:  # until the last backward, what came late waits in its bucket for the next one
-            late = self.reductions.late_on_any(self._resources.comms.model) if self.is_last else []
+            late = self.reductions.late_on_any(self._resources.comms.model) if self._is_last else []
         for group in self.reductions.groups:
             if group in late:
                 self._reduce(group)
         self.reductions.late.clear()
         self.reducing.finish()
-        self._holds_unreduced = self.order.is_lockstep and not self.is_last
+        self._holds_unreduced = self.order.is_lockstep and not self._is_last
         self._resources.pool.trim()
 
     def on_released_use(self, parameter: nn.Parameter) -> Tensor:

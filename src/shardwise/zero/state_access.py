@@ -127,7 +127,6 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
 
     Args:
         name: a name of a parameter of this rank's stages.
-        state: as for `read_state`.
     """
     place = find_held(states, name)
     whole = states.sharded.whole
@@ -179,7 +178,6 @@ def write_state(
         value: of the state's shape, any floating dtype, the same on every rank. A written `param` or `master` sets
             both: the master takes the value, the parameter the value rounded. A written `grad` stands for the mean
             gradient of all backwards so far.
-        state: as for `read_state`.
         from_rank: the rank whose value all ranks take, the others may give None; None if every rank gives it.
 
     Raises:

@@ -49,7 +49,7 @@ def measure(num_layers: int, activations: str) -> tuple[Measured, dict[Any, int]
     measured = measure_steps(engine, [[make_batch(), make_batch()]] * 2)
     return (
         measured,
-        engine.step_context.activations._traffic.moved_bytes if engine.step_context.activations is not None else {},
+        engine.parts.activations._traffic.moved_bytes if engine.parts.activations is not None else {},
     )
 
 

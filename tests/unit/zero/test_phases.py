@@ -18,7 +18,7 @@ def test_phases_follow_each_other_as_the_table_says() -> None:
     seen: list[Phase] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
     with initialize(model, make_config(1, {}), loss_fn=lambda output, batch: output.sum()) as engine:
-        sharding = engine.step_context.sharding
+        sharding = engine.parts.sharding
         model[1].register_forward_hook(lambda *given: seen.append(sharding.phase))
         model[1].weight.register_hook(lambda gradient: seen.append(sharding.phase))
         engine.train_step([torch.ones(1, 2, dtype=torch.float64)])
@@ -29,7 +29,7 @@ def test_phases_follow_each_other_as_the_table_says() -> None:
 def test_a_step_of_the_engine_within_its_backward_is_refused() -> None:
     model = nn.Linear(2, 1).double()
     engine = initialize(model, make_config(1, {}), loss_fn=lambda output, batch: output.sum())
-    sharding = engine.step_context.sharding
+    sharding = engine.parts.sharding
     model.weight.register_hook(lambda gradient: sharding.refresh({}, at_once=False))
     with pytest.raises(RuntimeError, match=r"cannot go from .*BACKWARD to STEPPING"):
         engine.train_step([torch.ones(1, 2, dtype=torch.float64)])
@@ -74,7 +74,7 @@ def test_no_state_of_a_buffer_is_a_dead_end_and_illegal_ones_are_refused() -> No
     assert all(GradState.EMPTY in after for after in grad_buckets.LEGAL.values())
     model = nn.Linear(2, 1).double()
     with initialize(model, make_config(1, {}), loss_fn=lambda output, batch: output.sum()) as engine:
-        (group,) = engine.step_context.sharding.groups
+        (group,) = engine.parts.sharding.groups
         with pytest.raises(RuntimeError, match=r"parameters of .* cannot go from UNSHARDED to STEPPING"):
             group.enter(ParamState.STEPPING)
         assert group.grads is not None

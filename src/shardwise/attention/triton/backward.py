@@ -79,11 +79,8 @@ def prepare(
     """Write delta = rowsum(out * grad_out) - grad_lse and the log-sum-exp in base 2.
 
     Args:
-        prepared: `RowInputs`.
         incoming: `OutputGrad`, whose lse and delta are written.
-        numbers: `KernelScalars`.
         has_grad_lse: whether the log-sum-exp has a gradient.
-        shape: `KernelShape`.
     """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     queries = tl.program_id(0) * shape.TILE + tl.arange(0, shape.TILE)
@@ -114,14 +111,9 @@ def backward_queries(
     """Compute dQ and, if needed, the gradient of the bias.
 
     Args:
-        inputs: `KernelInputs`.
-        incoming: `OutputGrad`.
         out: `GradOfQueries`, written.
         lists: `LutPointers` of queries.
-        given: `ModifierArgs`.
-        numbers: `KernelScalars`.
         bias_mode: 0 for no gradient of the bias, 1 to write it, 2 to add it to the values there.
-        shape: `KernelShape`.
     """
     head, sample = tl.program_id(1).to(tl.int64) + out.head, tl.program_id(2).to(tl.int64) + out.sample
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
@@ -214,10 +206,8 @@ def backward_keys(
     """Compute dK and dV of one key and value head, over all the query heads that share it.
 
     Args:
-        inputs, incoming: `KernelInputs`, `OutputGrad`.
         out: `GradOfKeys`, written.
         lists: `LutPointers` of the keys.
-        given, numbers, shape: `ModifierArgs`, `KernelScalars`, `KernelShape`.
     """
     kv, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
@@ -311,9 +301,6 @@ def merge_sums(sums: tl.tensor, out: tl.tuple, merges: tl.tuple, numbers: tl.tup
     Args:
         sums: partial sums, fp32 [B, heads, slots, TILE, WIDE_D].
         out: `StridedRows`, written.
-        merges: `SplitTiles`.
-        numbers: `KernelScalars`.
-        shape: `KernelShape`.
     """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     origin, begin, end, slot, num = item_of(merges.items, tl.program_id(0) * 5, head * merges.group)

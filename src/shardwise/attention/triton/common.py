@@ -113,7 +113,6 @@ def dot(a: tl.tensor, b: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     Args:
         a: [M, K].
         b: [K, N], in the dtype of a.
-        shape: `KernelShape`.
     """
     if shape.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -133,7 +132,6 @@ def head_of(rows: tl.tuple, sample: tl.tensor, head: tl.tensor) -> tl.tuple:
     """Return the pointer to the first row of a sample's head, and the stride between rows.
 
     Args:
-        rows: `StridedRows`.
         sample: number of the sample, int64.
         head: number of the head, int64.
     """
@@ -147,7 +145,6 @@ def row_pointers(rows: tl.tuple, tokens: tl.tensor, shape: tl.constexpr) -> tl.t
     Args:
         rows: of a head, from `head_of`.
         tokens: [tokens], numbers of the rows.
-        shape: `KernelShape`.
     """
     begin, stride = rows
     return begin + tokens[:, None].to(tl.int64) * stride + tl.arange(0, shape.WIDE_D)[None, :]
@@ -173,7 +170,6 @@ def load_rows(
         tokens: [tokens], numbers of the rows.
         is_real: [tokens], bool, whether each row exists.
         masked: whether rows that do not exist are 0; without it all exist.
-        shape: `KernelShape`.
     """
     pointers = row_pointers(rows, tokens, shape)
     if masked:
@@ -196,7 +192,6 @@ def store_rows(
         tokens: [tokens], numbers of the rows.
         is_real: [tokens], bool, whether each row exists.
         values: [tokens, WIDE_D], cast to the dtype of the rows.
-        shape: `KernelShape`.
     """
     pointers = row_pointers(rows, tokens, shape)
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=row_mask(is_real, shape))
@@ -233,10 +228,8 @@ def entry_at(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape
     of its own iteration, fewer loads would overlap.
 
     Args:
-        lists: `LutPointers`.
         number: of the entry in its table.
         is_partial: whether the table is that of partial entries.
-        shape: `KernelShape`.
     """
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     row = entry_row(lists, number, is_partial, shape) + (0 if num_subs == 1 else tl.arange(0, shape.ENTRY) // shape.SUB)
@@ -250,10 +243,8 @@ def entry_row(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shap
     """Return the pointer to an entry in its table.
 
     Args:
-        lists: `LutPointers`.
         number: of the entry in its table.
         is_partial: whether the table is that of partial entries.
-        shape: `KernelShape`.
     """
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     size: tl.constexpr = 2 * num_subs + shape.TILE // shape.RUN if is_partial else num_subs
@@ -265,10 +256,7 @@ def entry_tokens(lists: tl.tuple, entry: tl.tuple, is_partial: tl.constexpr, sha
     """Return the tokens [ENTRY] of an entry of lists, and whether each exists; in a full entry all do.
 
     Args:
-        lists: `LutPointers`.
         entry: (number, begins, ends), the latter two from `entry_at`.
-        is_partial: whether the entry is partial.
-        shape: `KernelShape`.
     """
     number, begins, ends = entry
     if not shape.IS_AHEAD:
@@ -284,11 +272,9 @@ def pairs_seen(lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.te
     """Say which pairs of a partial entry of lists are seen, [TILE, ENTRY].
 
     Args:
-        lists: `LutPointers`.
         entry: (number, begins, ends).
         pairs: queries, keys and the shift between them.
         is_real: [ENTRY], whether each token of the entry exists.
-        shape: `KernelShape`.
     """
     queries, keys, shift = pairs
     seen = (keys <= queries + shift) & is_real[None, :]
@@ -309,7 +295,6 @@ def biased(scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple,
         scores: [TILE, ENTRY].
         pairs: queries, keys and the shift between them.
         is_pair: [TILE, ENTRY], whether both tokens exist.
-        given: `ModifierArgs`.
     """
     queries, keys, _ = pairs
     sample, head = at
@@ -328,8 +313,6 @@ def kept(
         pairs: queries, keys and the shift between them.
         is_query: whether each query exists; of the shape of queries.
         is_key: whether each key exists; of the shape of keys.
-        given: `ModifierArgs`.
-        numbers: `KernelScalars`.
     """
     queries, keys, _ = pairs
     sample, head = at
@@ -348,8 +331,6 @@ def slot_tokens(
 
     Args:
         slot: number of the slot in its head.
-        num_heads: of the sums.
-        shape: `KernelShape`.
     """
     sample, head = at
     first = ((sample * num_heads + head) * num_slots + slot) * shape.TILE
@@ -363,6 +344,5 @@ def slot_pointers(sums: tl.tensor, tokens: tl.tensor, shape: tl.constexpr) -> tl
     Args:
         sums: pointer to the sums, fp32.
         tokens: [TILE], int64, from `slot_tokens`.
-        shape: `KernelShape`.
     """
     return sums + tokens[:, None] * shape.WIDE_D + tl.arange(0, shape.WIDE_D)[None, :]

@@ -49,12 +49,8 @@ def forward(
     """Compute the output and log-sum-exp of a tile of queries, or the partial sums of a split one.
 
     Args:
-        inputs: `KernelInputs`.
         attended: `ForwardOutputs`, written.
         lists: `LutPointers` of queries.
-        given: `ModifierArgs`.
-        numbers: `KernelScalars`.
-        shape: `KernelShape`.
     """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
@@ -160,9 +156,6 @@ def merge_softmax(attended: tl.tuple, merges: tl.tuple, numbers: tl.tuple, shape
 
     Args:
         attended: `ForwardOutputs`; its partial sums are read, its output and log-sum-exp written.
-        merges: `SplitTiles`.
-        numbers: `KernelScalars`.
-        shape: `KernelShape`.
     """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     origin, begin, end, slot, num = item_of(merges.items, tl.program_id(0) * 5, head * merges.group)

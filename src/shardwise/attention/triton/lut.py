@@ -36,7 +36,6 @@ class TokenAxis:
     """Describes one axis of a document.
 
     Attributes:
-        own: its tokens.
         other: those of the other axis.
         places: the index of the first token of each axis in its tensor.
         of_queries: whether it is the axis of queries.

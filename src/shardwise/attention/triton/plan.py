@@ -59,11 +59,7 @@ def plan_of(
     device: torch.device,
     limit: int | None = None,
 ) -> BackendPlan:
-    """Make the tables of queries, then those of keys.
-
-    Args:
-        limit: see `tables_of`.
-    """
+    """Make the tables of queries, then those of keys."""
     tensors: list[Tensor] = []
     numbers: list[int] = []
     for of_queries in (True, False):

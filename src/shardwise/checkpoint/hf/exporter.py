@@ -62,7 +62,6 @@ class ExportTensor:
         name: the first of its names in the model.
         aliases: its other names.
         copies: of those, the ones that the folder has too; what it leaves out, a reader of the folder ties again.
-        shape: of the whole tensor.
         dtype: safetensors' name of the dtype to write.
     """
 

@@ -29,7 +29,6 @@ def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any], *, 
     """Build the optimizer of a config's `optimizer` section; "Adam" is AdamW unless `adam_w_mode` is false.
 
     Args:
-        section: with `type` and `params`.
         param_groups: parameters, or groups of them as torch's optimizers take.
         is_on_host: whether the states are there, by which DeepSpeed chooses its Adam.
 
@@ -72,7 +71,6 @@ def build_scheduler(section: Mapping[str, Any], optimizer: Optimizer) -> lr_sche
     """Build the schedule of a config's `scheduler` section.
 
     Args:
-        section: with `type` and `params`.
         optimizer: whose learning rates, and momenta, it sets.
 
     Raises:

@@ -124,7 +124,7 @@ def _engine(
         logger.info("DeepSpeed info: %s: Shardwise answers", shown)
         for note in translation.notes:
             logger.info("%s", note)
-    groups.note_engine(inner.layout.mesh, inner.step_context.comms)
+    groups.note_engine(inner.layout.mesh, inner.parts.comms)
     engine = kind(inner, source, translation, schedule, frozen)
     _mark(model, engine)
     return engine

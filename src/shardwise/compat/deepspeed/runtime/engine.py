@@ -21,6 +21,7 @@ from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
 from shardwise.comm.backends import world_comm
+from shardwise.comm.loss import PlainMode
 from shardwise.compat.deepspeed.config import Translation, dtype_of, given_sums
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.getters import EngineGetters
@@ -124,7 +125,7 @@ def lend(engine: DeepSpeedEngine) -> Callable[[], None]:
     Its methods do there what those of `DeepSpeedOptimizer` do.
     """
     optimizer, this = engine.inner.optimizer, weakref.ref(engine)
-    sharded = weakref.ref(engine.inner.step_context.sharded)
+    sharded = weakref.ref(engine.inner.parts.sharded)
     own_step, own_zero_grad, before = optimizer.step, optimizer.zero_grad, dict(optimizer.__dict__)
 
     @functools.wraps(own_step)  # a schedule has marked it
@@ -204,14 +205,14 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self.optimizer: Any = None if evaluates else inner.optimizer if has_own else DeepSpeedOptimizer(self)
         self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
-        inner.step_context.sharding.watch.refuses = False  # as with DeepSpeed, it does nothing
-        inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
+        inner.parts.sharding.watch.refuses = False  # as with DeepSpeed, it does nothing
         # Where losses are scaled it is `scale` that divides, so that both kinds of backwards overflow at one scale.
-        scaler = inner.step_context.scaler
+        scaler = inner.parts.scaler
         is_scaled = scaler.is_dynamic or scaler.scale != 1.0
-        inner.step_context.own_backward_scale = None if is_scaled else 1 / self.gradient_accumulation_steps()
         self._sum_over = mesh.num_data_ranks if given_sums(self._given) else 1
-        inner.step_context.losses.plain_count = 1 / self._sum_over
+        scale = None if is_scaled else 1 / self.gradient_accumulation_steps()
+        # It is on from the start, as the script may run `engine.module` itself.
+        inner.parts.losses.plain = PlainMode(True, scale, 1 / self._sum_over)
         inner.checkpoints.may_save_within_step = True
 
     def __getattr__(self, name: str) -> Any:
@@ -252,11 +253,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             raise AssertedError(
                 "loss-not-scalar", f"engine.scale got a tensor of shape {tuple(loss.shape)}; give it a scalar tensor"
             )
-        context = self.inner.step_context
-        context.is_own_loss_scaled = True
-        if context.own_backward_scale is not None:
+        parts = self.inner.parts
+        parts.losses.plain.is_next_scaled = True
+        if parts.losses.plain.scale is not None:
             return loss
-        return loss * (context.scaler.scale / self.gradient_accumulation_steps())
+        return loss * (parts.scaler.scale / self.gradient_accumulation_steps())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Say whether the next `step` updates the parameters."""
@@ -278,19 +279,19 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         """Update the parameters at a boundary; count a micro-batch in any case."""
         self._was_applied = False
         if not self._is_managed or self.is_gradient_accumulation_boundary():
-            context = self.inner.step_context
-            if self._has_dropped and context.num_backwards == 0:  # nothing is left to update by
-                advance(context.scheduler)
+            state = self.inner.parts.state
+            if self._has_dropped and state.num_backwards == 0:  # nothing is left to update by
+                advance(state.scheduler)
                 self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
             else:
                 self._count(self.inner.step(partial=True))
-        self._num_counted = self.inner.step_context.num_backwards
+        self._num_counted = self.inner.parts.state.num_backwards
         self.micro_steps += 1
 
     @property
     def awaits_step(self) -> bool:
         """Say whether `step` has not been called after the last backward."""
-        return self.inner.step_context.num_backwards > self._num_counted
+        return self.inner.parts.state.num_backwards > self._num_counted
 
     def _count(self, result: StepResult) -> None:
         """Count a step of the optimizer."""
@@ -324,10 +325,10 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         Right after a `step` that was no boundary there are those of micro-batches that it has counted. As in
         DeepSpeed, they are dropped in stages 0 and 1 and kept in stages 2 and 3, where they are reduced already.
         """
-        context = self.inner.step_context
-        if self.is_destroyed or context.num_backwards == 0:
+        parts = self.inner.parts
+        if self.is_destroyed or parts.state.num_backwards == 0:
             return
-        are_counted = context.num_backwards == self._num_counted and not context.status.is_in_backward
+        are_counted = parts.state.num_backwards == self._num_counted and not parts.status.is_in_backward
         keeps = are_counted and self.zero_optimization_stage() >= 2
         if are_counted and not self._has_warned:
             self._has_warned = True
@@ -527,7 +528,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if state is not None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(state, Path(save_dir) / save_filename)
-        self.inner.step_context.holds_anywhere(False, "the end of save_16bit_model")
+        self.inner.parts.holds_anywhere(False, "the end of save_16bit_model")
         return True
 
     save_fp16_model = save_16bit_model
@@ -570,7 +571,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         return self.inner.config.optimizer.clip_norm or 0.0
 
     def loss_scale(self) -> float:
-        return self.inner.step_context.scaler.scale
+        return self.inner.parts.scaler.scale
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.inner.optimizer.param_groups]

@@ -389,12 +389,12 @@ class EngineGetters:
         self._set_batch(micro_batch_size * steps * self.inner.layout.mesh.num_data_ranks, micro_batch_size, steps)
 
     def _set_batch(self, whole: int, micro: int, steps: int) -> None:
-        context = self.inner.step_context
+        parts = self.inner.parts
         batch = {"global_size": whole, "micro_size": micro, "accumulation": steps}
-        changed = context.config.model_copy(update={"batch": context.config.batch.model_copy(update=batch)})
-        self.inner.config = context.config = changed
-        if context.own_backward_scale is not None:
-            context.own_backward_scale = 1 / steps
+        changed = parts.config.model_copy(update={"batch": parts.config.batch.model_copy(update=batch)})
+        self.inner.config = parts.state.config = changed
+        if parts.losses.plain.scale is not None:
+            parts.losses.plain.scale = 1 / steps
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Set what the loader of `training_data` does to each batch."""

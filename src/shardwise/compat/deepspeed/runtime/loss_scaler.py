@@ -51,7 +51,7 @@ class _Live:
     @property
     def dynamic(self) -> bool:
         """Say whether it changes."""
-        return self._engine.inner.step_context.scaler.is_dynamic
+        return self._engine.inner.parts.scaler.is_dynamic
 
     @property
     def cur_iter(self) -> int:
@@ -79,5 +79,5 @@ class _LiveDynamicScaler(_Live, DynamicLossScaler):  # type: ignore[override]
 
 def scaler_of(engine: DeepSpeedEngine) -> LossScalerBase:
     """Return what has the engine's loss scale, of DeepSpeed's class for it."""
-    is_dynamic = engine.inner.step_context.scaler.is_dynamic
+    is_dynamic = engine.inner.parts.scaler.is_dynamic
     return (_LiveDynamicScaler if is_dynamic else _LiveScaler)(engine)

@@ -101,7 +101,7 @@ def _local(parameter: nn.Parameter) -> tuple[Any, str]:
             f"zero_optimization.stage={engine.config.zero.stage}: a rank has slices of parameters in stage 3 alone, as "
             "in DeepSpeed; call safe_get_full_* or safe_set_full_*",
         )
-    return engine.step_context.usable_states(), name
+    return engine.parts.usable_states(), name
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:

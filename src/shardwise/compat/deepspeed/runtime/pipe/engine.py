@@ -23,8 +23,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.inner.step_context.is_plain = False
-        self.inner.step_context.loss_fn = self._loss
+        self.inner.parts.losses.plain.is_on = False
+        self.inner.parts.state.loss_fn = self._loss
         self._batches: Iterator[Any] | None = None
         self._change: Callable[[Any], Any] | None = None
         self._outputs: list[Any] | None = None  # of an evaluation that returns them

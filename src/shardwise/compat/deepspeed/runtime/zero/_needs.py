@@ -28,7 +28,6 @@ def needs(
         model: a module, or its number of parameters.
         tiers: the tier of each state that is not on the device.
         largest_block: parameters of the largest block, where `model` is a number.
-        num_gpus_per_node: of each node.
     """
     (states,) = estimate_model_states(
         model,

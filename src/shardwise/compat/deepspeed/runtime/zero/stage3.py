@@ -27,7 +27,6 @@ def estimate_zero3_model_states_mem_needs(
     """Return the bytes of each host, those of each GPU, and the part of these for the gathered largest layer.
 
     Args:
-        num_gpus_per_node: of each node.
         cpu_offload: `tiers.grads` and `tiers.optimizer` are the host.
         cpu_offload_params: `tiers.params` is the host too, where `cpu_offload` is set.
         zero_init: not used; a model on meta, or one inside `shardwise.init`, is never whole on any host.
@@ -54,7 +53,6 @@ def estimate_zero3_model_states_mem_needs_all_live(
     """Print the memory that a model needs in stage 3, for each choice of offload.
 
     Args:
-        num_gpus_per_node: of each node.
         additional_buffer_factor: not used; DeepSpeed has it.
     """
     print_needs(model, 3, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
@@ -70,7 +68,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     """Print the memory that a number of parameters needs in stage 3, for each choice of offload.
 
     Args:
-        num_gpus_per_node: of each node.
         additional_buffer_factor: not used; DeepSpeed has it.
     """
     print_needs(

@@ -24,7 +24,6 @@ def estimate_zero2_model_states_mem_needs(
     """Return the bytes of each host and those of each GPU.
 
     Args:
-        num_gpus_per_node: of each node.
         cpu_offload: `tiers.grads` and `tiers.optimizer` are the host.
         additional_buffer_factor: multiplies the host's bytes; 1.0 by default, since these are exact.
     """
@@ -39,7 +38,6 @@ def estimate_zero2_model_states_mem_needs_all_live(
     """Print the memory that a model needs in stage 2, with and without offload.
 
     Args:
-        num_gpus_per_node: of each node.
         additional_buffer_factor: not used; DeepSpeed has it.
     """
     print_needs(model, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
@@ -51,7 +49,6 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     """Print the memory that a number of parameters needs in stage 2, with and without offload.
 
     Args:
-        num_gpus_per_node: of each node.
         additional_buffer_factor: not used; DeepSpeed has it.
     """
     print_needs(total_params, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)

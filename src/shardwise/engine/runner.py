@@ -1,0 +1,306 @@
+"""This module says how an engine computes the micro-batches of a step: one after the other, or as a schedule says.
+
+An engine has one runner for its lifetime. All take a step in the same way: forwards, backwards, `update`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
+from shardwise.config.resolve import ConfigError
+from shardwise.context.batch import TokenShard, main_input
+from shardwise.context.huggingface import check_num_items, take_num_items
+from shardwise.context.loss_trial import check_loss_by_token
+from shardwise.engine.parts import EngineParts
+from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
+from shardwise.engine.types import EvalResult, StepResult
+from shardwise.runtime.batch_errors import refuse_misfit
+from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
+from shardwise.runtime.recompute import call_model
+from shardwise.runtime.torch_private import pytree
+from shardwise.tensor.apply import explain_shapes
+from shardwise.tensor.loss_parallel import settle_all
+
+Result = TypeVar("Result")
+
+_LOG: Final = logging.getLogger("shardwise")
+
+
+class StepRunner(Protocol):
+    """Computes micro-batches of one engine."""
+
+    def check_direct(self, call: str) -> None:
+        """Raise if forwards, backwards and steps cannot be called one by one."""
+
+    def forward(self, batch: Any) -> LossSum | None:
+        """Run the forward of one batch; None where another rank has its loss."""
+
+    def train(self, batches: Sequence[Any]) -> StepResult:
+        """Take a step over micro-batches."""
+
+    def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
+        """Count the losses of batches, each as for `engine(batch)`, into `losses`, forward only."""
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """Holds a rank's share of a batch, on the device, and its samples.
+
+    Attributes:
+        share: the tokens of this rank, inputs in the parameters' dtype.
+        num_samples: 0 where it cannot be known.
+        first_sample: how many samples of this step this rank has before it.
+        number: of its forward in the step, from 0.
+    """
+
+    share: TokenShard
+    num_samples: int
+    first_sample: int
+    number: int
+
+    @classmethod
+    def of(cls, parts: EngineParts, batch: Any, first_sample: int, number: int) -> Self:
+        """Take a batch, which must be the same on ranks that compute it together.
+
+        Args:
+            parts: whose device, dtype and layout count.
+            first_sample: how many samples of this step this rank has before it.
+            number: of its forward in the step, from 0.
+        """
+        parts.check_batch(batch, is_first_step=parts.state.num_steps == 0)
+        if number == 0:
+            agree_on_hooks(parts)
+        has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
+        given, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
+        share = parts.sequences.share(to_device(given, parts.device), has_more)
+        check_num_items(parts.model, num_items, share.num_targets)
+        inputs = to_device(share.inputs, parts.device, torch_dtype(parts.layout.precision.param))
+        return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number)
+
+    def loss(self, parts: EngineParts, output: Any) -> LossSum:
+        """Read the loss of this share from the model's output."""
+        share = self.share
+        cp, whole = parts.layout.mesh.cp, parts.split_values
+        if whole is not None:
+            output = whole.results.take(output)
+        if cp > 1 and parts.state.loss_fn is not None and parts.state.num_steps == 0 and torch.is_grad_enabled():
+            check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1])
+        with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
+            return read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
+
+
+def _num_samples(inputs: Any) -> int:
+    """Return the size of the first tensor's first dim; 0 where there is none."""
+    leaves = pytree.tree_leaves(inputs)
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
+
+
+def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
+    """Run the model's forward and return what `read` makes of its output, before the parameters that it reads are
+    resharded.
+
+    Args:
+        read: is given the model's output.
+    """
+    try:
+        with parts.sharding.serving(), _numbers_for(parts, taken):
+            result = read(call_model(parts.model, taken.share.inputs))
+            settle_unless_trained(parts)
+            return result
+    except BaseException as error:
+        explain_shapes(error, parts.model, parts.layout.tensor)
+        explain_dtypes(error, parts.model, torch_dtype(parts.layout.precision.param))
+        refuse_misfit(error, parts.model, taken.share.inputs)
+        raise
+
+
+def settle_unless_trained(parts: EngineParts) -> None:
+    """Settle the logits that are still referenced after a forward without a backward, while parameters are whole."""
+    if not torch.is_grad_enabled():
+        settle_all(parts.heads)
+
+
+def _numbers_for(parts: EngineParts, taken: RankBatch, args: Sequence[Any] = ()) -> AbstractContextManager[None]:
+    """Draw, in a forward in training mode inside, the numbers of its samples, on any rank that computes them; `args`
+    are inputs that the batch has no name for.
+    """
+    if not (parts.model.training and taken.num_samples):
+        return nullcontext()
+    mesh = parts.layout.mesh
+    data_rank = mesh.data_index(parts.comm_factory.rank)
+    first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples
+    tokens, length = taken.share.tokens, _length(args or taken.share.inputs)
+    return parts.draws.at(parts.state.num_steps, taken.number, first_sample, taken.num_samples, tokens, length)
+
+
+def _length(inputs: Any) -> int | None:
+    """Return how many tokens a sequence of the inputs has; None where no tensor has any."""
+    try:
+        return int(main_input(inputs).shape[1])
+    except ConfigError:
+        return None
+
+
+def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the model's own forward and return its output; where `mesh.cp` splits sequences, that of this rank's tokens.
+
+    There the model's own loss is scaled so that its mean over the ranks is the loss of the sequence.
+
+    Args:
+        kwargs: of the model; all inputs where `mesh.cp` is more than 1.
+
+    Raises:
+        ConfigError: under `mesh.cp` an input has no name.
+    """
+    parts.status.check(params_suffice=not torch.is_grad_enabled())
+    parts.losses.plain.is_on |= torch.is_grad_enabled()
+    cp, share = parts.layout.mesh.cp, TokenShard(None, kwargs)
+    if cp > 1 and args:
+        raise ConfigError(
+            "plain-inputs-unnamed",
+            f"engine.forward got {len(args)} inputs without names under mesh.cp={cp}, which cuts them by name; pass "
+            "keyword arguments",
+        )
+    parts.check_batch((args, kwargs), is_first_step=parts.state.num_steps == 0)
+    if parts.state.num_forwards == 0:
+        agree_on_hooks(parts)
+    if cp > 1:
+        share = parts.sequences.share(to_device(dict(kwargs), parts.device), False)
+    num_samples = _num_samples((args, kwargs))
+    taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples))
+    with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args):
+        try:
+            output = parts.model(*args, **share.inputs)
+        except Exception as error:
+            if not (args and share.inputs):
+                refuse_misfit(error, parts.model, args or share.inputs)
+            raise
+        settle_unless_trained(parts)
+        if parts.split_values is not None:
+            output = parts.split_values.results.take(output)
+    if share.loss_weight is not None and getattr(output, "loss", None) is not None:
+        output.loss = output.loss * share.loss_weight * cp
+    return output
+
+
+@contextmanager
+def _forward_phase(parts: EngineParts) -> Iterator[None]:
+    """Count the seconds inside as those of a step's forward; an evaluation's are of no step."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    parts.timeline.clock.switch("forward")
+    try:
+        yield
+    finally:
+        parts.timeline.clock.switch("other")
+
+
+class SequentialRunner:
+    """Runs forward and backward of each micro-batch in turn."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+
+    def check_direct(self, call: str) -> None:
+        """Do nothing: forwards, backwards and steps can be called one by one."""
+
+    def forward(self, batch: Any) -> LossSum:
+        """Run the forward."""
+        parts = self._parts
+        parts.status.check(params_suffice=not torch.is_grad_enabled())
+        parts.timeline.micro_batch = parts.state.num_backwards
+        with _forward_phase(parts):
+            taken = RankBatch.of(parts, batch, parts.state.num_samples, parts.state.num_forwards)
+            parts.state.take_forward(taken.num_samples)
+            return run_model(parts, taken, lambda output: taken.loss(parts, output))
+
+    def train(self, batches: Sequence[Any]) -> StepResult:
+        """Take a step."""
+        parts = self._parts
+        for index, batch in enumerate(batches, 1):
+            loss = open_loss(parts, batch, self.forward(batch))
+            run_backward(parts, loss, is_boundary=index == len(batches))
+        return update(parts, self.forward)
+
+    def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
+        """Run the forwards; `losses` is given the losses of `batches`."""
+        for batch in batches:
+            losses.add(self.forward(batch))
+
+
+def micro_batches(parts: EngineParts, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> Sequence[Any]:
+    """Return the micro-batches of a step as a sequence; a dict or a tensor is one.
+
+    Raises:
+        ConfigError: they are more or fewer than `batch.accumulation`, or the parts of one.
+    """
+    expected = parts.config.batch.accumulation
+    if isinstance(batches, Mapping | Tensor):
+        batches = [batches]
+    if len(batches) != expected:
+        got, fix = f"{len(batches)}", f"give {expected} or set batch.accumulation={len(batches)}"
+        if expected == 1 and isinstance(batches, tuple):
+            got, fix = f"a tuple of {len(batches)}", "give [batch] where it is one micro-batch"
+        raise ConfigError(
+            "micro-batch-count",
+            f"train_step takes a list of batch.accumulation={expected} micro-batches and got {got}; {fix}",
+        )
+    return as_list(batches)
+
+
+def as_list(batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> Sequence[Any]:
+    """Return batches as a sequence; a dict or a tensor is one.
+
+    Raises:
+        ConfigError: they are the parts of one batch, such as inputs and targets, or an array of others.
+    """
+    if isinstance(batches, Mapping | Tensor):
+        return [batches]
+    is_array = hasattr(batches, "__array__")
+    if isinstance(batches, list | tuple) and len(batches) > 1 and all(isinstance(each, Tensor) for each in batches):
+        kinds = {(each.dtype, each.dim()) for each in batches}
+        is_one = isinstance(batches, tuple) or len(kinds) > 1
+    else:
+        is_one = False
+    if is_array or is_one:
+        found = f"a {type(batches).__name__} of {len(batches)}" + ("" if is_array else " tensors")
+        raise ConfigError(
+            "micro-batch-parts",
+            f"train_step and eval_step take a list of micro-batches and got {found}, which may be the parts of one; "
+            "give [batch] where it is one, and a list of tensors of one kind where each is one",
+        )
+    return batches
+
+
+def evaluate(parts: EngineParts, runner: StepRunner, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> EvalResult:
+    """Return the mean loss over batches of all data ranks, in the model's eval mode.
+
+    Args:
+        batches: each as for `engine(batch)`; a dict or a tensor is one.
+    """
+    training = [module for module in parts.model.modules() if module.training]
+    parts.model.eval()
+    losses = LossAccumulator(parts.comms)
+    try:
+        with torch.no_grad():
+            runner.evaluate(as_list(batches), losses)
+    finally:
+        for module in training:
+            module.training = True
+    loss_sum, count = parts.state.stops.take(
+        losses.sum_over_ranks("evaluation", parts.state.stops.to_sum(parts.comm.rank))
+    )
+    if (error := losses.count_error(count, "evaluation")) is not None:
+        raise error
+    if count == 0 and parts.comm.rank == 0:
+        _LOG.warning("nothing counted in an evaluation: its batches have no targets, and loss 0 stands for no value")
+    return EvalResult(loss_sum / (count or 1.0), count)

@@ -1,0 +1,406 @@
+"""A step of an engine, from its first forward to the update of its parameters: functions over `EngineParts`.
+
+A runner computes the micro-batches and calls `update`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.loss import LossSum, NonFiniteLossError, check_loss, first_nonfinite_module
+from shardwise.config.errors import EngineError
+from shardwise.config.resolve import ConfigError
+from shardwise.engine.parts import EngineParts
+from shardwise.engine.types import StepResult
+from shardwise.layout.layout import build_layout
+from shardwise.layout.zero_stages import Placement
+from shardwise.optim.schedules import advance
+from shardwise.runtime.codec_errors import relative_errors
+from shardwise.runtime.param_guard import has_gradient
+from shardwise.runtime.precision import torch_dtype
+from shardwise.runtime.torch_private import in_transform
+from shardwise.zero.resources import ModelEvents
+from shardwise.zero.startup import regroup
+
+
+class StepEvents(ModelEvents):
+    """Follows the model and the optimizer once the engine is built and while it lives: they do not keep it alive."""
+
+    def __init__(self) -> None:
+        self._parts: Callable[[], EngineParts | None] = lambda: None
+
+    def follow(self, parts: EngineParts) -> None:
+        """Pass events on to an engine from now on."""
+        self._parts = weakref.ref(parts)
+
+    def before_model(self) -> None:
+        if (parts := self._parts()) is not None:
+            before_model(parts)
+
+    def before_backward(self) -> Callable[[], None] | None:
+        return before_own_backward(parts) if (parts := self._parts()) is not None else None
+
+    def zero_grad(self) -> None:
+        if (parts := self._parts()) is not None:
+            follow_zero_grad(parts)
+
+
+def refuse_unless_trainable(parts: EngineParts) -> None:
+    """Raise where every parameter is frozen.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if parts.config.optimizer.name == "none":
+        raise ConfigError(
+            "evaluates-only", "optimizer.name=none makes an engine that only evaluates; name an optimizer to train"
+        )
+    if not parts.layout.trained_names:
+        raise ConfigError("all-frozen", "every parameter of the model is frozen; set requires_grad on those to train")
+
+
+def before_model(parts: EngineParts) -> None:
+    """Follow what the user has done to the model since the last step; its forward is about to begin."""
+    if parts.hooks_once is not None:
+        parts.hooks_once.follow()
+    if parts.split_values is not None:
+        parts.split_values.views.follow()
+    if parts.state.num_backwards > 0 or not torch.is_grad_enabled() or parts.status.away is not None:
+        return
+    if in_transform():  # of torch.func, which puts tensors of its own in place of parameters
+        return
+    parts.sharding.check_model()
+    follow_freezing(parts)
+
+
+def agree_on_hooks(parts: EngineParts) -> None:
+    """Find in the first step the hooks that some ranks have and others have not, which take part all the same: what
+    they see is gathered. Later all ranks register the same.
+    """
+    mesh, values = parts.layout.mesh, parts.split_values
+    if parts.state.num_steps > 0 or mesh.tp * mesh.cp == 1 or parts.comm.is_simulated:
+        return
+    handles = [handle for group in parts.sharding.groups for handle in group.gradient_handles]
+    names = [name for handle in handles for name in handle.hooked()]
+    differing = parts.check_batch.some_have([*names, *(values.views.hooked() if values is not None else ())])
+    for handle in handles if differing else ():
+        handle.join(differing)
+    if values is not None:
+        values.views.joined |= differing
+
+
+def follow_freezing(parts: EngineParts) -> None:
+    """Regroup where `requires_grad` has changed since the last step; all ranks do so together.
+
+    A parameter that has taken a step and is frozen now keeps its place and its states: it may be frozen for a while
+    only.
+
+    Raises:
+        ConfigError: a forward awaits its backward.
+    """
+    if parts.sharding.is_as_trainable(may_pause=parts.state.num_steps > 0):
+        return
+    if parts.losses.has_open:
+        raise ConfigError(
+            "frozen-within-step",
+            "requires_grad changed between a forward and its backward; freeze and unfreeze between steps",
+        )
+    trained = frozenset(parts.layout.trained_names if parts.state.num_steps > 0 else ())
+    old = parts.layout
+    layout = build_layout(parts.model, parts.config, old.tensor, old.pipeline, trained, old.fused)
+    regroup(parts.states(), layout, parts.optimizer_plan.groups_of(layout))
+    parts.state.layout = layout
+
+
+def open_loss(parts: EngineParts, batch: Any, total: LossSum | None) -> Tensor:
+    """Return the mean loss of a batch, which awaits its backward where gradients are enabled."""
+    assert total is not None, "forwards that run alone have their loss"
+    if not torch.is_grad_enabled():
+        return total.mean()
+    parts.state.batches.append(batch)
+    return parts.losses.open(total)
+
+
+def run_backward(parts: EngineParts, loss: Tensor, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
+    """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar.
+
+    Args:
+        is_boundary: whether the step follows; None where `batch.accumulation` tells.
+    """
+    parts.status.check()
+    refuse_unless_trainable(parts)
+    if parts.losses.plain.is_on and not parts.losses.knows(loss):
+        check_loss(loss)
+        # Both kinds of a plain step's backwards have gradients of one scale, so they may take turns.
+        if not parts.status.is_in_backward:  # one in another's hook is a part of that
+            parts.losses.add_plain(loss)
+        weight = loss.new_full((), parts.scaler.scale / parts.losses.plain.weight)
+    else:
+        weight = parts.losses.close(loss) * parts.scaler.scale
+    backpropagate([parts], loss, weight, is_boundary, retain_graph)
+
+
+def before_own_backward(parts: EngineParts) -> Callable[[], None] | None:
+    """Begin a backward that the user has called on a tensor; return what ends it, None where it is not plain.
+
+    Raises:
+        ConfigError: the loss must be scaled.
+    """
+    if not parts.losses.plain.is_on or not parts.layout.trained_names:
+        return None
+    parts.status.check()
+    parts.losses.plain.check_unseen(parts.scaler.scale)
+    parts.losses.add_plain(torch.zeros((), device=parts.device))
+    begin_backward(parts)
+    return partial(end_backward, parts)
+
+
+def check_accumulated(parts: EngineParts, partial: bool) -> None:
+    """Raise where a step would come after fewer backwards than `batch.accumulation`, and is not `partial`.
+
+    Raises:
+        EngineError: it would; gradients stay.
+    """
+    expected = parts.config.batch.accumulation or 1
+    if 0 < parts.state.num_backwards < expected and not partial:
+        raise EngineError(
+            "accumulation-unfinished",
+            f"engine.step() after {parts.state.num_backwards} of batch.accumulation={expected} backwards; call it "
+            "after the last one, or engine.step(partial=True) to step with fewer",
+        )
+
+
+def end_backward(parts: EngineParts) -> None:
+    """Note that the backward is over, and that gradients from now on are none of the engine's."""
+    parts.status.end_backward()
+    parts.timeline.clock.switch("outside")
+    parts.sharding.expect_no_gradients()
+    parts.sharding.watch_gradients()
+
+
+def begin_backward(parts: EngineParts, is_boundary: bool | None = None) -> None:
+    """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes.
+
+    Args:
+        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
+    """
+    parts.status.begin_backward()
+    parts.timeline.clock.switch("backward")
+    parts.sharding.watch_gradients(False)
+    parts.timeline.micro_batch = parts.state.num_backwards
+    parts.sharding.prepare_backward(*parts.state.take_backward(is_boundary))
+
+
+def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
+    """Update the parameters by the clipped mean gradient, and advance the schedule.
+
+    Args:
+        forward: of one batch, to find where a value that is not finite comes from.
+
+    Raises:
+        ConfigError: gradients are not all from the engine, or of other parameters than the step began with.
+        EngineError: there was no backward.
+        NonFiniteLossError: loss or gradients are not finite.
+    """
+    parts.timeline.clock.switch("step")
+    if parts.state.before_update is not None:
+        parts.state.before_update()
+    _check_gradients(parts)
+    parts.sharding.finish()
+    loss_sum, count, square_sum, used = _agree(parts, parts.sharded.square_sums())
+    if (error := parts.losses.count_error(count, f"step {parts.state.num_steps + 1}")) is not None:
+        zero_grad(parts)
+        raise error
+    scale = parts.scaler.scale
+    to_mean = _to_mean(parts, count)
+    grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 and count else math.nan if count else 0.0
+    # In plain mode a loss that is a mean over no targets may be NaN; its gradients are 0.
+    overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum) or parts.losses.is_plain
+    on_nonfinite = parts.config.run.on_nonfinite
+    is_taken = (has_loss and not overflowed) or (on_nonfinite == "ignore" and not parts.scaler.is_dynamic)
+    can_skip = on_nonfinite == "skip" or (has_loss and parts.scaler.can_shrink)
+    skipped = count == 0 or (can_skip and not is_taken)
+    if not (is_taken or skipped):
+        _fail_nonfinite(parts, loss_sum, grad_norm, forward)
+    learning_rate = parts.optimizer.param_groups[0]["lr"]
+    if skipped:
+        parts.sharded.clear()
+    else:
+        limit = parts.config.optimizer.clip_norm
+        # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
+        clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
+        parts.note_update()
+        parts.sharding.refresh(parts.sharded.step(to_mean * clip, used, parts.timeline), parts.state.is_aliased)
+        advance(parts.state.scheduler)
+    if count:
+        parts.scaler.update(overflowed)
+    parts.state.num_steps += 1
+    loss, errors = (loss_sum / (count or 1.0) if parts.losses.plain.is_loss_known else math.nan), _codec_errors(parts)
+    _end_step(parts)
+    if not skipped:
+        parts.sharded.hooks.call_late()
+    return StepResult(parts.state.num_steps, loss, count, grad_norm, learning_rate, skipped, scale, errors)
+
+
+def _codec_errors(parts: EngineParts) -> dict[str, float]:
+    """Return what codecs have rounded off in a step that is measured, over all ranks; all of them call it."""
+    if not parts.resources.codec_errors.is_on:
+        return {}
+    parts.tiers.wait_idle()  # a step on the host
+    summed = parts.comm.sum_scalars(parts.resources.codec_errors.take(parts.device), "errors of codecs")
+    return {} if parts.comm.is_simulated else relative_errors(summed)
+
+
+def zero_grad(parts: EngineParts, keeps_forwards: bool = True) -> None:
+    """Forget the gradients since the last step, and a backward that an exception ended.
+
+    Args:
+        keeps_forwards: a forward that awaits its backward may have it after this, unless a backward has failed.
+    """
+    parts.status.check_present()
+    awaits_backward = parts.losses.has_open or any(unit.awaits_backward for unit in parts.sharding.units)
+    keeps_forwards &= awaits_backward and not parts.status.is_in_backward
+    parts.sharding.abandon()
+    for parameter in _untrained(parts):
+        parameter.grad = None  # else it is added to the first one after the parameter is unfrozen
+    parts.sharded.clear()
+    parts.status.end_backward()
+    if not keeps_forwards:
+        _end_step(parts)
+        return
+    parts.state.num_backwards = 0
+    parts.losses.plain.begin_step()
+    parts.losses.clear(keeps_open=True)
+    parts.sharding.watch_gradients(False)
+
+
+def follow_zero_grad(parts: EngineParts) -> None:
+    """Forget the gradients since the last step, if there are any, for `zero_grad()` of the model or optimizer."""
+    if parts.sharding.watch.refuses and (parts.state.num_backwards > 0 or parts.sharding.has_foreign_gradients):
+        zero_grad(parts)
+
+
+def _check_gradients(parts: EngineParts) -> None:
+    refuse_unless_trainable(parts)
+    parts.sharding.check_model()
+    if parts.sharding.has_foreign_gradients:
+        raise ConfigError(
+            "backward-outside-engine",
+            "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
+            "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()",
+        )
+    if not parts.sharding.is_as_trainable(may_pause=True) and any(map(has_gradient, _untrained(parts))):
+        raise ConfigError(
+            "frozen-within-step",
+            "a parameter that was frozen in the step's first forward has a gradient; unfreeze between steps",
+        )
+    if parts.state.num_backwards == 0:
+        raise EngineError(
+            "step-without-backward",
+            "engine.step() without a backward since the last step; call engine.backward(loss) first",
+        )
+
+
+def _untrained(parts: EngineParts) -> Iterator[nn.Parameter]:
+    """Return the parameters that were frozen when the step began."""
+    return (each for group in parts.sharding.groups if group.grads is None for each in group.parameters)
+
+
+def _to_mean(parts: EngineParts, count: float) -> float:
+    """Return the factor that turns accumulated sums of gradients into the mean over all that counts."""
+    return parts.losses.normaliser / ((count or 1.0) * parts.scaler.scale)
+
+
+def _agree(parts: EngineParts, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
+    """Sum over the ranks what all must know; return loss, count, squared norm, and which parameters were used."""
+    square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=parts.device)
+    is_whole = parts.layout.stage.optimizer is Placement.REPLICATE
+    if parts.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
+        square.zero_()  # others hold the same gradient: it counts once
+    values = torch.cat([square.reshape(1).to(parts.device), parts.losses.deviation()])
+    was_used = dict(zip(parts.sharded.names, parts.sharded.used(), strict=True))
+    names = parts.layout.trained_names
+    flags = [was_used.get(name, False) for name in names]
+    if parts.config.tiers.optimizer != "device":
+        flags.append(any(group.is_aliased for group in parts.sharding.groups))
+    scale = [parts.losses.normaliser * parts.losses.is_first] if parts.layout.pipeline is not None else []
+    numbers = [*flags, *scale, *parts.state.stops.to_sum(parts.comm.rank)]
+    summed = parts.state.stops.take(parts.losses.sum_with(values, "step", numbers))
+    if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
+        parts.losses.normaliser = summed.pop() or parts.losses.normaliser
+    loss_sum, count, square_sum, *counts = summed
+    if parts.comms.tensor.world_size > 1:
+        _check_one_loss(parts, counts.pop(0), loss_sum)
+    used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
+    parts.state.is_aliased = len(flags) > len(names) and counts[len(names)] > 0
+    return loss_sum, count, square_sum, used
+
+
+def _check_one_loss(parts: EngineParts, deviation: float, loss_sum: float) -> None:
+    """Raise where the ranks of a tensor-parallel group have computed different losses.
+
+    Raises:
+        ConfigError: they have; the step is not taken.
+    """
+    is_exact = torch_dtype(parts.layout.precision.param) is torch.float64
+    if parts.comm.is_simulated or not abs(deviation) > (1e-9 if is_exact else 1e-3) * abs(loss_sum):
+        return
+    zero_grad(parts)
+    raise ConfigError(
+        "loss-differs-over-tp",
+        f"the ranks of mesh.tp={parts.comms.tensor.world_size} computed different losses (off by {deviation:.3g} of "
+        f"{loss_sum:.3g}), so the loss reads what each rank has a part of, or draws for itself; take it from the "
+        "model's output, from a hook on a module, or from parameters in loss_fn",
+    )
+
+
+def _end_step(parts: EngineParts) -> None:
+    parts.state.begin_again()
+    parts.losses.plain.begin_step()
+    parts.draws.forget()
+    parts.sharding.end_step()
+    parts.losses.clear()
+    parts.timeline.close_step()
+    parts.resources.codec_errors.prepare(parts.state.num_steps)
+
+
+def _fail_nonfinite(parts: EngineParts, loss_sum: float, grad_norm: float, forward: Callable[[Any], object]) -> None:
+    module = first_nonfinite_module(parts.model, parts.state.batches, forward, parts.comm)
+    left = f"{module}; parameters and optimizer are as before the step"
+    zero_grad(parts)
+    raise NonFiniteLossError(
+        "loss-not-finite",
+        f"step {parts.state.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {left}: "
+        "lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch",
+    )
+
+
+def backpropagate(
+    engines: Sequence[EngineParts],
+    loss: Tensor,
+    weight: Tensor,
+    is_boundary: bool | None = None,
+    retain_graph: bool = False,
+) -> None:
+    """Run the backward of a loss through the models of engines.
+
+    Args:
+        engines: whose models took part.
+        weight: the gradient of the loss, 0-d.
+        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
+    """
+    check_loss(loss)
+    # In a hook of a backward of these engines, such as one that fills a cache of features, it is a part of that one.
+    begun = [parts for parts in engines if not parts.status.is_in_backward]
+    for parts in begun:
+        begin_backward(parts, is_boundary)
+    torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph)
+    for parts in begun:
+        end_backward(parts)
