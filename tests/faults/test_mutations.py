@@ -23,6 +23,7 @@ from harness.mutations import (
     mutated,
     spared,
 )
+from harness.refusals import refused
 from harness.states import engine_of, take_steps
 from shardwise import CheckpointError
 from shardwise.checkpoint.manifest import MANIFEST_NAME
@@ -73,6 +74,26 @@ ENGINES: tuple[tuple[Any, dict[str, Any]], ...] = (
     (None, {"precision": {"param": "fp16"}}),
     (None, {"scheduler": {"name": "linear", "total_steps": 10}}),
 )
+
+
+def test_options_that_an_optimizer_refuses_and_a_tensor_without_values_are_refused(tmp_path: Path) -> None:
+    """They are kinds that the next test has found."""
+    with engine_of(arguments=with_adamw) as engine:
+        take_steps(engine, 1)
+        engine.save(tmp_path / "whole")
+        (whole,) = (tmp_path / "whole").glob("step-*")
+        for key, value in (("betas", [0.9, 1.0]), ("betas", [0.9, 1e300]), ("eps", -1.0), ("lr", 1e39)):
+            forged = {key: value}
+            folder = fresh(whole, tmp_path / "forged" / whole.name)
+            forge(folder, lambda saved, new=forged: saved["trajectory"]["optimizer"]["groups"][0].update(new))
+            with refused("model-misfit"):
+                engine.load(folder)
+        folder = fresh(whole, tmp_path / "forged" / whole.name)
+        forge(folder, lambda saved: saved["tensors"][-1]["states"].clear())
+        with refused("elements-missing"):
+            engine.load(folder)
+        engine.load(whole)
+        take_steps(engine, 1)
 
 
 @pytest.mark.full

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import json
 import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -130,6 +132,8 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
         found["options"] = f"options of {len(groups)} parameter groups, but the optimizer has {there}"
     elif wrong := [each for pair in zip(optimizer.param_groups, groups, strict=True) for each in _strange(*pair)]:
         found["options"] = f"the optimizer's {wrong[0]}"
+    elif refusal := next(filter(None, map(partial(_refusal, optimizer), groups)), ""):
+        found["options"] = f"options that {kind} refuses: {refusal}"
     kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
     if saved_scheduler is None or (scheduler is None and not saved_scheduler["kind"]):
         return found
@@ -143,6 +147,26 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
     elif wrong := _strange(scheduler.state_dict(), saved_scheduler["state"]):
         found["scheduler"] = f"{kind}'s {wrong[0]}"
     return found
+
+
+def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
+    """Return what the class of an optimizer, torch's or ours, has against a group's options; "" for nothing.
+
+    >>> _refusal(torch.optim.AdamW([torch.zeros(1)]), {"lr": 0.1, "betas": [0.9, 1.0]})
+    'Invalid beta parameter at index 1: 1.0'
+    """
+    optimizer_class = type(optimizer)
+    if not optimizer_class.__module__.startswith(
+        ("torch.optim.", "shardwise.")
+    ):  # a script's may do anything when it is made
+        return ""
+    arguments = inspect.signature(optimizer_class).parameters
+    values = {key: _like(optimizer.defaults.get(key), value) for key, value in options.items() if key in arguments}
+    try:
+        optimizer_class([torch.zeros(1, 1)], **values)  # of the shape that Muon needs
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def check_whole(saved: Mapping[str, Any]) -> None:
