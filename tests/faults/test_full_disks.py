@@ -131,7 +131,8 @@ def test_a_run_saves_again_once_there_is_space(start, layout: str, which: str) -
     assert run.launcher.wait(PATIENCE_S) == 0, run.said()
     steps = whole_steps(run.disk.root / "ck", whole)
     assert {2, 4, NUM_STEPS} <= set(steps), run.said()
-    assert len(steps) < NUM_STEPS // 2
+    # A disk may fill up between a checkpoint and its name in `latest`.
+    assert len(steps) < NUM_STEPS // 2 + ("which is whole" in run.said()), run.said()
     check_no_riddle(run)
 
 
@@ -154,7 +155,8 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_was_saved(start, layout: 
     run.disk.make_space()
     assert run.place.start(shlex.split(line.group(1)), "said-2").wait(PATIENCE_S) == 0
     assert whole_steps(run.disk.root / "ck", whole)[-1] == NUM_STEPS
-    assert metrics(run.place.runs()[-1])[NUM_STEPS] == whole.metrics[NUM_STEPS]
+    runs = sorted((run.disk.root / "runs").iterdir()) if which == "both" else run.place.runs()
+    assert metrics(runs[-1])[NUM_STEPS] == whole.metrics[NUM_STEPS]
 
 
 def test_an_export_that_the_disk_refuses_is_an_error_after_all_is_saved_and_shown(start) -> None:
