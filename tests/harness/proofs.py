@@ -24,7 +24,8 @@ def remember_proofs() -> None:
     ) -> str:
         if not hasattr(model, "config"):
             return refute(model, plan, batch, degree, sequence_parallel)
-        code = tuple((name, type(each), getattr(each.forward, "__code__", None)) for name, each in model.named_modules())
+        modules = list(model.named_modules())
+        code = tuple((name, type(each), getattr(each.forward, "__code__", None)) for name, each in modules)
         key = (code, repr(model.config), repr(plan), degree, sequence_parallel)
         if key in proved:
             return ""
