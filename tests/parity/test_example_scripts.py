@@ -149,6 +149,7 @@ def test_three_axes_train_on_eight_processes(tmp_path: Path) -> None:
     assert losses[3] < losses[1]
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_fine_tuning_goes_on_where_it_was(ranks: WorkerPool, tmp_path: Path) -> None:
     """A program of 12 steps whose script is started again, from its checkpoint of step 10, prints the same losses."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -155,7 +155,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[StepThreads | None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])
