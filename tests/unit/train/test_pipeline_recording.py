@@ -17,6 +17,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_run_shows_the_cut_and_the_bubble_and_leaves_a_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
