@@ -16,6 +16,8 @@ from shardwise.verify import run as running
 from shardwise.verify.job import VerifyJob, make_job
 from shardwise.verify.run import verify
 
+pytestmark = pytest.mark.begin
+
 
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch, tmp_path):
