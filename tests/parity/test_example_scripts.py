@@ -99,7 +99,7 @@ def test_every_script_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RUNS, "toy"}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_trains(ranks: WorkerPool, name: str, tmp_path: Path) -> None:
     if name == "lora":

@@ -192,7 +192,6 @@ def measure_rank(rank: int, world_size: int, sections: dict[str, Any]) -> Measur
     return measure_steps(engine, [batches_of(2)] * 4)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(("num_ranks", "stage", "near"), [(2, 0, 0), (2, 2, 0), (2, 3, 0), (4, 3, 2)])
 def test_a_simulated_rank_is_a_real_one(ranks: WorkerPool, num_ranks: int, stage: int, near: int) -> None:
     sections = {

@@ -67,7 +67,6 @@ def test_stages_that_shard_equal_one_process(ranks: WorkerPool, options: Combina
     check(ranks, "2x1x2x1", options)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_stages_that_gather_for_each_micro_batch_equal_one_process(ranks: WorkerPool, schedule: str) -> None:
     model = "deep" if schedule in ("gpipe", "zb-h1") else "deep-tied"
