@@ -11,7 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from zlib import crc32
 
 import hypothesis
@@ -33,11 +33,23 @@ hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=Non
 hypothesis.settings.load_profile("shardwise")
 
 PARITY = Path(__file__).parent / "parity"
+# How many times as long as a unit test one takes that starts ranks, about.
+WEIGHTS = MappingProxyType({"parity": 10, "faults": 4})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`: all combinations")
     parser.addoption("--update-snapshots", action="store_true", help="write tests/data/snapshots again")
+
+
+def pytest_configure() -> None:
+    """What wakes shall not take the core from what runs, here and in all that tests start.
+
+    A rank that sends wakes the receiver, which would run in its place; the answer then comes while the sender has the
+    lock of the connection, and gloo's thread asks for that lock again and again: up to a fifth of all CPU time.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,8 +96,10 @@ def variants_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 def put_long_files_first(items: list[pytest.Item]) -> None:
     """Where processes share the files, none shall be left with a long one while the others have nothing more to do."""
-    num_tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.get_closest_marker("begin") is None, -num_tests[item.path], str(item.path)))
+    weights: Counter[Path] = Counter()
+    for item in items:
+        weights[item.path] += WEIGHTS.get(item.path.parent.name, 1)
+    items.sort(key=lambda item: (item.get_closest_marker("begin") is None, -weights[item.path], str(item.path)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,6 +116,8 @@ def pytest_collection_finish() -> None:
     """Tests that collect garbage shall not look through half a million objects of modules and items each time."""
     gc.collect()
     gc.freeze()
+    # A test that parses all sources makes a million objects that stay, which would be looked through every 700.
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:

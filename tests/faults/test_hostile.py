@@ -187,6 +187,7 @@ GARBAGE: dict[str, Callable[[dict[str, Any]], object]] = {
 INCOMPLETE = list(GARBAGE)[list(GARBAGE).index("no optimizer") :]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_for_a_hyperparameter_is_refused_before_anything_changes(tmp_path: Path, name: str) -> None:
     code = "run-state-incomplete" if name in INCOMPLETE else "model-misfit"
@@ -225,6 +226,7 @@ def test_a_number_in_the_place_of_a_tensor_is_refused(
     check_refused(tmp_path, "optimizer-states-unfit", arguments, tiers=tiers)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("dtype", ["I32", "U32"])
 @pytest.mark.parametrize(
     ("arguments", "state", "which", "code"),

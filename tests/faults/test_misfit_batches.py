@@ -149,6 +149,7 @@ LAYOUTS: list[dict[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("sections", LAYOUTS, ids=str)
 def test_wrong_tokens_and_targets_are_refused_in_every_loss(
     ranks: WorkerPool, sections: dict[str, dict[str, Any]]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from harness.forked_runs import Nursery
 from harness.signals import LAYOUTS, Chain, Whole, drawn, run_whole
+from harness.warm_python import WarmPython
 
 pytestmark = pytest.mark.begin
 
@@ -17,9 +20,12 @@ SEEDS, NUM_LEGS = range(1, 5), 6
 
 
 @pytest.fixture(scope="module")
-def nursery(pytestconfig: pytest.Config) -> Iterator[Nursery]:
-    with Nursery(with_hugging_face=pytestconfig.getoption("--full")) as nursery:
-        yield nursery
+def nursery(pytestconfig: pytest.Config, warm_programs: WarmPython) -> Iterator[Nursery]:
+    nursery = Nursery(with_hugging_face=pytestconfig.getoption("--full"))
+    with patch.object(subprocess, "Popen", warm_programs.popen()):
+        nursery.__enter__()
+    yield nursery
+    nursery.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")

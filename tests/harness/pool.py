@@ -346,6 +346,8 @@ def _serve(connection: Connection, port: int, log: Path) -> None:
 
 
 def _set_up_process(log: Path) -> None:
+    from harness.proofs import remember_proofs  # the template has imported what it needs, the test's process has not
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; pytest then closes the pool
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -355,6 +357,7 @@ def _set_up_process(log: Path) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
     gc.freeze()  # what the template imported is never garbage
+    remember_proofs()
 
 
 def _answer(call: _Call, store: dist.Store) -> _Result | _Failure:

@@ -92,7 +92,6 @@ def is_quick(options: dict[str, Any]) -> bool:
     return options["stage"] in (0, 3) or (options["model"], options["recompute"]) == ("decoder", "full")
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS, quick=is_quick))
 def test_offload_is_bitwise_no_offload(ranks: WorkerPool, options: dict[str, Any]) -> None:
     check(ranks, options)

@@ -89,7 +89,7 @@ def inputs(block_dtype: torch.dtype, hidden_size: int, seq_len: int) -> tuple[Te
     return x, rope_tables(seq_len, HEAD_DIM, 10_000.0, x.detach())
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES)
 def test_a_block_keeps_what_the_table_says(num_heads: int, num_kv_heads: int, seq_len: int, dtype: torch.dtype) -> None:
@@ -105,7 +105,7 @@ def test_a_block_keeps_what_the_table_says(num_heads: int, num_kv_heads: int, se
     assert kept_bytes(block, block, x, rope) == pytest.approx(tracker, rel=1e-3)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES[1:3])

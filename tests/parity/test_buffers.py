@@ -247,7 +247,7 @@ def t5_states(rank: int, world_size: int, param: str, options: dict[str, Any], r
         return dtypes, first, losses, at_rest
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("param", ["fp16", "bf16"])
 @pytest.mark.parametrize("layout", ["stage 0", "stage 2", "stage 3", "offload"])
 def test_what_a_hugging_face_model_keeps_in_fp32_stays_in_fp32(

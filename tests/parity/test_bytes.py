@@ -112,7 +112,7 @@ def padding_numel(layout: Layout, rank: int | None) -> int:
     return found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -147,7 +147,7 @@ def test_bytes_on_the_wire(ranks: WorkerPool, options: dict[str, Any]) -> None:
         assert measured.counted_wire_bytes == int(expected) + int(step_scalars)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_bytes_of_hybrid_sharding(ranks: WorkerPool, stage: int, accumulation: int) -> None:

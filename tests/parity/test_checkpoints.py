@@ -135,7 +135,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS))
 def test_training_goes_on_bitwise_on_the_same_layout(
     ranks: WorkerPool, tmp_path: Path, options: Mapping[str, Any]
@@ -148,7 +148,7 @@ def test_training_goes_on_bitwise_on_the_same_layout(
     assert_same_bits(resumed, states)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", FACTORS["layout"], ids=str)
 def test_training_goes_on_within_summation_order_on_another_layout(
     ranks: WorkerPool, tmp_path: Path, layout: LayoutSpec

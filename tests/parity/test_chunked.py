@@ -52,7 +52,7 @@ def whole(model: str, num_data_ranks: int) -> Trace:
     return train_whole(model, num_data_ranks, num_steps=NUM_STEPS)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", CASES)
 def test_training_in_parts_equals_training_whole(ranks: WorkerPool, name: str) -> None:
     pytest.importorskip("transformers")

@@ -47,7 +47,7 @@ def tiers_of(where: str, folder: Path, **more: Any) -> dict[str, Any]:
     return {**tiers, **path, **more}
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -102,7 +102,7 @@ def test_narrow_parameters_follow_the_masters(ranks: WorkerPool, tmp_path: Path)
         assert_equal_bits(actual, expected)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("states", ["int8", "bf16"])
 @pytest.mark.parametrize(
     ("before", "after"), [("device", "host"), ("host", "all nvme"), ("nvme", "device"), ("all nvme", "apart")]

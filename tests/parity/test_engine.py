@@ -98,7 +98,7 @@ def train_two_overlaps(rank: int, world_size: int, stage: int, param: str) -> li
     ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("param", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_overlap_changes_no_bit(ranks: WorkerPool, stage: int, param: str) -> None:

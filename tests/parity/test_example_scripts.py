@@ -99,7 +99,7 @@ def test_every_script_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RUNS, "toy"}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_trains(ranks: WorkerPool, name: str, tmp_path: Path) -> None:
     if name == "lora":
@@ -149,6 +149,7 @@ def test_three_axes_train_on_eight_processes(tmp_path: Path) -> None:
     assert losses[3] < losses[1]
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_fine_tuning_goes_on_where_it_was(ranks: WorkerPool, tmp_path: Path) -> None:
     """A program of 12 steps whose script is started again, from its checkpoint of step 10, prints the same losses."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -96,7 +96,7 @@ def train_plainly(world_size: int, is_own: bool) -> tuple[list[float], dict[str,
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover({"stage": [0, 1, 2, 3], "num_ranks": [1, 2, 3], "is_own": [False, True], "is_hybrid": [False, True]}),

@@ -105,7 +105,7 @@ def sent_bytes(group: GroupSpec, codec: str, width: int) -> int:
     return group.shard_numel + group.shard_numel // 256 * 4 if is_encoded else group.shard_numel * width
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", list(PRECISIONS))
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_frozen_parameters_are_gathered_from_all_ranks_in_the_first_step_alone(r
         assert (wire["all_gather"], wire["secondary_all_gather"]) == (far + after_step, near)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("frozen", ["", "ffn"])
 @pytest.mark.parametrize("name", list(PRECISIONS))
 @pytest.mark.parametrize(
@@ -192,7 +192,6 @@ def measure_rank(rank: int, world_size: int, sections: dict[str, Any]) -> Measur
     return measure_steps(engine, [batches_of(2)] * 4)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(("num_ranks", "stage", "near"), [(2, 0, 0), (2, 2, 0), (2, 3, 0), (4, 3, 2)])
 def test_a_simulated_rank_is_a_real_one(ranks: WorkerPool, num_ranks: int, stage: int, near: int) -> None:
     sections = {

@@ -82,7 +82,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("run", cover(FACTORS))
 def test_family_equals_one_process(ranks: WorkerPool, run: Options) -> None:
     # Reentrant checkpointing has no graph inside a block, so there the router's logits give the loss no gradient.
@@ -105,7 +105,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant_equals_one_process(ranks: WorkerPool, variant: str, stage: int) -> None:

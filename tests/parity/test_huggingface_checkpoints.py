@@ -140,7 +140,7 @@ def is_quick_to_export(run: Options) -> bool:
     return run["model"] in ("gpt2", "decoder tied") or (run["layout"], run["dtypes"]) == (SPLIT, ("bf16", "fp32"))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("run", cover(EXPORT_FACTORS, quick=is_quick_to_export))
 def test_every_layout_exports_the_folder_of_one_process(ranks: WorkerPool, run: Options, tmp_path: Path) -> None:
     name, (precision, dtype), layout = run["model"], run["dtypes"], run["layout"]
@@ -154,7 +154,7 @@ def test_every_layout_exports_the_folder_of_one_process(ranks: WorkerPool, run: 
     assert {path.name for path in tmp_path.iterdir()} == {"one", "many"}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", EXPORT_FACTORS["model"])
 def test_transformers_loads_what_a_split_and_sharded_engine_exports(
     ranks: WorkerPool, name: str, tmp_path: Path

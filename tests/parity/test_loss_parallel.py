@@ -441,7 +441,7 @@ def train(rank: int, world_size: int, stage: int, loss: str, is_split: bool, fro
     return SimpleNamespace(losses=losses, present=present, weight=weight)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("loss", ["sum", "tokens", "computed"])
 @pytest.mark.parametrize(("stage", "frozen"), [(1, ""), (3, ""), (3, "head"), (3, "blocks"), (3, ("embed", "blocks"))])
 def test_training_with_deferred_logits(ranks: WorkerPool, stage: int, loss: str, frozen: Any) -> None:

@@ -137,7 +137,7 @@ def split_reference(model: str, num_data_ranks: int) -> Trace:
     return tensor.train_plainly(make_case(model), num_data_ranks, 2, NUM_STEPS, optimizer_of=MuonBesideAdamW)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("model", "mesh", "stage"), SPLITS)
 def test_split_models_equal_one_process(ranks: WorkerPool, model: str, mesh: dict[str, int], stage: int) -> None:
     if model == "gpt2":

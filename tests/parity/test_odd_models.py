@@ -83,7 +83,7 @@ def some_variants(name: str) -> list[str]:
     return [variant for variant in sound_variants(name) if variant in chosen]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [name for name in CASES if some_variants(name)])
 def test_odd_model_equals_one_process(ranks: WorkerPool, name: str) -> None:
     check(ranks, name, some_variants(name))
@@ -388,7 +388,7 @@ def use_all_stages(rank: int, world_size: int, use: Callable[[int, int, int], Pa
     return [use(rank, world_size, stage) for stage in STAGES]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("use", USES)
 def test_odd_use_changes_no_number(ranks: WorkerPool, use: Callable[[int, int, int], Pair]) -> None:
     for results in ranks(2).run(use_all_stages, use):

@@ -165,7 +165,7 @@ LAYOUTS: Final[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sections", LAYOUTS, ids=range(len(LAYOUTS)))
 def test_bytes_stay_and_the_rest_trains_as_in_one_process(

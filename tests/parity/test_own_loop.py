@@ -86,7 +86,7 @@ def test_a_run_goes_on_in_the_midst_of_a_pass_on_another_number_of_ranks(ranks):
     assert again[0][1] == whole[1]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
 def test_ranks_that_compute_together_get_the_same_rows(ranks, axis):
     class OfTwo:

@@ -130,7 +130,7 @@ def unpacked(codes: Tensor, num_bits: int) -> Tensor:
     return found - 2 ** (num_bits - 1)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("packing", [Packing(8, None), Packing(4, 32), Packing(4, 128)])
 def test_codes_are_the_nearest(packing: Packing) -> None:
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ def check(ranks: WorkerPool, model: str, num_ranks: int, num_micro_batches: int,
     check_parity(merge_ranks(traces), reference(model, num_data_ranks, num_micro_batches))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS))
 def test_a_schedule_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     pp, schedule = options["pp"], options["schedule"]

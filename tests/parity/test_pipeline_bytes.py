@@ -79,7 +79,7 @@ def check_trace(planned: list[str], traces: list[Trace]) -> None:
             last_s = start_s if "RECV" in action else end_s  # a receive goes on after the next actions begin
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_what_is_executed_is_what_was_planned(ranks: WorkerPool, schedule: str) -> None:
     sections = {"pipeline": {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}}
@@ -87,7 +87,7 @@ def test_what_is_executed_is_what_was_planned(ranks: WorkerPool, schedule: str) 
         check_trace(planned, traces)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", list(STATES))
 def test_gathers_and_reductions_are_executed_as_planned(ranks: WorkerPool, name: str) -> None:
     num_ranks, sections = STATES[name]

@@ -243,7 +243,7 @@ def train_frozen_plainly(name: str, num_data_ranks: int) -> tuple[list[float], l
     return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "num_ranks", "sections"),
     [

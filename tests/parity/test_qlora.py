@@ -140,7 +140,7 @@ PACKINGS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_adapters_train_over_a_packed_base_as_in_one_process(

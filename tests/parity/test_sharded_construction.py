@@ -189,7 +189,7 @@ def compare(rank: int, world_size: int, name: str, cast: str | None) -> None:
     check_equal(sharded, plain, rank)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_those_of_plain_construction_on_rank_0(ranks: WorkerPool, name: str) -> None:
     ranks(2).run(compare, name, None)

@@ -130,7 +130,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
         assert simulated(simulate_case(*arguments, rank, world_size)) == real
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("case_name", "overrides"),
     [

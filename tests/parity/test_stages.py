@@ -36,7 +36,7 @@ def check(ranks: WorkerPool, case_name: str, options: dict[str, Any]) -> None:
     check_parity(actual, expected)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("options", cover(FACTORS))
 def test_stage_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     check(ranks, "transformer", options)
@@ -57,7 +57,7 @@ def is_quick(options: dict[str, Any]) -> bool:
     return options["stage"] >= 2 or options["case"] in ("odd-shapes", "unused-parameters", "frozen-parameters")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(MODEL_FACTORS, quick=is_quick))
 def test_odd_models_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     check(ranks, options["case"], options)

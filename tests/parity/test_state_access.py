@@ -90,7 +90,7 @@ def read_after_step_and_backward(
     return before, states
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -217,7 +217,7 @@ def write_plainly(parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
         state["step"].fill_(7.0)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover({"stage": STAGES, "mesh": list(MESHES), "from_rank": [None, 0, "last"]}))
 def test_training_after_a_write_equals_plain_training(ranks: WorkerPool, options: dict[str, Any]) -> None:
     world_size, overrides = MESHES[options["mesh"]]

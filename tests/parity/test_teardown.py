@@ -161,7 +161,7 @@ def num_hooks(model: nn.Module) -> int:
     return sum(of_modules) + sum(of_parameters)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("failure", list(FAILURES))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_closed_engine_leaves_the_model_only(ranks: WorkerPool, stage: int, failure: str) -> None:
@@ -175,7 +175,7 @@ def test_a_closed_split_model_is_whole(ranks: WorkerPool, stage: int, failure: s
         check_left(found)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("failure", [each for each in FAILURES if each != "step"])  # reported later
 @pytest.mark.parametrize(("stage", "tier"), [(2, "host"), (3, "host"), (3, "nvme")])
 def test_a_closed_engine_leaves_no_tier(ranks: WorkerPool, tmp_path: Path, stage: int, tier: str, failure: str) -> None:

@@ -197,7 +197,7 @@ def combinations() -> list[Any]:
     return found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", combinations())
 def test_bytes_by_tier_and_across(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     tiers = {state: options[state] for state in ("params", "grads", "optimizer")}

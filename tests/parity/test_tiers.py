@@ -130,7 +130,7 @@ def with_turns(where: list[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", with_turns(WHERE))
 def test_every_tier_computes_the_same_numbers(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     stage = 3 if options["params"] != "device" else options["stage"]
@@ -166,7 +166,7 @@ def train_in_chunks(rank: int, world_size: int, case_name: str, overrides: Mappi
         streamed.CHUNK_NUMEL = numel
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("stage", [2, 3])

@@ -14,6 +14,8 @@ import pytest
 
 from harness.paths import ROOT, SOURCE
 
+pytestmark = pytest.mark.begin
+
 FILES = sorted(SOURCE.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -13,6 +13,8 @@ from harness.pool import WorkerPool
 from house import COUNTS, Sources, measure_all
 from journeys import trace_config
 
+pytestmark = pytest.mark.begin
+
 RATCHETS = DATA / "ratchets.toml"
 RISING = frozenset(("comment_permille",))
 

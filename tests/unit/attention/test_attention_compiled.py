@@ -141,7 +141,7 @@ def test_hugging_face_models_compile_whole_and_follow_lengths_and_structure(fami
     from shardwise.attention.huggingface import use_sparse_attention
 
     torch.manual_seed(0)
-    model = build_model(family).eval()
+    model = build_model(family, num_hidden_layers=1).eval()
     tokens = torch.randint(1, VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(1))
     run, seen = compiled(model), []
     for num_blocks in (1, 3):

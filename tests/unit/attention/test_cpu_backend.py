@@ -152,6 +152,7 @@ def expected(problem: Problem) -> tuple[Tensor, ...]:
 PLAIN: dict[str, Any] = {name: settings[0] for name, settings in FEATURES.items()}
 
 
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("case", list(pairwise(FEATURES)), ids=lambda case: "-".join(map(str, case.values()))[:90])
 def test_equals_the_dense_reference(case: dict[str, Any]) -> None:
     torch.manual_seed(0)

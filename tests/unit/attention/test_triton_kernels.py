@@ -170,7 +170,7 @@ ODD = {  # values beside those
 }
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", [*CASES, *ODD])
 def test_equals_the_reference(name: str) -> None:
     case = (CASES | ODD)[name]

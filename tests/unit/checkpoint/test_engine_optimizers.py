@@ -174,6 +174,7 @@ def check_goes_on(
                 assert kinds(engine) == last_kinds
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_given_optimizer_goes_on_bitwise(tmp_path: Path, name: str) -> None:
     check_goes_on(tmp_path, OPTIMIZERS[name])
@@ -185,6 +186,7 @@ def scaled_net() -> nn.Module:
     return model
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", [None, torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD, Counting])
 def test_a_parameter_of_one_number_goes_on_bitwise(tmp_path: Path, kind: Any, stage: int) -> None:
@@ -194,6 +196,7 @@ def test_a_parameter_of_one_number_goes_on_bitwise(tmp_path: Path, kind: Any, st
     check_goes_on(tmp_path, make, model=scaled_net, zero={"stage": stage})
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_given_schedule_goes_on_bitwise(tmp_path: Path, name: str) -> None:
     check_goes_on(tmp_path, scheduled(name))

@@ -16,6 +16,8 @@ from shardwise.verify import run as running
 from shardwise.verify.job import VerifyJob, make_job
 from shardwise.verify.run import verify
 
+pytestmark = pytest.mark.begin
+
 
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch, tmp_path):
@@ -31,6 +33,7 @@ def small_job() -> VerifyJob:
     return make_job(Config.from_dict({"model": {"preset": "tiny"}}), 2, num_steps=1)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_run_of_64_ranks_is_proved_on_two(capfd, tmp_path):
     Path("my.toml").write_text("[zero]\nstage = 3\n[batch]\nglobal_size = 128\nmicro_size = 2\n")
     assert cli.main(["verify", "my.toml", "--world-size", "64", "--steps", "1", "precision.param=bf16"]) == 0

@@ -24,6 +24,8 @@ from shardwise.verify.compare import TrainingDifference
 from shardwise.verify.job import make_job
 from shardwise.verify.run import VerifyOutcome
 
+pytestmark = pytest.mark.begin
+
 CONFIG = """
 [model]
 num_layers = 2

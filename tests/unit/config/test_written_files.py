@@ -122,14 +122,11 @@ def test_nothing_is_written_but_through_the_one_place() -> None:
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call):
                 continue
-            name = ast.unparse(call.func).rpartition(".")[2]
+            is_method = isinstance(call.func, ast.Attribute)
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
             texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
             writes = name == "open" and any(text in ("w", "wb", "a", "ab", "w+", "w+b") for text in texts)
-            if (
-                name in ("write_bytes", "FileHandler")
-                or writes
-                or (name == "write_text" and "." in ast.unparse(call.func))
-            ):
+            if name in ("write_bytes", "FileHandler") or writes or (name == "write_text" and is_method):
                 own = path.relative_to(root).as_posix()
                 found[own] = found.get(own, 0) + 1
     assert all(number <= IN_NEW_FOLDERS.get(name, 0) for name, number in found.items()), found

@@ -186,6 +186,7 @@ leave(0)
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_ranks_of_one_machine_listen_on_loopback_alone(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(RANK_SCRIPT + LISTENING)

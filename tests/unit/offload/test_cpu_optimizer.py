@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
@@ -155,10 +155,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[StepThreads | None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])
+@settings(max_examples=40)
 @given(data=st.data())
 def test_steps_are_those_of_the_optimizer(
     threads: StepThreads | None, name: str, master_dtype: torch.dtype, data: st.DataObject

@@ -24,6 +24,7 @@ def test_there_are_rows() -> None:
     assert len(rows_with_times()) >= 18
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("row", rows_with_times(), ids=lambda row: row["id"])
 def test_the_bubble_rate_is_within_half_a_point_of_the_published_one(row: dict[str, Any]) -> None:
     parallel, model = row["parallel"], row["model"]
@@ -53,6 +54,7 @@ def rows_without_times() -> list[dict[str, Any]]:
     return [row for row in rows if row["quantity"] == "schedule_bubble" and "op_times_ms" not in row["parallel"]]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("row", rows_without_times(), ids=lambda row: row["id"])
 def test_where_no_times_are_given_the_time_models_own_come_near(row: dict[str, Any]) -> None:
     rate = predict(read_case({key: value for key, value in row.items() if key != "outputs"})).bubble_rate

@@ -36,6 +36,7 @@ def job(cluster: Cluster = EIGHT, **lora: Any) -> PlanJob:
     return PlanJob(shape=shape, seq_len=2048, global_batch=8, cluster=cluster, lora=LoraConfig(**lora))
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("kind", "lora", "mesh", "is_whole"),
     [

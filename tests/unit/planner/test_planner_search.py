@@ -213,6 +213,7 @@ def test_prices_are_bounded_and_that_is_said() -> None:
     assert plan.rejected["not looked at"] > 0
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("max_prices", [20, 200, 1000])
 def test_what_was_not_looked_at_is_no_faster_than_is_said(seed: int, max_prices: int) -> None:

@@ -99,7 +99,7 @@ def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: PlanJob) ->
         assert price.margin_bytes > 0
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("job", SMALL_JOBS, ids=words)
 def test_the_engine_holds_what_the_winner_was_said_to_hold(job: PlanJob) -> None:
     for price in first_two(job, SearchSpace(offloads=False)):

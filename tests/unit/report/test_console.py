@@ -7,7 +7,8 @@ import io
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -131,8 +132,9 @@ def test_text_of_people_stays() -> None:
 ALLOWED_CONSOLES = {"report/console.py", "planner/plan.py", "train/progress.py"}
 
 
-def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+@cache
+def calls(path: Path) -> tuple[ast.Call, ...]:
+    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
 
 
 def test_no_other_console_is_made() -> None:

@@ -11,6 +11,8 @@ from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import Schedule, TimedAction, simulate
 from shardwise.schedule.actions import Action, ActionKind
 
+pytestmark = pytest.mark.begin
+
 SCHEDULE = Schedule.parse(
     "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1\n"
     "rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W1"

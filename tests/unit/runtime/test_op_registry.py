@@ -17,6 +17,8 @@ from shardwise import simulate
 from shardwise.comm.collectives import Comm
 from shardwise.runtime.op_registry import Op, OpRegistry
 
+pytestmark = pytest.mark.begin
+
 
 class Held:
     """What a kernel needs, such as the ranks of an engine."""

@@ -48,6 +48,7 @@ def assert_equal_spans(one: PipelineSpan, other: PipelineSpan) -> None:
     assert one.busy_s == pytest.approx(other.busy_s, rel=1e-9)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(("name", "virtual_stages"), SHAPES)
 @settings(deadline=None, max_examples=25)
 @given(st.data())
@@ -68,6 +69,7 @@ def test_a_pipeline_takes_as_long_as_the_simulation_of_its_whole_schedule(
     assert_equal_spans(span, whole(name, num_ranks, virtual_stages, num_micro_batches, stages))
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(("name", "virtual_stages"), SHAPES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("num_micro_batches", [60, 83])

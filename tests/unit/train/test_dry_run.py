@@ -13,6 +13,8 @@ from shardwise.runtime.format import format_bytes
 from shardwise.train.setup import job_config
 from shardwise.verify.dry_run import DryRun, dry_run, render
 
+pytestmark = pytest.mark.begin
+
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 96, "vocab_size": 64}
 NAMES = {"device": "device", "host": "host", "nvme": "NVMe"}
 

@@ -10,6 +10,8 @@ import pytest
 
 from shardwise.cli import main as cli
 
+pytestmark = pytest.mark.begin
+
 SETTINGS = (
     "model.num_layers=4 model.hidden_size=32 model.num_heads=2 model.num_kv_heads=1 model.ffn_size=64 data.seq_len=16 "
     "data.tokenizer=bytes data.path=text.txt batch.micro_size=2 batch.accumulation=4 mesh.pp=2 run.device=cpu "
@@ -17,6 +19,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_run_shows_the_cut_and_the_bubble_and_leaves_a_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
