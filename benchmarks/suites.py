@@ -110,7 +110,6 @@ _NAMES: Final = (
     "    'runtime.config.get_log_level': None,\n"
     "    'runtime.constants.GRADIENT_CLIPPING_DEFAULT': 1.0,\n"
     "    'runtime.constants.LOG_LEVEL_DEFAULT': None,\n"
-    "    'runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer': None,\n"
     "    'runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME': 'comm_dtype',\n"
     "    'runtime.torch_autocast.get_comm_dtype': None,\n"
     "}.items():\n"

@@ -305,8 +305,8 @@ def test_schedules_have_deepspeeds_attributes() -> None:
         with pytest.raises(ValueError, match="warmup_num_steps"):
             lr_schedules.WarmupLR(optimizer, **wrong)
     for kind in (lr_schedules.WarmupLR, lr_schedules.WarmupDecayLR, lr_schedules.WarmupCosineLR):
+        total = {} if kind is lr_schedules.WarmupLR else {"total_num_steps": 9}
         with pytest.warns(UserWarning, match="warmup_type='cubic' is none of log, linear"):
-            total = {} if kind is lr_schedules.WarmupLR else {"total_num_steps": 9}
             schedule = kind(optimizer, **total, warmup_type="cubic")
         assert schedule.warmup_type == "log"
 
