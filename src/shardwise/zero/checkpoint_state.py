@@ -147,11 +147,11 @@ def _refuse_inner_states(optimizer: Optimizer) -> None:
 def _held_by_owner(states: EngineState, whole: WholeStep) -> Iterator[StateShard | ScalarState]:
     for name, spec in whole.places.items():
         view = whole.views[name]
-        kept = states.sharded.optimizer.state.get(view, {})
-        odd = dict(odd_states(kept, view))
+        in_optimizer = states.sharded.optimizer.state.get(view, {})
+        odd = dict(odd_states(in_optimizer, view))
         flats = {
             key: TensorFlatState(each.detach().view(-1)) if isinstance(each, Tensor) and each.dim() else each
-            for key, each in kept.items()
+            for key, each in in_optimizer.items()
             if key not in odd
         }
         pieces = LocalTensor.whole(spec.global_shape).pieces
@@ -190,14 +190,14 @@ def odd_optimizer_states(states: EngineState) -> Iterator[tuple[str, Tensor]]:
     """
     sharded = states.sharded
     is_writer = _writes_first_element if sharded.whole is None else _writes_what_it_owns
-    odd = sharded.odd_names() if sharded.whole is None else ()
+    odd = sharded.odd_names() if sharded.whole is None else set[str]()
     for name, view in sharded.views().items():
-        kept = sharded.optimizer.state.get(view, {})
-        found = dict(odd_states(kept, view)) | {
-            key: value for key, value in kept.items() if key in odd and isinstance(value, Tensor) and value.dim()
-        }
-        for key, value in found.items():
-            if is_writer(states, name):
+        if not is_writer(states, name):
+            continue
+        in_optimizer = sharded.optimizer.state.get(view, {})
+        odd_here = odd | dict(odd_states(in_optimizer, view)).keys()
+        for key, value in in_optimizer.items():
+            if key in odd_here and isinstance(value, Tensor) and value.dim():
                 yield f"{name}/{key}", value
 
 

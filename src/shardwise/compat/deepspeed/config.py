@@ -106,7 +106,7 @@ def _as_json(text: str) -> str:
     solid = [index for index, token in enumerate(tokens) if not _is_gap(token)]
     for index, following in pairwise(solid):
         if tokens[index] == ":" and _BARE.match(tokens[following]):  # a string up to the end of its line
-            end = next((place for place in range(following, len(tokens)) if "\n" in tokens[place]), len(tokens))
+            end = next((stop for stop in range(following, len(tokens)) if "\n" in tokens[stop]), len(tokens))
             tokens[following:end] = [json.dumps("".join(tokens[following:end]).strip()), *[" "] * (end - following - 1)]
     tokens = ["\n" * ("\n" in token) or " " if _is_gap(token) else token for token in tokens]
     solid = [index for index, token in enumerate(tokens) if not token.isspace()]

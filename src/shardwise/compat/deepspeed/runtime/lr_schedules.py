@@ -154,8 +154,8 @@ class LRSchedule:
             raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer, and has none as .optimizer")
         bound = self.arguments.bind(*args, **kwargs)
         bound.apply_defaults()
-        if (kind := bound.arguments.get("warmup_type", "log")) not in ("log", "linear"):
-            warnings.warn(f"warmup_type={kind!r} is none of log, linear; it is taken as log", stacklevel=2)
+        if (curve := bound.arguments.get("warmup_type", "log")) not in ("log", "linear"):
+            warnings.warn(f"warmup_type={curve!r} is none of log, linear; it is taken as log", stacklevel=2)
             bound.arguments["warmup_type"] = "log"
         self.optimizer, self.options = inner, MappingProxyType(bound.arguments)
         self._of = [dict(self.options) for _ in inner.param_groups]

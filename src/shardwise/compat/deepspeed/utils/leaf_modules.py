@@ -81,8 +81,8 @@ def set_by_section(model: nn.Module, section: Mapping[str, Any]) -> None:
     """Mark the modules that the JSON's section `leaf_module` names; say a word of names that fit no module."""
     wanted = {key: [value] if isinstance(value, str) else list(value) for key, value in section.items()}
     classes = wanted.get("classes", [])
-    found = {name for module in _mark(model, classes, True, False) for name in _names_of(type(module))}
-    missing = [each for each in classes if each not in found]
+    names = {name for module in _mark(model, classes, True, False) for name in _names_of(type(module))}
+    missing = [name for name in classes if name not in names]
     missing += set_z3_leaf_modules_by_name(model, wanted.get("names", []), True, False)[1]
     missing += set_z3_leaf_modules_by_suffix(model, wanted.get("name_suffixes", []), True, False)[1]
     if missing:

@@ -53,8 +53,8 @@ class ProcessTopology:
         >>> PipeModelDataParallelTopology(2, 2, 1).get_rank_repr(3, omit_axes=["data"])
         'pipe_01-model_01'
         """
-        place = self.get_coord(rank)._asdict()
-        return outer_sep.join(f"{axis}{inner_sep}{at:02d}" for axis, at in place.items() if axis not in omit_axes)
+        coordinates = self.get_coord(rank)._asdict().items()
+        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in coordinates if axis not in omit_axes)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the ranks that differ in one axis only, for each of the others' coordinates."""
