@@ -337,6 +337,72 @@ def save_odd_parameters(rank: int, world_size: int, root: Path, stages: tuple[in
         assert_same_bits(whole_states(engine), saved)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts the steps of each parameter in numbers and in tensors of other shapes than the parameter's."""
+
+    def __init__(self, params: Any, lr: float = 0.1, is_element_wise: bool = True) -> None:
+        super().__init__(params, {"lr": lr})
+        self.is_element_wise = is_element_wise
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state |= {"calls": 0, "one": torch.zeros(1), "table": torch.zeros(2, 2)}
+                for name in state:
+                    state[name] += 1
+                size = 1.0 if self.is_element_wise else parameter.grad.norm()
+                parameter.data.add_(parameter.grad / size, alpha=-group["lr"] / state["calls"])
+
+
+def element_wise(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer": Counting(model.parameters())}
+
+
+def of_matrices(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer": Counting(model.parameters(), is_element_wise=False)}
+
+
+def of_factors(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.Adafactor(model.parameters(), lr=0.05)}
+
+
+@pytest.mark.parametrize("make", [element_wise, of_matrices, of_factors], ids=lambda make: make.__name__)
+def test_states_of_other_shapes_than_the_parameter_come_back_on_every_rank(
+    ranks: WorkerPool, tmp_path: Path, make: Any
+) -> None:
+    ranks(2).run(save_counted, tmp_path / "two", make)
+    save_counted(0, 1, tmp_path / "one", make)
+    for stage in (1, 3):  # in the other number of ranks, whose samples are others
+        load_counted(0, 1, tmp_path / "two" / str(stage), make, stage)
+        ranks(2).run(load_counted, tmp_path / "one" / str(stage), make, stage)
+
+
+def save_counted(rank: int, world_size: int, root: Path, make: Any) -> None:
+    """Save in each stage, and load in the next one: the steps that follow are the same."""
+    stages = (0, 1, 2, 3)
+    for stage, following in zip(stages, (*stages[1:], 0), strict=True):
+        with engine_of(arguments=make, zero={"stage": stage}) as engine:
+            take_steps(engine, 3)
+            engine.save(root / str(stage))
+            found = take_steps(engine, 2)
+        assert load_counted(rank, world_size, root / str(stage), make, following) == pytest.approx(found, rel=1e-6)
+
+
+def load_counted(rank: int, world_size: int, root: Path, make: Any, stage: int) -> list[float]:
+    with engine_of(seed=1, arguments=make, zero={"stage": stage}) as engine:
+        engine.load(root)
+        for state in engine.optimizer.state.values():
+            for name, value in state.items():
+                if name in ("calls", "one", "table", "step"):
+                    assert torch.equal(torch.as_tensor(value), torch.full_like(torch.as_tensor(value), 3)), name
+            assert len(state) > 1
+        return take_steps(engine, 2)
+
+
 # The moment.
 
 

@@ -184,7 +184,11 @@ class Checkpoints:
         saved += [*self._own(contents, buffers, written_digests), *position]
         state_shards = tuple(each for each in saved if isinstance(each, StateShard))
         written = {state_shard.name for state_shard in state_shards if state_shard.written}
-        numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
+        # Of a parameter that one rank steps whole, other ranks may write the elements.
+        has_owners = self._parts.states().sharded.whole is not None
+        numbers = tuple(
+            each for each in saved if isinstance(each, ScalarState) and (has_owners or each.name in written)
+        )
         own = Path(path).resolve() / step_name(parts.state.num_steps)
         flags = own in self._passed_over and not tag, saves_from_files(parts.layout)
         request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags, tag)
@@ -359,7 +363,7 @@ class Checkpoints:
         for name, state in trajectory.generator_states(self._parts.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
         for name, state in held.odd_optimizer_states(self._parts.states()):
-            # One rank alone steps that parameter; the first's name is in every layout.
+            # One rank alone writes it; the first's name is in every layout.
             yield whole(rank_name(0, _STEPPED_WHOLE + name), state, kind="rank", is_written=True)
         for each in differing(buffers, written_digests) if contents == "all" else ():
             yield whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)

@@ -117,7 +117,7 @@ def held_parameters(states: EngineState) -> Iterator[StateShard]:
 def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarState]:
     """Yield the optimizer's states of what this rank holds.
 
-    Tensors of other sizes than their parameter are apart, in `odd_optimizer_states`.
+    Tensors of other shapes than their parameter are apart, in `odd_optimizer_states`.
 
     Raises:
         ConfigError: a state is neither a number nor a tensor.
@@ -147,9 +147,12 @@ def _refuse_inner_states(optimizer: Optimizer) -> None:
 def _held_by_owner(states: EngineState, whole: WholeStep) -> Iterator[StateShard | ScalarState]:
     for name, spec in whole.places.items():
         view = whole.views[name]
+        in_optimizer = states.sharded.optimizer.state.get(view, {})
+        odd = dict(odd_states(in_optimizer, view))
         flats = {
             key: TensorFlatState(each.detach().view(-1)) if isinstance(each, Tensor) and each.dim() else each
-            for key, each in states.sharded.optimizer.state.get(view, {}).items()
+            for key, each in in_optimizer.items()
+            if key not in odd
         }
         pieces = LocalTensor.whole(spec.global_shape).pieces
         written = pieces if _writes_what_it_owns(states, name) else ()
@@ -158,26 +161,48 @@ def _held_by_owner(states: EngineState, whole: WholeStep) -> Iterator[StateShard
 
 
 def _writes_what_it_owns(states: EngineState, name: str) -> bool:
-    """Say whether this rank is the first of those that step a parameter whole: in the first replica, and stage."""
-    group = next(each for each in states.sharding.groups if any(spec.name == name for spec in each.spec.params))
-    is_first_stage = len(group.holders) <= 1 or states.comms.pipeline.rank == group.holders[0]
-    steppers = states.comms.model if states.sharded.whole is None else states.comms.replicas
-    return steppers.rank == 0 and is_first_stage
+    """Say whether this rank is in the first replica, and in the first stage that has the parameter."""
+    return states.comms.replicas.rank == 0 and _is_in_first_stage(states, _group_of(states, name))
+
+
+def _writes_first_element(states: EngineState, name: str) -> bool:
+    """Say whether this rank writes the first element of a parameter, which no other rank does.
+
+    The optimizer is element-wise, so that a state of another shape than a piece is the same of all pieces.
+    """
+    group, comms = _group_of(states, name), states.comms
+    offset = next(spec.offset for spec in group.spec.params if spec.name == name)
+    low, high = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
+    return low <= offset < high and comms.tensor.rank == 0 and _is_in_first_stage(states, group)
+
+
+def _group_of(states: EngineState, name: str) -> ParamGroup:
+    return next(each for each in states.sharding.groups if any(spec.name == name for spec in each.spec.params))
+
+
+def _is_in_first_stage(states: EngineState, group: ParamGroup) -> bool:
+    return len(group.holders) <= 1 or states.comms.pipeline.rank == group.holders[0]
 
 
 def odd_optimizer_states(states: EngineState) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer's states that have other sizes than their parameter, such as factors, if this rank is to
+    """Yield the optimizer's states that have other shapes than their parameter, such as factors, if this rank is to
     write them; each with a name that `place_odd_state` takes.
     """
     sharded = states.sharded
+    is_writer = _writes_first_element if sharded.whole is None else _writes_what_it_owns
+    odd = sharded.odd_names() if sharded.whole is None else set[str]()
     for name, view in sharded.views().items():
-        for key, value in odd_states(sharded.optimizer.state.get(view, {}), view):
-            if _writes_what_it_owns(states, name):
+        if not is_writer(states, name):
+            continue
+        in_optimizer = sharded.optimizer.state.get(view, {})
+        odd_here = odd | dict(odd_states(in_optimizer, view)).keys()
+        for key, value in in_optimizer.items():
+            if key in odd_here and isinstance(value, Tensor) and value.dim():
                 yield f"{name}/{key}", value
 
 
 def place_odd_state(states: EngineState, where: str, value: Tensor) -> None:
-    """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter whole.
+    """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter or a piece.
 
     Args:
         where: the name that came with it.
@@ -275,7 +300,7 @@ def adopt_masters(states: EngineState) -> None:
 def _parts(states: EngineState, group: ParamGroup) -> Iterator[StateShardPart]:
     comms = states.comms
     written = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
-    if len(group.holders) > 1 and comms.pipeline.rank != group.holders[0]:
+    if not _is_in_first_stage(states, group):
         written = (0, 0)  # the first stage that holds it writes it
     return parts_of(group.spec, (group.shard_start, group.shard_stop), written, comms.tensor.rank)
 

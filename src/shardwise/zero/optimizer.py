@@ -41,6 +41,7 @@ from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
 from shardwise.zero.step_hooks import StepHooks
 from shardwise.zero.stored_state import ParamPiece, pieces_of, place_state
+from shardwise.zero.whole_states import odd_states
 from shardwise.zero.whole_step import WholeStep
 
 
@@ -143,13 +144,21 @@ class ShardedOptimizer:
         """Return what the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, other."""
         if (own := self._own(piece)) is not None:
             return own.states_of(piece)
-        numel, states = piece.view.numel(), self.optimizer.state.get(piece.view, {})
+        shape, states = piece.view.shape, self.optimizer.state.get(piece.view, {})
+        odd = (
+            self.odd_names() if shape.numel() == 1 else ()
+        )  # there a count in a tensor of one element looks like a flat state
         return {
             name: TensorFlatState(value.detach().view(-1))
-            if isinstance(value, Tensor) and value.dim() and value.numel() == numel
+            if isinstance(value, Tensor) and value.dim() and value.shape == shape and name not in odd
             else value
             for name, value in states.items()
         }
+
+    def odd_names(self) -> set[str]:
+        """Return the names of states that are tensors of another shape than one of the pieces of this rank."""
+        states = self.optimizer.state
+        return {name for view in self.views().values() for name, _ in odd_states(states.get(view, {}), view)}
 
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         """Write one state of a piece; make it if it is not there.

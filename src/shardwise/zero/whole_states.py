@@ -59,9 +59,9 @@ def read_whole(whole: WholeStep, optimizer: Optimizer, name: str, state: str, ki
 
 
 def odd_states(states: dict[str, Any], view: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """Yield the states that are tensors of other sizes than their parameter, such as factors."""
+    """Yield the states that are tensors of other shapes than their parameter, such as factors."""
     for key, value in states.items():
-        if isinstance(value, Tensor) and value.dim() and value.numel() != view.numel():
+        if isinstance(value, Tensor) and value.dim() and value.shape != view.shape:
             yield key, value
 
 

@@ -148,6 +148,40 @@ def test_helpers_that_scripts_import(caplog: pytest.LogCaptureFixture) -> None:
     assert (type(adam), adam.defaults["betas"]) == (torch.optim.Adam, (0.8, 0.9))
 
 
+def test_the_json_sets_the_level_of_the_logger_and_marks_leaf_modules(caplog: pytest.LogCaptureFixture) -> None:
+    before = deepspeed.utils.logger.level
+    section = {"classes": "torch.nn.modules.linear.Linear", "names": ["1", "9"], "name_suffixes": ["2"]}
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.ReLU(), torch.nn.ReLU(), torch.nn.ReLU())
+    config = {"train_batch_size": 1, "zero_optimization": {"leaf_module": section}}
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=config | {"log_level": "warning"})
+        assert deepspeed.utils.get_z3_leaf_modules(model) == [model[0], model[1], model[2]]
+        assert "has no modules ['9']" in caplog.text
+        deepspeed.initialize(model=model, config=config | {"log_level": "ERROR"})[0].destroy()
+        assert deepspeed.utils.logger.getEffectiveLevel() == logging.ERROR
+        with refused("log-level-unknown", "loud"):
+            deepspeed.initialize(model=model, config=config | {"log_level": "loud"})
+    finally:
+        deepspeed.utils.logger.setLevel(before)
+        engine.destroy()
+
+
+def test_a_call_without_a_model_or_config_fails_as_an_assertion_of_deepspeeds() -> None:
+    model = torch.nn.Linear(2, 1)
+    for given in ({"config": {"train_batch_size": 1}}, {"model": model}, {"args": Namespace(deepspeed_config=None)}):
+        with pytest.raises(AssertionError, match="needs a model and a config"):
+            deepspeed.initialize(**given)
+
+
+def test_the_config_may_come_by_the_arguments_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 3}')
+    for given in (Namespace(deepspeed_config=path), Namespace(deepspeed_config=None, deepscale_config=str(path))):
+        engine, *_ = deepspeed.initialize(given, torch.nn.Linear(2, 1))
+        assert engine.train_batch_size() == 3
+        engine.destroy()
+
+
 def test_muon_is_of_our_own_section() -> None:
     config = {"train_batch_size": 2, "shardwise": {"optimizer": {"name": "muon"}}}
     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))

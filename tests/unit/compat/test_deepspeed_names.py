@@ -250,15 +250,39 @@ def test_leaf_modules_are_marked_by_class_name_and_path() -> None:
     [
         '{"a": {"b//c": 1,}, // of all\n "d": [1, 2,],}',
         '{# "x": 1\n a: {"b//c": 1}, /* "d": 0, */ "d": [1,\n2]}',
+        '{\n  a:\n  {\n    "b//c": 1\n  }\n  d:\n  [\n    1\n    2\n  ]\n}',
         "eyJhIjogeyJiLy9jIjogMX0sICJkIjogWzEsIDJdfQ==",
     ],
-    ids=["comments and commas", "keys without quotes", "base64"],
+    ids=["comments and commas", "keys without quotes", "without commas", "base64"],
 )
 def test_a_config_may_be_hjson_or_base64(text: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     given = text if text.startswith("eyJ") else path
     assert read_config(given) == {"a": {"b//c": 1}, "d": [1, 2]}
+
+
+def test_strings_of_hjson_may_have_no_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    lines = [
+        "{",
+        "type: AdamW",
+        "path: s3://local nvme, #1",
+        "on: true // a",
+        "lr: 1e-3 # a",
+        "none: null",
+        "a: a }",
+        "}",
+    ]
+    path.write_text("\n  ".join(lines))
+    assert read_config(path) == {
+        "type": "AdamW",
+        "path": "s3://local nvme, #1",
+        "on": True,
+        "lr": 1e-3,
+        "none": None,
+        "a": "a }",
+    }
 
 
 def test_a_file_that_is_no_hjson_is_refused_by_its_own_place(tmp_path: Path) -> None:
@@ -280,6 +304,11 @@ def test_schedules_have_deepspeeds_attributes() -> None:
     for wrong in ({"warmup_num_steps": None}, {"warmup_num_steps": -1}):
         with pytest.raises(ValueError, match="warmup_num_steps"):
             lr_schedules.WarmupLR(optimizer, **wrong)
+    for kind in (lr_schedules.WarmupLR, lr_schedules.WarmupDecayLR, lr_schedules.WarmupCosineLR):
+        total = {} if kind is lr_schedules.WarmupLR else {"total_num_steps": 9}
+        with pytest.warns(UserWarning, match="warmup_type='cubic' is none of log, linear"):
+            schedule = kind(optimizer, **total, warmup_type="cubic")
+        assert schedule.warmup_type == "log"
 
 
 def test_operations_are_counted() -> None:

@@ -147,9 +147,10 @@ def test_transforms_of_torch_run_through_the_engine(stage: int) -> None:
     engine.destroy()
 
 
-def test_parameters_of_stage_3_have_the_attributes_that_scripts_read() -> None:
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
-    with deepspeed.zero.Init(config_dict_or_path=config):
+@pytest.mark.parametrize("name", ["Init", "MiCS_Init"])
+def test_parameters_of_stage_3_have_the_attributes_that_scripts_read(name: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3, "mics_shard_size": 1}}
+    with getattr(deepspeed.zero, name)(config_dict_or_path=config):
         early = network()
     engine, *_ = start(3)
     for model in (early, engine.module):

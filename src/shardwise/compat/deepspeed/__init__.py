@@ -23,6 +23,7 @@ from shardwise.compat.deepspeed.finder import Finder, answers
 
 __version__: Final = "0.19.8+shardwise"
 version: Final = __version__
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 __git_hash__, __git_branch__ = "", ""  # of a source that a release is built from
 
 # Each name is imported when it is first used, so that `import deepspeed` costs next to nothing.

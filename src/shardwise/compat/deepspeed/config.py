@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ _ZERO: Final = "zero_optimization"
 _TOKENS: Final = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|\s+|[^{}\[\],:\s"#/]+|.', re.DOTALL
 )
+# What begins a string without quotes, and after and before what no comma is missing.
+_BARE: Final = re.compile(r'(?!(?:true|false|null|-?\d[\d.eE+-]*)$)[^{}\[\],:\s"]')
+_OPEN: Final = ("{", "[", ",", ":")
+_CLOSE: Final = ("}", "]", ",", ":")
 _BASE64: Final = re.compile(r"[A-Za-z0-9_-]{16,}={0,2}")
 _MAX_NAME: Final = 255
 _DTYPES: Final[Mapping[str, str]] = MappingProxyType(
@@ -90,19 +95,33 @@ def _read_file(source: str | Path) -> Any:
 
 
 def _as_json(text: str) -> str:
-    """Return HJSON as JSON: without comments and commas at the end, and with quotes around keys.
+    """Return HJSON as JSON: with quotes and commas where it has none, and without comments and commas at the end.
 
     >>> _as_json('{a: 1, # "x"\\n "b//": [1, 2,],}').split()
     ['{"a":', '1,', '"b//":', '[1,', '2]}']
+    >>> _as_json("{a: /x y\\n b: 1\\n}").split()
+    ['{"a":', '"/x', 'y",', '"b":', '1', '}']
     """
-    tokens = [found[0] for found in _TOKENS.finditer(text) if not found[0].startswith(("//", "#", "/*"))]
+    tokens = [found[0] for found in _TOKENS.finditer(text)]
+    solid = [index for index, token in enumerate(tokens) if not _is_gap(token)]
+    for index, following in pairwise(solid):
+        if tokens[index] == ":" and _BARE.match(tokens[following]):  # a string up to the end of its line
+            end = next((stop for stop in range(following, len(tokens)) if "\n" in tokens[stop]), len(tokens))
+            tokens[following:end] = [json.dumps("".join(tokens[following:end]).strip()), *[" "] * (end - following - 1)]
+    tokens = ["\n" * ("\n" in token) or " " if _is_gap(token) else token for token in tokens]
     solid = [index for index, token in enumerate(tokens) if not token.isspace()]
     for index, following in pairwise(solid):
         if tokens[index] == "," and tokens[following] in ("}", "]"):
             tokens[index] = ""
         elif tokens[following] == ":" and tokens[index].isidentifier():
             tokens[index] = f'"{tokens[index]}"'
+        elif tokens[index] not in _OPEN and tokens[following] not in _CLOSE:
+            tokens[index] += "," * ("\n" in tokens[index:following])
     return "".join(tokens)
+
+
+def _is_gap(token: str) -> bool:
+    return token.isspace() or token.startswith(("//", "#", "/*"))
 
 
 def translate(values: Mapping[str, Any], world_size: int | None = None, *, refuse: bool = True) -> Translation:

@@ -109,7 +109,7 @@ _TABLE: Final = (
         " override_module_apply pipeline_loading_checkpoint legacy_stage1 log_trace_cache_warnings",
     ),
     ("N", _UNITS, "allgather_size"),
-    ("N", "blocks are units already; ranks may run different ones", "zero_optimization.leaf_module: *"),
+    ("M", "marks of modules, which scripts read; ranks may run different ones", "zero_optimization.leaf_module: *"),
     (
         "N",
         "it always is so here",
@@ -184,7 +184,8 @@ _TABLE: Final = (
     ("R", "there is no GPUDirect Storage; leave it out", "aio: use_gds"),
     ("N", _IO, "aio: block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events"),
     ("N", _LOGS, "tensorboard.* wandb.* csv_monitor.* comet.* timers.throughput.*"),
-    ("N", _LOGS, "steps_per_print wall_clock_breakdown dump_state log_level"),
+    ("N", _LOGS, "steps_per_print wall_clock_breakdown dump_state"),
+    ("M", "the level of the logger `DeepSpeed`", "log_level"),
     ("N", "`engine.memory` counts what memory holds", "memory_breakdown"),
     ("N", "run.check_collectives and `shardwise.simulate` say what ranks send", "comms_logger.*"),
     ("N", "`shardwise plan --explain` and torch's profiler count operations", "flops_profiler.*"),

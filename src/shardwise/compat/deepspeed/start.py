@@ -18,11 +18,11 @@ from shardwise.compat.deepspeed.comm import init_distributed
 from shardwise.compat.deepspeed.config import Translation, read_config, translate
 from shardwise.compat.deepspeed.optimizers import build_optimizer, build_scheduler
 from shardwise.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizer, NoSchedule
+from shardwise.compat.deepspeed.runtime.engine import AssertedError, DeepSpeedEngine, DeepSpeedOptimizer, NoSchedule
 from shardwise.compat.deepspeed.runtime.pipe.engine import PipelineEngine
 from shardwise.compat.deepspeed.runtime.pipe.module import PipelineModule
 from shardwise.compat.deepspeed.runtime.zero.attributes import mark
-from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, logger
+from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, leaf_modules, logger, set_log_level_from_string
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.initialize import initialize as initialize_engine
 from shardwise.runtime.param_guard import ReleasedParameterError, is_released
@@ -58,9 +58,10 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         ConfigError: a key is refused, or does not fit the model.
     """
     given = config if config is not None else config_params
-    given = getattr(args, "deepspeed_config", None) if given is None else given
+    for name in ("deepspeed_config", "deepscale_config"):  # as arguments of the command line have it
+        given = getattr(args, name, None) if given is None else given
     if model is None or given is None:
-        raise ConfigError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
+        raise AssertedError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
     while isinstance(model, DeepSpeedEngine):  # as the Trainer passes at a second `train()`
         model = model.module
     source = read_config(given)
@@ -73,6 +74,8 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         sharers["tensor_parallel.autotp_size"] = model.__dict__[_TP_SIZE]
     translation = translate({**source, **sharers}, dist.get_world_size() // num_stages)
     _release_earlier(model)
+    if level := translation.given.get("log_level"):
+        set_log_level_from_string(str(level))
     kind = DeepSpeedEngine
     if isinstance(model, PipelineModule):
         kind, translation = PipelineEngine, replace(translation, config=model.train_batch_plan(translation.config))
@@ -127,6 +130,7 @@ def _engine(
     groups.note_engine(inner.layout.mesh, inner.parts.comms)
     engine = kind(inner, source, translation, schedule, frozen)
     _mark(model, engine)
+    leaf_modules.set_by_section(model, translation.section("zero_optimization.leaf_module"))
     return engine
 
 

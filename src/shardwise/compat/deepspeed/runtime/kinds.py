@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch.distributed as dist
 
-from shardwise.compat.deepspeed.config import read_config, translate
+from shardwise.compat.deepspeed.config import given_sums, read_config, translate
 from shardwise.compat.deepspeed.finder import MissingNameError
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizer
 from shardwise.config.resolve import Config, ConfigError, resolve_batch
@@ -127,6 +127,7 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps = batch.accumulation
         self.zero_optimization_stage = self._translation.config["zero"]["stage"]
         self.zero_enabled = self.zero_optimization_stage > 0
+        self.gradient_allreduce_op = "sum" if given_sums(given) else "mean"
         self.gradient_clipping = given.get("gradient_clipping", 1.0)
         self.optimizer_name = str(given["optimizer.type"]).lower() if "optimizer.type" in given else None
         self.optimizer_params = self._translation.section("optimizer").get("params")

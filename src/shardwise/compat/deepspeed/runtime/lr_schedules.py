@@ -62,7 +62,7 @@ def _signature(*needed: str, **defaults: Any) -> Signature:
 
 
 def _risen(of: _Options, done: int) -> float:
-    """Return the share of a warm-up; an unknown type of it is "log", as in DeepSpeed."""
+    """Return the share of a warm-up."""
     num_steps = _num_warmup_steps(of)
     if not 0 <= done < num_steps:
         return float(done >= 0)
@@ -154,6 +154,9 @@ class LRSchedule:
             raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer, and has none as .optimizer")
         bound = self.arguments.bind(*args, **kwargs)
         bound.apply_defaults()
+        if (curve := bound.arguments.get("warmup_type", "log")) not in ("log", "linear"):
+            warnings.warn(f"warmup_type={curve!r} is none of log, linear; it is taken as log", stacklevel=2)
+            bound.arguments["warmup_type"] = "log"
         self.optimizer, self.options = inner, MappingProxyType(bound.arguments)
         self._of = [dict(self.options) for _ in inner.param_groups]
         for name, value in self.options.items():

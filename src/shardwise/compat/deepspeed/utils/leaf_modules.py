@@ -6,10 +6,12 @@ that run different blocks are kept in step by `zero.lockstep`, which the drop-in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from torch import nn
+
+from shardwise.compat.deepspeed.utils import logger
 
 _LEAF: Final = "_z3_leaf"
 _OF_PARAMETER: Final = "ds_z3_leaf_module"
@@ -73,6 +75,18 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by the ends of their dotted names, as above; the arguments are those of DeepSpeed."""
     return _by_name(model, list(module_name_suffixes), str.endswith, flag, raise_if_not_found)
+
+
+def set_by_section(model: nn.Module, section: Mapping[str, Any]) -> None:
+    """Mark the modules that the JSON's section `leaf_module` names; say a word of names that fit no module."""
+    wanted = {key: [value] if isinstance(value, str) else list(value) for key, value in section.items()}
+    classes = wanted.get("classes", [])
+    names = {name for module in _mark(model, classes, True, False) for name in _names_of(type(module))}
+    missing = [name for name in classes if name not in names]
+    missing += set_z3_leaf_modules_by_name(model, wanted.get("names", []), True, False)[1]
+    missing += set_z3_leaf_modules_by_suffix(model, wanted.get("name_suffixes", []), True, False)[1]
+    if missing:
+        logger.warning("zero_optimization.leaf_module: the model has no modules %s", missing)
 
 
 def _mark(model: nn.Module, kinds: list[Any], flag: bool, raises: bool) -> list[nn.Module]:

@@ -45,6 +45,17 @@ class ProcessTopology:
     def get_coord(self, rank: int) -> Any:
         return list(self.mapping)[rank]
 
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """Return a rank's coordinates as text for the name of a file; the arguments are those of DeepSpeed.
+
+        >>> PipeModelDataParallelTopology(2, 2, 1).get_rank_repr(3, omit_axes=["data"])
+        'pipe_01-model_01'
+        """
+        coordinates = self.get_coord(rank)._asdict().items()
+        return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in coordinates if axis not in omit_axes)
+
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the ranks that differ in one axis only, for each of the others' coordinates."""
         if axis not in self.axes:

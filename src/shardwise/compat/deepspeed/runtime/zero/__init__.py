@@ -69,6 +69,9 @@ class Init:
             self._num_marked += 1
 
 
+MiCS_Init = Init  # the JSON's mics_shard_size says which ranks share the engine's parameters
+
+
 @contextmanager
 def GatheredParameters(  # noqa: N802  DeepSpeed's name
     params: Iterable[nn.Parameter] | nn.Parameter,
