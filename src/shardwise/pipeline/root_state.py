@@ -3,14 +3,16 @@
 That code runs once for each stage. So each stage of a rank has such state of its own during a step, as it would have on
 a rank of its own, and writes it once for each micro-batch; after the step the model has that of the rank's last stage.
 
-What is computed from a value of a later stage, an earlier one cannot know: it may write such state, but not read it in
-a later forward. The first training step shows who reads what, and whether the last stage has found something else.
-After it the last stage looks whether its forward writes what an earlier stage reads and no stage had written till then.
+What is computed from a value of a later stage, an earlier one cannot know: it may write such state, and in a later
+forward log it, clear it or add to it, but not let it reach the results. The first training step shows who reads what,
+and whether the last stage has found something else. After it the last stage looks whether its forward writes what an
+earlier stage reads and no stage had written till then.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
+from shardwise.pipeline.attribute_reads import AttributeReads, Site, site_of
 from shardwise.runtime.class_swap import watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS
@@ -31,7 +34,7 @@ from shardwise.runtime.user_hooks import hook_contents, hook_dicts_of
 
 _FIX: Final = (
     "compute it in the module that reads it, write it from the inputs before the units run, or use mesh.dp_shard with "
-    "zero.stage=3 in place of mesh.pp"
+    "zero.stage=3 in place of mesh.pp; what is only for a log, read it after the units, or in the call that logs it"
 )
 
 Place = tuple[int, str]
@@ -118,6 +121,7 @@ class RootState:
         inner = {id(module) for unit in units for module in unit.modules()}
         outside = [(name, module) for name, module in model.named_modules() if id(module) not in inner]
         self._modules = {f"{name}." if name else "": module for name, module in outside}  # by the prefix of their names
+        self._values = {prefix: (vars(module), registered_buffers(module)) for prefix, module in self._modules.items()}
         self._state = ForwardState(model, left_out=inner)
         self._held, self._last, self._num_stages = sorted(held), max(held), num_stages
         self._written: dict[Place, _Written] = {}
@@ -133,6 +137,9 @@ class RootState:
         self._stage = 0
         self._num_calls: Callable[[], int] = int
         self._accessed: dict[str, int] = {}
+        self._fresh: set[str] = set()  # what the forward has written or cleared first
+        self._reads = AttributeReads()
+        self._taken: frozenset[str] = frozenset()  # what takes stale values over
         self._is_past_units = False
         self._quiet: dict[
             str, tuple[dict[str, Any], str]
@@ -149,7 +156,7 @@ class RootState:
         self._stage, self._num_calls, self._is_past_units = stage, num_calls, False
         is_watched = not self._is_agreed or bool(self._stale.get(stage))
         if is_watched:
-            self._accessed = {}
+            self._accessed, self._fresh = {}, set()
             for prefix, module in self._modules.items():
                 self._pass.callback(watch_attributes(module, self._watch(prefix)))
         if is_watched or len(self._held) > 1:
@@ -233,7 +240,8 @@ class RootState:
         self._is_agreed = True
         digests = {stage: self._digests(stage) for stage in self._held}
         for stage, note in self._notes.items():
-            note.reads = {label: digests[stage][label] for label in note.reads if label in digests[stage]}
+            reads = [label for label in note.reads if label in digests[stage] and self._reads.kept(label) is None]
+            note.reads = {label: digests[stage][label] for label in reads}
             note.writes = {label: (num, digests[stage].get(label, "")) for label, (num, _) in note.writes.items()}
             if stage != self._num_stages - 1:
                 note.writes = {}
@@ -243,12 +251,14 @@ class RootState:
             raise stale_state(*found["stale"])
         last = {label: (num, digest) for label, (num, digest) in found["writes"].items()}
         for stage, note in self._notes.items():
-            self._stale[stage] = frozenset(note.stale(last, digests[stage]))
+            stale = note.stale(last, digests[stage])
+            taken = {each for label in stale for each in self._reads.kept(label) or ()} - {*stale}
+            self._stale[stage], self._taken = frozenset({*stale, *taken}), self._taken | taken
         if self._last == self._num_stages - 1:
             self._quiet = {
                 f"{prefix}{name}": (attributes, name)
-                for prefix, module in self._modules.items()
-                for attributes in (vars(module), registered_buffers(module))
+                for prefix, dicts in self._values.items()
+                for attributes in dicts
                 for name in attributes
                 if f"{prefix}{name}" in found["reads"]
             }
@@ -262,20 +272,35 @@ class RootState:
             label = f"{prefix}{name}"
             is_first = label not in self._accessed
             self._accessed[label] = self._num_calls()
-            if not is_first or is_write or self._is_past_units or self._stage == self._num_stages - 1:
+            if self._is_past_units or self._stage == self._num_stages - 1:
                 return
-            self._notes[self._stage].reads[label] = ""
-            value = registered_buffers(module).get(name, vars(module).get(name))
-            is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
-            if is_left or label in self._stale.get(self._stage, ()):
-                raise stale_state(label, self._stage)
+            if is_first and is_write:
+                self._fresh.add(label)
+            if not is_write:
+                self._look(label, name, is_first, _reader())
 
         return watch
 
+    def _look(self, label: str, name: str, is_first: bool, site: Site) -> None:
+        """Take note that a stage reads an attribute before its last unit has run, or refuse it."""
+        attributes, buffers = self._values[label.removesuffix(name)]
+        value = buffers.get(name, attributes.get(name))
+        if is_first and isinstance(value, list | dict | set | deque) and self._reads.clears(site, name):
+            self._fresh.add(label)
+        if not self._is_agreed:
+            self._reads.note(label, site)
+        if label in self._fresh and label not in self._taken:
+            return
+        if not self._is_agreed:
+            self._notes[self._stage].reads[label] = ""
+        is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
+        if (is_left or label in self._stale.get(self._stage, ())) and self._reads.judge(site, name) is None:
+            raise stale_state(label, self._stage)
+
     def _label(self, attributes: dict[str, Any], name: str) -> str:
         """Return the full name of an attribute; none for one of a module that is not registered."""
-        for prefix, module in self._modules.items():
-            if attributes is vars(module) or attributes is registered_buffers(module):
+        for prefix, dicts in self._values.items():
+            if any(attributes is each for each in dicts):
                 return f"{prefix}{name}"
         return ""
 
@@ -284,8 +309,8 @@ class RootState:
         own = self._own.get(stage, {})
         return {
             f"{prefix}{name}": _digest(_value_of(own.get((id(attributes), name)), value))
-            for prefix, module in self._modules.items()
-            for attributes in (vars(module), registered_buffers(module))
+            for prefix, dicts in self._values.items()
+            for attributes in dicts
             for name, value in attributes.items()
         }
 
@@ -297,6 +322,16 @@ def stale_state(label: str, stage: int) -> ConfigError:
         f"the forward of stage {stage} reads {label}, which was written after the units of this stage had run: it "
         f"follows from values of a later stage, and under mesh.pp no stage sends them back; {_FIX}",
     )
+
+
+def _reader() -> Site:
+    """Return the place that reads an attribute of a module that is watched."""
+    frame = inspect.currentframe()
+    for _ in range(3):  # this function, the one that is called at each access, and the module's own
+        frame = frame and frame.f_back
+    if frame is None:
+        raise RuntimeError("an attribute is read by no code")
+    return site_of(frame)
 
 
 def _judge(notes: Mapping[int, str]) -> str:
