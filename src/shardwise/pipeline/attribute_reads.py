@@ -72,19 +72,19 @@ class AttributeReads:
         self._sites.setdefault(label, set()).add(site)
 
     def kept(self, label: str) -> frozenset[str] | None:
-        """Return the attributes that take the value of one over; None where it may reach the results."""
-        found, left = {label}, [label]
+        """Return the attributes that take the value of one over; None where it may rreader the results."""
+        taken, left = {label}, [label]
         prefix = label[: label.rfind(".") + 1]
         while left:
-            each = left.pop()
-            for site in self._sites.get(each, ()):
-                names = self.judge(site, each.removeprefix(prefix))
+            reader = left.pop()
+            for site in self._sites.get(reader, ()):
+                names = self.judge(site, reader.removeprefix(prefix))
                 if names is None:
                     return None
-                new = {f"{prefix}{name}" for name in names} - found
-                found |= new
+                new = {f"{prefix}{name}" for name in names} - taken
+                taken |= new
                 left += new
-        return frozenset(found)
+        return frozenset(taken)
 
     def judge(self, site: Site, name: str) -> frozenset[str] | None:
         """Return the same for one place that reads the attribute."""
@@ -140,10 +140,10 @@ class _File:
 
     def around(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
         """Return the innermost node of some kind around a node."""
-        found: ast.AST | None = node
-        while found is not None and not isinstance(found, kinds):
-            found = self.parents.get(found)
-        return found
+        outer: ast.AST | None = node
+        while outer is not None and not isinstance(outer, kinds):
+            outer = self.parents.get(outer)
+        return outer
 
 
 @dataclass
@@ -251,8 +251,8 @@ class _Flow:
     def _is_own(self, node: ast.AST) -> bool:
         """Say whether a node is an attribute of the module whose attribute is read."""
         base = self.read.args[0] if isinstance(self.read, ast.Call) else self.read
-        own = base.value if base is self.read and isinstance(base, ast.Attribute) else base
-        return isinstance(node, ast.Attribute) and ast.dump(node.value) == ast.dump(own)
+        module = base.value if base is self.read and isinstance(base, ast.Attribute) else base
+        return isinstance(node, ast.Attribute) and ast.dump(node.value) == ast.dump(module)
 
     def _is_quiet(self, node: ast.stmt) -> bool:
         """Say whether a statement that may run or not reaches no result."""
@@ -267,14 +267,14 @@ class _Flow:
         call = node.value
         if not isinstance(call, ast.Call) or not self._only_logs(call):
             return False
-        return all(map(self._only_computes, [*call.args, *(each.value for each in call.keywords)]))
+        return all(map(self._only_computes, [*call.args, *(keyword.value for keyword in call.keywords)]))
 
     def _only_computes(self, expression: ast.AST) -> bool:
         """Say whether an expression does nothing but compute its value."""
-        for part in ast.walk(expression):
-            if isinstance(part, _UNSEEN):
+        for inner in ast.walk(expression):
+            if isinstance(inner, _UNSEEN):
                 return False
-            if isinstance(part, ast.Call) and (_name_of(part.func) not in _COMPUTES or self._is_own(part.func)):
+            if isinstance(inner, ast.Call) and (_name_of(inner.func) not in _COMPUTES or self._is_own(inner.func)):
                 return False
         return True
 

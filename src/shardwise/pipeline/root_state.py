@@ -110,6 +110,27 @@ class _Written:
     is_in_place: bool
 
 
+@dataclass
+class _Accesses:
+    """Holds the accesses to the state.
+
+    Attributes:
+        calls: the number of calls of units before the last access in this forward, by label.
+        fresh: what this forward has written or cleared first.
+        reads: the places that read it before the last unit, in any forward.
+        taken: what takes over values that only the last stage knows.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    reads: AttributeReads = field(default_factory=AttributeReads)
+    taken: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self.calls, self.fresh = {}, set()
+
+
 class RootState:
     """Holds the state of the modules around the units by stage.
 
@@ -120,13 +141,14 @@ class RootState:
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], held: Sequence[int], num_stages: int) -> None:
         inner = {id(module) for unit in units for module in unit.modules()}
         outside = [(name, module) for name, module in model.named_modules() if id(module) not in inner]
-        self._modules = {f"{name}." if name else "": module for name, module in outside}  # by the prefix of their names
-        self._values = {prefix: (vars(module), registered_buffers(module)) for prefix, module in self._modules.items()}
+        self._modules = {  # with what holds their values, by the prefix of their names
+            f"{name}." if name else "": (module, (vars(module), registered_buffers(module))) for name, module in outside
+        }
         self._state = ForwardState(model, left_out=inner)
         self._held, self._last, self._num_stages = sorted(held), max(held), num_stages
         self._written: dict[Place, _Written] = {}
         self._own: dict[int, dict[Place, _Kept]] = {}
-        self._hooks = hook_dicts_of(self._modules.values())
+        self._hooks = hook_dicts_of(module for _, module in outside)
         self._put_hooks: Callable[[], None] | None = None  # what their variables have before the step
         self._own_hooks: dict[int, Callable[[], None]] = {}
         self._notes = {stage: _StageNote() for stage in held}
@@ -136,10 +158,7 @@ class RootState:
         self._record: PassRecord | None = None
         self._stage = 0
         self._num_calls: Callable[[], int] = int
-        self._accessed: dict[str, int] = {}
-        self._fresh: set[str] = set()  # what the forward has written or cleared first
-        self._reads = AttributeReads()
-        self._taken: frozenset[str] = frozenset()  # what takes stale values over
+        self._accesses = _Accesses()
         self._is_past_units = False
         self._quiet: dict[
             str, tuple[dict[str, Any], str]
@@ -156,8 +175,8 @@ class RootState:
         self._stage, self._num_calls, self._is_past_units = stage, num_calls, False
         is_watched = not self._is_agreed or bool(self._stale.get(stage))
         if is_watched:
-            self._accessed, self._fresh = {}, set()
-            for prefix, module in self._modules.items():
+            self._accesses.begin()
+            for prefix, (module, _) in self._modules.items():
                 self._pass.callback(watch_attributes(module, self._watch(prefix)))
         if is_watched or len(self._held) > 1:
             for place, kept in self._own.get(stage, {}).items():
@@ -199,7 +218,7 @@ class RootState:
                 self._written.setdefault(place, _Written(attributes, before.value, kept, is_in_place)).base = kept
                 own[place] = kept
             if not self._is_agreed and (label := self._label(attributes, name)):
-                self._notes[self._stage].writes[label] = (self._accessed.get(label, self._num_calls()), "")
+                self._notes[self._stage].writes[label] = (self._accesses.calls.get(label, self._num_calls()), "")
         for place in own:
             written = self._written[place]
             own[place] = _Kept.of(written.attributes.get(place[1], MISSING))
@@ -240,7 +259,9 @@ class RootState:
         self._is_agreed = True
         digests = {stage: self._digests(stage) for stage in self._held}
         for stage, note in self._notes.items():
-            reads = [label for label in note.reads if label in digests[stage] and self._reads.kept(label) is None]
+            reads = [
+                label for label in note.reads if label in digests[stage] and self._accesses.reads.kept(label) is None
+            ]
             note.reads = {label: digests[stage][label] for label in reads}
             note.writes = {label: (num, digests[stage].get(label, "")) for label, (num, _) in note.writes.items()}
             if stage != self._num_stages - 1:
@@ -252,12 +273,13 @@ class RootState:
         last = {label: (num, digest) for label, (num, digest) in found["writes"].items()}
         for stage, note in self._notes.items():
             stale = note.stale(last, digests[stage])
-            taken = {each for label in stale for each in self._reads.kept(label) or ()} - {*stale}
-            self._stale[stage], self._taken = frozenset({*stale, *taken}), self._taken | taken
+            taken = {label for name in stale for label in self._accesses.reads.kept(name) or ()} - {*stale}
+            self._stale[stage] = frozenset({*stale, *taken})
+            self._accesses.taken.update(taken)
         if self._last == self._num_stages - 1:
             self._quiet = {
                 f"{prefix}{name}": (attributes, name)
-                for prefix, dicts in self._values.items()
+                for prefix, (_, dicts) in self._modules.items()
                 for attributes in dicts
                 for name in attributes
                 if f"{prefix}{name}" in found["reads"]
@@ -270,12 +292,12 @@ class RootState:
     def _watch(self, prefix: str) -> Callable[[nn.Module, str, bool], None]:
         def watch(module: nn.Module, name: str, is_write: bool) -> None:
             label = f"{prefix}{name}"
-            is_first = label not in self._accessed
-            self._accessed[label] = self._num_calls()
+            is_first = label not in self._accesses.calls
+            self._accesses.calls[label] = self._num_calls()
             if self._is_past_units or self._stage == self._num_stages - 1:
                 return
             if is_first and is_write:
-                self._fresh.add(label)
+                self._accesses.fresh.add(label)
             if not is_write:
                 self._look(label, name, is_first, _reader())
 
@@ -283,33 +305,33 @@ class RootState:
 
     def _look(self, label: str, name: str, is_first: bool, site: Site) -> None:
         """Take note that a stage reads an attribute before its last unit has run, or refuse it."""
-        attributes, buffers = self._values[label.removesuffix(name)]
+        _, (attributes, buffers) = self._modules[label.removesuffix(name)]
         value = buffers.get(name, attributes.get(name))
-        if is_first and isinstance(value, list | dict | set | deque) and self._reads.clears(site, name):
-            self._fresh.add(label)
+        if is_first and isinstance(value, list | dict | set | deque) and self._accesses.reads.clears(site, name):
+            self._accesses.fresh.add(label)
         if not self._is_agreed:
-            self._reads.note(label, site)
-        if label in self._fresh and label not in self._taken:
+            self._accesses.reads.note(label, site)
+        if label in self._accesses.fresh and label not in self._accesses.taken:
             return
         if not self._is_agreed:
             self._notes[self._stage].reads[label] = ""
         is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
-        if (is_left or label in self._stale.get(self._stage, ())) and self._reads.judge(site, name) is None:
+        if (is_left or label in self._stale.get(self._stage, ())) and self._accesses.reads.judge(site, name) is None:
             raise stale_state(label, self._stage)
 
     def _label(self, attributes: dict[str, Any], name: str) -> str:
         """Return the full name of an attribute; none for one of a module that is not registered."""
-        for prefix, dicts in self._values.items():
+        for prefix, (_, dicts) in self._modules.items():
             if any(attributes is each for each in dicts):
                 return f"{prefix}{name}"
         return ""
 
     def _digests(self, stage: int) -> dict[str, str]:
         """Return a digest of each attribute, as a stage has left it."""
-        own = self._own.get(stage, {})
+        states = self._own.get(stage, {})
         return {
-            f"{prefix}{name}": _digest(_value_of(own.get((id(attributes), name)), value))
-            for prefix, dicts in self._values.items()
+            f"{prefix}{name}": _digest(_value_of(states.get((id(attributes), name)), value))
+            for prefix, (_, dicts) in self._modules.items()
             for attributes in dicts
             for name, value in attributes.items()
         }

@@ -190,7 +190,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._boundary: bool | None = None
         self._num_backwards = 0  # since the last step
         self._num_counted = 0  # of the inner engine's backwards, those that `step` has counted as micro-batches
-        self._has_dropped = self._has_warned = False
+        self._warned: set[str] = set()
         self._was_applied = False
         self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
         self._has_autocast = bool(self._given.get("torch_autocast.enabled", False))
@@ -279,7 +279,9 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._was_applied = False
         if not self._is_managed or self.is_gradient_accumulation_boundary():
             context = self.inner.step_context
-            if self._has_dropped and context.num_backwards == 0:  # nothing is left to update by
+            is_empty = context.num_backwards == 0 and not context.sharding.has_foreign_gradients
+            if is_empty and self.optimizer is not None and not context.status.is_in_backward:
+                self._warn_once("step() without a backward since the last one updates no parameter, as in torch")
                 advance(context.scheduler)
                 self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
             else:
@@ -301,7 +303,6 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         num_micro_batches = accumulation if self._is_managed else self._num_backwards
         self.global_samples += self.train_batch_size() // accumulation * num_micro_batches
         self._num_backwards = 0
-        self._has_dropped = False
 
     @property
     def has_overflowed(self) -> bool:
@@ -329,18 +330,20 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             return
         are_counted = context.num_backwards == self._num_counted and not context.status.is_in_backward
         keeps = are_counted and self.zero_optimization_stage() >= 2
-        if are_counted and not self._has_warned:
-            self._has_warned = True
-            if self.global_rank == 0:
-                logger.warning(
-                    "zero_grad() between the micro-batches of a step %s them, as in DeepSpeed's stage %d; call it at "
-                    "gradient accumulation boundaries only",
-                    "keeps" if keeps else "drops the gradients of",
-                    self.zero_optimization_stage(),
-                )
+        if are_counted:
+            self._warn_once(
+                f"zero_grad() between the micro-batches of a step {'keeps' if keeps else 'drops the gradients of'} "
+                f"them, as in DeepSpeed's stage {self.zero_optimization_stage()}; call it at gradient accumulation "
+                "boundaries only"
+            )
         if not keeps:
             self.inner.zero_grad()
-            self._num_counted, self._has_dropped = 0, True
+            self._num_counted = 0
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and self.global_rank == 0:
+            logger.warning(text)
+        self._warned.add(text)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
