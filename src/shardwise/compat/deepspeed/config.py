@@ -6,11 +6,11 @@ import base64
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.compat.deepspeed.hjson import to_json
 from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
 from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
 from shardwise.config.sections import BatchConfig
@@ -18,10 +18,6 @@ from shardwise.config.untrusted_files import UntrustedFileError, parse_json, rea
 from shardwise.config.validate import ATTENTION_KEYS
 
 _ZERO: Final = "zero_optimization"
-# A string, the three kinds of comments, punctuation, space, and a number or a word.
-_TOKENS: Final = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|\s+|[^{}\[\],:\s"#/]+|.', re.DOTALL
-)
 _BASE64: Final = re.compile(r"[A-Za-z0-9_-]{16,}={0,2}")
 _MAX_NAME: Final = 255
 _DTYPES: Final[Mapping[str, str]] = MappingProxyType(
@@ -57,7 +53,7 @@ class Translation:
 def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config as DeepSpeed takes it: a mapping, the path of a JSON file, or base64 of one's text.
 
-    The file may have what HJSON allows and people write: comments, commas at the end, and keys without quotes.
+    The file may be HJSON.
 
     Raises:
         ConfigError: the file cannot be read, or holds something else.
@@ -84,25 +80,9 @@ def _read_file(source: str | Path) -> Any:
         if error.code != "not-json":
             raise
         try:
-            return parse_json(_as_json(text), where, fix)
-        except UntrustedFileError:
+            return parse_json(to_json(text), where, fix)
+        except (UntrustedFileError, ValueError):
             raise error from None
-
-
-def _as_json(text: str) -> str:
-    """Return HJSON as JSON: without comments and commas at the end, and with quotes around keys.
-
-    >>> _as_json('{a: 1, # "x"\\n "b//": [1, 2,],}').split()
-    ['{"a":', '1,', '"b//":', '[1,', '2]}']
-    """
-    tokens = [found[0] for found in _TOKENS.finditer(text) if not found[0].startswith(("//", "#", "/*"))]
-    solid = [index for index, token in enumerate(tokens) if not token.isspace()]
-    for index, following in pairwise(solid):
-        if tokens[index] == "," and tokens[following] in ("}", "]"):
-            tokens[index] = ""
-        elif tokens[following] == ":" and tokens[index].isidentifier():
-            tokens[index] = f'"{tokens[index]}"'
-    return "".join(tokens)
 
 
 def translate(values: Mapping[str, Any], world_size: int | None = None, *, refuse: bool = True) -> Translation:

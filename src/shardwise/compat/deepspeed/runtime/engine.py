@@ -53,6 +53,13 @@ class NoSchedule:
     def step(self) -> None:
         """Do nothing."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing, so that a checkpoint has no schedule."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: as in DeepSpeed, an engine without a schedule leaves that of a checkpoint."""
+
 
 class _NoHooks:
     """Answers scripts that take DeepSpeed's hooks off the model for generation: none are in their way here."""
@@ -446,8 +453,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint that any layout, or DeepSpeed, has saved; return its folder and the client's state.
 
-        The arguments are those of DeepSpeed. Without a `tag` it is the newest that is whole. A schedule's state is
-        loaded with the optimizer's only.
+        The arguments are those of DeepSpeed. Without a `tag` it is the newest that is whole.
         """
         if custom_load_fn is not None:
             raise ConfigError("custom-load-fn", "load_checkpoint takes no custom_load_fn here; load by engine.module")
@@ -463,6 +469,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             return None, None
         if kept is not None:
             self.lr_scheduler.load_state_dict(kept)
+        elif weights_only and not load_module_only and self.lr_scheduler is not None:
+            self.inner.checkpoints.load_schedule(report.path)
         if is_of_deepspeed(report.path):
             run = read_run_state(report.path)
             state, counters = run.client_state, vars(run)
