@@ -137,7 +137,22 @@ def expected(script: str, world_size: int, accumulation: int, stage: int) -> dic
 
 
 SCRIPTS = {
-    1: ("fzbs", "fbzfbs", "frzbs", "fbofbs", "fbmfbs", "fbfts", "ftfbs", "fxzfbs", "cs", "ccsfbs", "fbzsfbs", "fbzcs"),
+    1: (
+        "fzbs",
+        "fbzfbs",
+        "frzbs",
+        "fbofbs",
+        "fbmfbs",
+        "fbfts",
+        "ftfbs",
+        "fxzfbs",
+        "cs",
+        "ccsfbs",
+        "fbzsfbs",
+        "fbzcs",
+        "sfbs",
+        "fbsfsfbs",
+    ),
     2: (
         "fbsfbs",
         "fbsfzbs",
@@ -150,6 +165,7 @@ SCRIPTS = {
         "fbscs",
         "fbswfbs",
         "fxzfbsfbs",
+        "fssfbsfbs",
     ),
 }
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import shardwise.compat.deepspeed as deepspeed
 from harness.pool import RankError, WorkerPool
+from harness.refusals import refused
 from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from shardwise.config.resolve import ConfigError
@@ -157,9 +158,19 @@ def train(rank: int, world_size: int, name: str, stage: int, own: bool, options:
             labels = [labels for _, (_, labels) in zip(range(3), data(name, data_rank), strict=False)]
             own_loss = torch.stack([model.loss_fn(*each) for each in zip(outputs, labels, strict=True)]).mean()
             assert engine.dp_world_size > 1 or own_loss.item() == pytest.approx(loss.item(), rel=1e-12)
-            assert len(engine.eval_batch(data(name, data_rank), compute_loss=False)) == MICRO
+        listed = {"compute_loss": False, "reduce_output": None}
+        means = {"num_micro_batches": 3, "reduce_output": None, "bcast_loss": False}
+        evaluations = [engine.eval_batch(data(name, data_rank), **each) for each in (listed, means)]
+        if outputs is not None:
+            assert len(evaluations[0]) == MICRO
+            assert torch.stack(evaluations[1]).mean().item() == pytest.approx(own_loss.item(), rel=1e-12)
         else:
-            assert engine.eval_batch(data(name, data_rank), compute_loss=False) is None
+            assert evaluations == [None, None]
+        if engine.is_data_parallel:
+            with refused("eval-reduction", "reduce_output=None"):
+                engine.eval_batch(data(name, data_rank), compute_loss=False)
+        elif (mean := engine.eval_batch(data(name, data_rank), compute_loss=False)) is not None:
+            torch.testing.assert_close(mean, torch.stack(evaluations[0]).mean(0))
         names = [key for key, _ in model.named_parameters()]
         return losses, evaluated, {key: engine.inner.read(key) for key in names}
 

@@ -74,12 +74,13 @@ def restore_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
-    """Return the schedule's class and state; None if it has no `state_dict`: a resumed run starts it again."""
+    """Return the schedule's class and state; None without a state, or a `state_dict`: a resumed run starts it again."""
     if not hasattr(scheduler, "state_dict"):
         log.warning("%s has no state_dict(), so a resumed run starts it again", type(scheduler).__name__)
         return None
     name = type(scheduler).__name__
-    state = scheduler.state_dict()
+    if not (state := scheduler.state_dict()):
+        return None
     return {"kind": name, "state": {key: _plain(value, f"{key} of {name}") for key, value in state.items()}}
 
 
@@ -87,6 +88,20 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
     """Give the schedule, of the same class, the state that `scheduler_state` returned."""
     if saved is not None and scheduler is not None:
         scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
+
+
+def restore_scheduler_alone(optimizer: Optimizer, scheduler: Any, saved: Mapping[str, Any]) -> None:
+    """Give the schedule the state that a saved trajectory has of it, where only weights are loaded.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    check_whole(saved)
+    if reason := misfits(saved, optimizer, scheduler, takes_options=True).get("scheduler"):
+        raise CheckpointError(
+            "scheduler-misfit", f"the checkpoint has {reason}; load with load_lr_scheduler_states=False to keep yours"
+        )
+    restore_scheduler(scheduler, saved["scheduler"])
 
 
 def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any] | None, step: int) -> None:
@@ -136,6 +151,8 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
         found["options"] = f"options that {kind} refuses: {refusal}"
     kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
     if saved_scheduler is None or (scheduler is None and not saved_scheduler["kind"]):
+        return found
+    if hasattr(scheduler, "state_dict") and not scheduler.state_dict():  # there is nothing to resume
         return found
     saved_kind = saved_scheduler["kind"]
     if not saved_kind and hasattr(scheduler, "state_dict"):  # then its keys say what class it may be of

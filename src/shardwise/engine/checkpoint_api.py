@@ -314,6 +314,19 @@ class Checkpoints:
         saved = loaded.manifest
         return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
 
+    def load_schedule(self, folder: Path) -> None:
+        """Load the state of the schedule alone, where a checkpoint has it.
+
+        Args:
+            folder: of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint has another schedule.
+        """
+        manifest = read_manifest(folder)
+        if manifest.contents != "weights":
+            trajectory.restore_scheduler_alone(self._parts.optimizer, self._context.scheduler, manifest.trajectory)
+
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
     ) -> LoadPlan:

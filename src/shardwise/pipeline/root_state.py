@@ -3,14 +3,16 @@
 That code runs once for each stage. So each stage of a rank has such state of its own during a step, as it would have on
 a rank of its own, and writes it once for each micro-batch; after the step the model has that of the rank's last stage.
 
-What is computed from a value of a later stage, an earlier one cannot know: it may write such state, but not read it in
-a later forward. The first training step shows who reads what, and whether the last stage has found something else.
-After it the last stage looks whether its forward writes what an earlier stage reads and no stage had written till then.
+What is computed from a value of a later stage, an earlier one cannot know: it may write such state, and in a later
+forward log it, clear it or add to it, but not let it reach the results. The first training step shows who reads what,
+and whether the last stage has found something else. After it the last stage looks whether its forward writes what an
+earlier stage reads and no stage had written till then.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
+from shardwise.pipeline.attribute_reads import AttributeReads, Site, site_of
 from shardwise.runtime.class_swap import watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS
@@ -31,7 +34,7 @@ from shardwise.runtime.user_hooks import hook_contents, hook_dicts_of
 
 _FIX: Final = (
     "compute it in the module that reads it, write it from the inputs before the units run, or use mesh.dp_shard with "
-    "zero.stage=3 in place of mesh.pp"
+    "zero.stage=3 in place of mesh.pp; what is only for a log, read it after the units, or in the call that logs it"
 )
 
 Place = tuple[int, str]
@@ -107,18 +110,41 @@ class _Written:
     is_in_place: bool
 
 
+@dataclass
+class _Accesses:
+    """Holds the accesses to the state.
+
+    Attributes:
+        calls: the number of calls of units before the last access in this forward, by label.
+        fresh: what this forward has written or cleared first.
+        reads: the places that read it before the last unit, in any forward.
+        taken: what takes over values that only the last stage knows.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    reads: AttributeReads = field(default_factory=AttributeReads)
+    taken: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self.calls, self.fresh = {}, set()
+
+
 class RootState:
     """Holds the state of the modules around the units by stage."""
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], held: Sequence[int], num_stages: int) -> None:
         inner = {id(module) for unit in units for module in unit.modules()}
         outside = [(name, module) for name, module in model.named_modules() if id(module) not in inner]
-        self._modules = {f"{name}." if name else "": module for name, module in outside}  # by the prefix of their names
+        self._modules = {  # with what holds their values, by the prefix of their names
+            f"{name}." if name else "": (module, (vars(module), registered_buffers(module))) for name, module in outside
+        }
         self._state = ForwardState(model, left_out=inner)
         self._held, self._last, self._num_stages = sorted(held), max(held), num_stages
         self._written: dict[Place, _Written] = {}
         self._own: dict[int, dict[Place, _Kept]] = {}
-        self._hooks = hook_dicts_of(self._modules.values())
+        self._hooks = hook_dicts_of(module for _, module in outside)
         self._put_hooks: Callable[[], None] | None = None  # what their variables have before the step
         self._own_hooks: dict[int, Callable[[], None]] = {}
         self._notes = {stage: _StageNote() for stage in held}
@@ -128,7 +154,7 @@ class RootState:
         self._record: PassRecord | None = None
         self._stage = 0
         self._num_calls: Callable[[], int] = int
-        self._accessed: dict[str, int] = {}
+        self._accesses = _Accesses()
         self._is_past_units = False
         self._quiet: dict[
             str, tuple[dict[str, Any], str]
@@ -145,8 +171,8 @@ class RootState:
         self._stage, self._num_calls, self._is_past_units = stage, num_calls, False
         is_watched = not self._is_agreed or bool(self._stale.get(stage))
         if is_watched:
-            self._accessed = {}
-            for prefix, module in self._modules.items():
+            self._accesses.begin()
+            for prefix, (module, _) in self._modules.items():
                 self._pass.callback(watch_attributes(module, self._watch(prefix)))
         if is_watched or len(self._held) > 1:
             for place, kept in self._own.get(stage, {}).items():
@@ -188,7 +214,7 @@ class RootState:
                 self._written.setdefault(place, _Written(attributes, before.value, kept, is_in_place)).base = kept
                 own[place] = kept
             if not self._is_agreed and (label := self._label(attributes, name)):
-                self._notes[self._stage].writes[label] = (self._accessed.get(label, self._num_calls()), "")
+                self._notes[self._stage].writes[label] = (self._accesses.calls.get(label, self._num_calls()), "")
         for place in own:
             written = self._written[place]
             own[place] = _Kept.of(written.attributes.get(place[1], MISSING))
@@ -229,7 +255,10 @@ class RootState:
         self._is_agreed = True
         digests = {stage: self._digests(stage) for stage in self._held}
         for stage, note in self._notes.items():
-            note.reads = {label: digests[stage][label] for label in note.reads if label in digests[stage]}
+            reads = [
+                label for label in note.reads if label in digests[stage] and self._accesses.reads.kept(label) is None
+            ]
+            note.reads = {label: digests[stage][label] for label in reads}
             note.writes = {label: (num, digests[stage].get(label, "")) for label, (num, _) in note.writes.items()}
             if stage != self._num_stages - 1:
                 note.writes = {}
@@ -239,12 +268,15 @@ class RootState:
             raise stale_state(*found["stale"])
         last = {label: (num, digest) for label, (num, digest) in found["writes"].items()}
         for stage, note in self._notes.items():
-            self._stale[stage] = frozenset(note.stale(last, digests[stage]))
+            stale = note.stale(last, digests[stage])
+            taken = {label for name in stale for label in self._accesses.reads.kept(name) or ()} - {*stale}
+            self._stale[stage] = frozenset({*stale, *taken})
+            self._accesses.taken.update(taken)
         if self._last == self._num_stages - 1:
             self._quiet = {
                 f"{prefix}{name}": (attributes, name)
-                for prefix, module in self._modules.items()
-                for attributes in (vars(module), registered_buffers(module))
+                for prefix, (_, dicts) in self._modules.items()
+                for attributes in dicts
                 for name in attributes
                 if f"{prefix}{name}" in found["reads"]
             }
@@ -256,32 +288,47 @@ class RootState:
     def _watch(self, prefix: str) -> Callable[[nn.Module, str, bool], None]:
         def watch(module: nn.Module, name: str, is_write: bool) -> None:
             label = f"{prefix}{name}"
-            is_first = label not in self._accessed
-            self._accessed[label] = self._num_calls()
-            if not is_first or is_write or self._is_past_units or self._stage == self._num_stages - 1:
+            is_first = label not in self._accesses.calls
+            self._accesses.calls[label] = self._num_calls()
+            if self._is_past_units or self._stage == self._num_stages - 1:
                 return
-            self._notes[self._stage].reads[label] = ""
-            value = registered_buffers(module).get(name, vars(module).get(name))
-            is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
-            if is_left or label in self._stale.get(self._stage, ()):
-                raise stale_state(label, self._stage)
+            if is_first and is_write:
+                self._accesses.fresh.add(label)
+            if not is_write:
+                self._look(label, name, is_first, _reader())
 
         return watch
 
+    def _look(self, label: str, name: str, is_first: bool, site: Site) -> None:
+        """Take note that a stage reads an attribute before its last unit has run, or refuse it."""
+        _, (attributes, buffers) = self._modules[label.removesuffix(name)]
+        value = buffers.get(name, attributes.get(name))
+        if is_first and isinstance(value, list | dict | set | deque) and self._accesses.reads.clears(site, name):
+            self._accesses.fresh.add(label)
+        if not self._is_agreed:
+            self._accesses.reads.note(label, site)
+        if label in self._accesses.fresh and label not in self._accesses.taken:
+            return
+        if not self._is_agreed:
+            self._notes[self._stage].reads[label] = ""
+        is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
+        if (is_left or label in self._stale.get(self._stage, ())) and self._accesses.reads.judge(site, name) is None:
+            raise stale_state(label, self._stage)
+
     def _label(self, attributes: dict[str, Any], name: str) -> str:
         """Return the full name of an attribute; none for one of a module that is not registered."""
-        for prefix, module in self._modules.items():
-            if attributes is vars(module) or attributes is registered_buffers(module):
+        for prefix, (_, dicts) in self._modules.items():
+            if any(attributes is each for each in dicts):
                 return f"{prefix}{name}"
         return ""
 
     def _digests(self, stage: int) -> dict[str, str]:
         """Return a digest of each attribute, as a stage has left it."""
-        own = self._own.get(stage, {})
+        states = self._own.get(stage, {})
         return {
-            f"{prefix}{name}": _digest(_value_of(own.get((id(attributes), name)), value))
-            for prefix, module in self._modules.items()
-            for attributes in (vars(module), registered_buffers(module))
+            f"{prefix}{name}": _digest(_value_of(states.get((id(attributes), name)), value))
+            for prefix, (_, dicts) in self._modules.items()
+            for attributes in dicts
             for name, value in attributes.items()
         }
 
@@ -293,6 +340,16 @@ def stale_state(label: str, stage: int) -> ConfigError:
         f"the forward of stage {stage} reads {label}, which was written after the units of this stage had run: it "
         f"follows from values of a later stage, and under mesh.pp no stage sends them back; {_FIX}",
     )
+
+
+def _reader() -> Site:
+    """Return the place that reads an attribute of a module that is watched."""
+    frame = inspect.currentframe()
+    for _ in range(3):  # this function, the one that is called at each access, and the module's own
+        frame = frame and frame.f_back
+    if frame is None:
+        raise RuntimeError("an attribute is read by no code")
+    return site_of(frame)
 
 
 def _judge(notes: Mapping[int, str]) -> str:

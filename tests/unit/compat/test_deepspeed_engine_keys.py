@@ -118,8 +118,26 @@ def test_what_a_load_takes_and_returns(tmp_path: Path) -> None:
     assert (engine.global_steps, engine.global_samples, engine.lr_scheduler.last_batch_iteration) == (3, 6, 4)
     engine.load_checkpoint(tmp_path)
     assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
+    take_step(engine)
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert engine.lr_scheduler.last_batch_iteration == 3
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
     engine.load_module_state_dict({"module": {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}})
     assert engine.module_state_dict(prefix="model.")["model.weight"].tolist() == [[1.0, 1.0]]
+    engine.destroy()
+
+
+def test_an_engine_without_a_schedule_leaves_that_of_a_checkpoint(tmp_path: Path) -> None:
+    engine, _ = start(scheduler=WARM_UP)
+    take_step(engine)
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    engine, _ = start()
+    engine.load_checkpoint(tmp_path)
+    assert (engine.global_steps, engine.lr_scheduler) == (1, None)
+    engine.save_checkpoint(tmp_path, tag="none")
+    engine.load_checkpoint(tmp_path, tag="none")
     engine.destroy()
 
 

@@ -250,10 +250,10 @@ def test_leaf_modules_are_marked_by_class_name_and_path() -> None:
     [
         '{"a": {"b//c": 1,}, // of all\n "d": [1, 2,],}',
         '{# "x": 1\n a: {"b//c": 1}, /* "d": 0, */ "d": [1,\n2]}',
-        '{\n  a:\n  {\n    "b//c": 1\n  }\n  d:\n  [\n    1\n    2\n  ]\n}',
+        "a: {\n 'b//c': 1\n}\nd: [\n 1\n 2 ]",
         "eyJhIjogeyJiLy9jIjogMX0sICJkIjogWzEsIDJdfQ==",
     ],
-    ids=["comments and commas", "keys without quotes", "without commas", "base64"],
+    ids=["comments and commas", "keys without quotes", "no commas and no braces", "base64"],
 )
 def test_a_config_may_be_hjson_or_base64(text: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
@@ -283,6 +283,25 @@ def test_strings_of_hjson_may_have_no_quotes(tmp_path: Path) -> None:
         "none": None,
         "a": "a }",
     }
+
+
+def test_hjson_has_texts_without_quotes_and_of_many_lines(tmp_path: Path) -> None:
+    path = tmp_path / "ds.hjson"
+    lines = [
+        "{",
+        "type: AdamW",
+        "path: /data/x, y",
+        "n: 5 GB",
+        "lr: 1e-3 // low",
+        "text:",
+        "'''",
+        " a",
+        "  b",
+        "'''",
+        "}",
+    ]
+    path.write_text("\n".join(lines))
+    assert read_config(path) == {"type": "AdamW", "path": "/data/x, y", "n": "5 GB", "lr": 1e-3, "text": "a\n b"}
 
 
 def test_a_file_that_is_no_hjson_is_refused_by_its_own_place(tmp_path: Path) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.compat.deepspeed.hjson import to_json
 from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
 from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
 from shardwise.config.sections import BatchConfig
@@ -19,14 +18,6 @@ from shardwise.config.untrusted_files import UntrustedFileError, parse_json, rea
 from shardwise.config.validate import ATTENTION_KEYS
 
 _ZERO: Final = "zero_optimization"
-# A string, the three kinds of comments, punctuation, space, and a number or a word.
-_TOKENS: Final = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|\s+|[^{}\[\],:\s"#/]+|.', re.DOTALL
-)
-# What begins a string without quotes, and after and before what no comma is missing.
-_BARE: Final = re.compile(r'(?!(?:true|false|null|-?\d[\d.eE+-]*)$)[^{}\[\],:\s"]')
-_OPEN: Final = ("{", "[", ",", ":")
-_CLOSE: Final = ("}", "]", ",", ":")
 _BASE64: Final = re.compile(r"[A-Za-z0-9_-]{16,}={0,2}")
 _MAX_NAME: Final = 255
 _DTYPES: Final[Mapping[str, str]] = MappingProxyType(
@@ -62,7 +53,7 @@ class Translation:
 def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config as DeepSpeed takes it: a mapping, the path of a JSON file, or base64 of one's text.
 
-    The file may have what HJSON allows and people write: comments, commas at the end, and keys without quotes.
+    The file may be HJSON.
 
     Raises:
         ConfigError: the file cannot be read, or holds something else.
@@ -89,39 +80,9 @@ def _read_file(source: str | Path) -> Any:
         if error.code != "not-json":
             raise
         try:
-            return parse_json(_as_json(text), where, fix)
-        except UntrustedFileError:
+            return parse_json(to_json(text), where, fix)
+        except (UntrustedFileError, ValueError):
             raise error from None
-
-
-def _as_json(text: str) -> str:
-    """Return HJSON as JSON: with quotes and commas where it has none, and without comments and commas at the end.
-
-    >>> _as_json('{a: 1, # "x"\\n "b//": [1, 2,],}').split()
-    ['{"a":', '1,', '"b//":', '[1,', '2]}']
-    >>> _as_json("{a: /x y\\n b: 1\\n}").split()
-    ['{"a":', '"/x', 'y",', '"b":', '1', '}']
-    """
-    tokens = [found[0] for found in _TOKENS.finditer(text)]
-    solid = [index for index, token in enumerate(tokens) if not _is_gap(token)]
-    for index, following in pairwise(solid):
-        if tokens[index] == ":" and _BARE.match(tokens[following]):  # a string up to the end of its line
-            end = next((stop for stop in range(following, len(tokens)) if "\n" in tokens[stop]), len(tokens))
-            tokens[following:end] = [json.dumps("".join(tokens[following:end]).strip()), *[" "] * (end - following - 1)]
-    tokens = ["\n" * ("\n" in token) or " " if _is_gap(token) else token for token in tokens]
-    solid = [index for index, token in enumerate(tokens) if not token.isspace()]
-    for index, following in pairwise(solid):
-        if tokens[index] == "," and tokens[following] in ("}", "]"):
-            tokens[index] = ""
-        elif tokens[following] == ":" and tokens[index].isidentifier():
-            tokens[index] = f'"{tokens[index]}"'
-        elif tokens[index] not in _OPEN and tokens[following] not in _CLOSE:
-            tokens[index] += "," * ("\n" in tokens[index:following])
-    return "".join(tokens)
-
-
-def _is_gap(token: str) -> bool:
-    return token.isspace() or token.startswith(("//", "#", "/*"))
 
 
 def translate(values: Mapping[str, Any], world_size: int | None = None, *, refuse: bool = True) -> Translation:

@@ -54,6 +54,13 @@ class NoSchedule:
     def step(self) -> None:
         """Do nothing."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing, so that a checkpoint has no schedule."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: as in DeepSpeed, an engine without a schedule leaves that of a checkpoint."""
+
 
 class _NoHooks:
     """Answers scripts that take DeepSpeed's hooks off the model for generation: none are in their way here."""
@@ -191,7 +198,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._boundary: bool | None = None
         self._num_backwards = 0  # since the last step
         self._num_counted = 0  # of the inner engine's backwards, those that `step` has counted as micro-batches
-        self._has_dropped = self._has_warned = False
+        self._warned: set[str] = set()
         self._was_applied = False
         self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
         self._has_autocast = bool(self._given.get("torch_autocast.enabled", False))
@@ -279,9 +286,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         """Update the parameters at a boundary; count a micro-batch in any case."""
         self._was_applied = False
         if not self._is_managed or self.is_gradient_accumulation_boundary():
-            state = self.inner.parts.state
-            if self._has_dropped and state.num_backwards == 0:  # nothing is left to update by
-                advance(state.scheduler)
+            parts = self.inner.parts
+            is_empty = parts.state.num_backwards == 0 and not parts.sharding.has_foreign_gradients
+            if is_empty and self.optimizer is not None and not parts.status.is_in_backward:
+                self._warn_once("step() without a backward since the last one updates no parameter, as in torch")
+                advance(parts.state.scheduler)
                 self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
             else:
                 self._count(self.inner.step(partial=True))
@@ -302,7 +311,6 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         num_micro_batches = accumulation if self._is_managed else self._num_backwards
         self.global_samples += self.train_batch_size() // accumulation * num_micro_batches
         self._num_backwards = 0
-        self._has_dropped = False
 
     @property
     def has_overflowed(self) -> bool:
@@ -330,18 +338,20 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             return
         are_counted = parts.state.num_backwards == self._num_counted and not parts.status.is_in_backward
         keeps = are_counted and self.zero_optimization_stage() >= 2
-        if are_counted and not self._has_warned:
-            self._has_warned = True
-            if self.global_rank == 0:
-                logger.warning(
-                    "zero_grad() between the micro-batches of a step %s them, as in DeepSpeed's stage %d; call it at "
-                    "gradient accumulation boundaries only",
-                    "keeps" if keeps else "drops the gradients of",
-                    self.zero_optimization_stage(),
-                )
+        if are_counted:
+            self._warn_once(
+                f"zero_grad() between the micro-batches of a step {'keeps' if keeps else 'drops the gradients of'} "
+                f"them, as in DeepSpeed's stage {self.zero_optimization_stage()}; call it at gradient accumulation "
+                "boundaries only"
+            )
         if not keeps:
             self.inner.zero_grad()
-            self._num_counted, self._has_dropped = 0, True
+            self._num_counted = 0
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and self.global_rank == 0:
+            logger.warning(text)
+        self._warned.add(text)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -444,8 +454,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint that any layout, or DeepSpeed, has saved; return its folder and the client's state.
 
-        The arguments are those of DeepSpeed. Without a `tag` it is the newest that is whole. A schedule's state is
-        loaded with the optimizer's only.
+        The arguments are those of DeepSpeed. Without a `tag` it is the newest that is whole.
         """
         if custom_load_fn is not None:
             raise ConfigError("custom-load-fn", "load_checkpoint takes no custom_load_fn here; load by engine.module")
@@ -461,6 +470,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             return None, None
         if kept is not None:
             self.lr_scheduler.load_state_dict(kept)
+        elif weights_only and not load_module_only and self.lr_scheduler is not None:
+            self.inner.checkpoints.load_schedule(report.path)
         if is_of_deepspeed(report.path):
             run = read_run_state(report.path)
             state, counters = run.client_state, vars(run)

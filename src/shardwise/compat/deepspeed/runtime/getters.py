@@ -20,6 +20,11 @@ from shardwise.layout.precision import TORCH_DTYPES
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
+# Of the JSON's `optimizer.type`, what `optimizer_name` says in lower case.
+_OPTIMIZER_NAMES: Final = (
+    *("adagrad", "adam", "adamw", "lamb", "onebitadam", "onebitlamb", "zerooneadam"),
+    *("muadam", "muadamw", "musgd", "lion", "muon"),
+)
 # (section of the JSON, the key and DeepSpeed's default by the getter's name).
 _TABLE: Final[tuple[tuple[str, Mapping[str, tuple[str, Any]]], ...]] = (
     (
@@ -220,9 +225,10 @@ class EngineGetters:
     # What the JSON says in other words.
 
     def optimizer_name(self) -> str | None:
-        """Return the type of the JSON's optimizer in lower case, or the class of the script's own."""
+        """Return the type of the JSON's optimizer, DeepSpeed's own in lower case, or the class of the script's own."""
         if "optimizer.type" in self._given:
-            return str(self._given["optimizer.type"]).lower()
+            kind = str(self._given["optimizer.type"])
+            return kind.lower() if kind.lower() in _OPTIMIZER_NAMES else kind
         return type(self.basic_optimizer).__name__ if self.optimizer is not None else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
@@ -316,12 +322,16 @@ class EngineGetters:
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the betas, of each param group."""
-        groups_of = self.inner.optimizer.param_groups
-        return [group["momentum"] if "momentum" in group else group.get("betas") for group in groups_of]
+        is_momentum = self.optimizer_name() in ("SGD", "RMSprop")
+        return self._options("momentum" if is_momentum else "betas")
 
     def get_type(self) -> list[Any]:
         """Return the type of each param group, where the script has written one."""
-        return [group.get("type") for group in self.inner.optimizer.param_groups]
+        return self._options("type")
+
+    def _options(self, name: str) -> list[Any]:
+        """Return an option of each param group; DeepSpeed has zero for one that is not there."""
+        return [group.get(name, 0.0) for group in self.inner.optimizer.param_groups] if self.optimizer else []
 
     # Ranks.
 

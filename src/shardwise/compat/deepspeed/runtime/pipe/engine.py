@@ -28,6 +28,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches: Iterator[Any] | None = None
         self._change: Callable[[Any], Any] | None = None
         self._outputs: list[Any] | None = None  # of an evaluation that returns them
+        self._losses: list[Tensor] = []  # of the same
         self._has_loss = True
         groups_held = self.inner.layout.groups
         self.module.__dict__[HELD] = frozenset(
@@ -92,24 +93,36 @@ class PipelineEngine(DeepSpeedEngine):
         data_iter: Iterator[Any],
         return_logits: bool = False,
         compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
         num_micro_batches: int | None = None,
-        **options: Any,
     ) -> Any:
         """Return the mean loss over micro-batches and data ranks, on every stage; the arguments are those of DeepSpeed.
 
-        With `return_logits` it is (loss, outputs by micro-batch), and without `compute_loss` the outputs, which the
-        last stage has; others have None for them. The `options` have no effect.
+        With `return_logits` it is (loss, outputs by micro-batch), and without `compute_loss` the mean of the outputs.
+        Without `reduce_output` it is a list by micro-batch. The last stage has outputs and lists; others have None.
+        `bcast_loss` has no effect.
         """
+        is_mean = str(reduce_output).lower() == "avg"
+        if reduce_output is not None and not (is_mean and (compute_loss or not self.is_data_parallel)):
+            over = "over data ranks " if is_mean else ""
+            raise ConfigError(
+                "eval-reduction",
+                f"reduce_output={reduce_output!r} of {'losses' if compute_loss else 'outputs'} {over}is not there; "
+                "pass reduce_output=None and reduce the list",
+            )
         before, self._batches = self._batches, iter(data_iter)
-        self._outputs, self._has_loss = [], compute_loss
+        self._outputs, self._losses, self._has_loss = [], [], compute_loss
         try:
             loss = self.inner.eval_step(self._take(num_micro_batches or self.gradient_accumulation_steps())).loss
-            outputs = self._outputs if self.is_last_stage() else None
+            outputs, losses = (self._outputs, self._losses) if self.is_last_stage() else (None, None)
         finally:
             self._batches, self._outputs, self._has_loss = before, None, True
-        if not compute_loss:
-            return outputs
-        return (self._scalar(loss), outputs) if return_logits else self._scalar(loss)
+        if compute_loss:
+            reduced: Any = self._scalar(loss) if is_mean else losses
+        else:
+            reduced = sum(outputs) / len(outputs) if outputs and is_mean else outputs
+        return (reduced, outputs) if return_logits else reduced
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         self._batches = iterator
@@ -156,6 +169,8 @@ class PipelineEngine(DeepSpeedEngine):
             return torch.zeros((), device=self.device)
         loss_fn: Any = self.module.loss_fn
         loss = output if loss_fn is None else loss_fn(output, batch[1])
+        if self._outputs is not None:
+            self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         return (loss, 1 / self._sum_over) if self._sum_over > 1 and self._outputs is None else loss
 
     def _scalar(self, loss: float) -> Tensor:

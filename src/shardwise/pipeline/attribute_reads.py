@@ -1,0 +1,285 @@
+"""Judges from source code whether what a forward reads from an attribute can reach its results.
+
+A value that is only printed, logged, cleared, appended to or kept cannot. What the code does not show counts as one
+that can: calls of functions that are not known, values that are returned, conditions around anything but logging.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Final
+
+Site = tuple[CodeType, int]
+"""Names a place in code that reads an attribute: the code, and the index of the instruction."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LOGS: Final = _words(
+    "print pprint log debug info warn warning error exception critical write info_once warning_once log_dict "
+    "log_metric log_metrics add_scalar add_scalars add_text add_histogram"
+)
+_KEEPS: Final = _words(
+    "clear append appendleft extend add update insert discard pop popleft popitem reset start stop tick zero_"
+)
+_COMPUTES: Final = _words(
+    "abs bool float int str repr format round len min max sum sorted list tuple isinstance type hasattr getattr "
+    "time perf_counter monotonic process_time sqrt log log10 exp isnan isinf isfinite fmean get keys values items "
+    "copy join item tolist detach cpu clone mean norm std var numel size dim median total_seconds now strftime"
+)
+_PASSED_ON: Final = (
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Compare,
+    ast.JoinedStr,
+    ast.FormattedValue,
+    ast.Tuple,
+    ast.List,
+    ast.Set,
+    ast.Dict,
+    ast.Starred,
+    ast.Slice,
+    ast.keyword,
+)
+_FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_UNSEEN: Final = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+
+
+def site_of(frame: FrameType) -> Site:
+    """Return the place that a frame is at."""
+    return frame.f_code, frame.f_lasti
+
+
+class AttributeReads:
+    """Holds the places that read attributes of modules, and knows the source files of these."""
+
+    def __init__(self) -> None:
+        self._sites: dict[str, set[Site]] = {}  # by the full name of the attribute
+        self._files: dict[str, _File] = {}
+        self._judged: dict[tuple[Site, str], frozenset[str] | None] = {}
+
+    def note(self, label: str, site: Site) -> None:
+        """Take note that an attribute is read.
+
+        Args:
+            label: the full name of the attribute.
+        """
+        self._sites.setdefault(label, set()).add(site)
+
+    def kept(self, label: str) -> frozenset[str] | None:
+        """Return the attributes that take the value of one over; None where it may rreader the results."""
+        taken, left = {label}, [label]
+        prefix = label[: label.rfind(".") + 1]
+        while left:
+            reader = left.pop()
+            for site in self._sites.get(reader, ()):
+                names = self.judge(site, reader.removeprefix(prefix))
+                if names is None:
+                    return None
+                new = {f"{prefix}{name}" for name in names} - taken
+                taken |= new
+                left += new
+        return frozenset(taken)
+
+    def judge(self, site: Site, name: str) -> frozenset[str] | None:
+        """Return the same for one place that reads the attribute."""
+        if (site, name) not in self._judged:
+            file, node = self._find(site, name)
+            self._judged[site, name] = None if node is None or file is None else _Flow(file, node).kept()
+        return self._judged[site, name]
+
+    def clears(self, site: Site, name: str) -> bool:
+        """Say whether the place reads the attribute only to empty it."""
+        file, node = self._find(site, name)
+        if file is None or node is None:
+            return False
+        parent = file.parents[node]
+        if isinstance(parent, ast.Subscript):
+            is_slice = isinstance(parent.slice, ast.Slice) and parent.slice.lower is parent.slice.upper is None
+            return is_slice and isinstance(file.parents[parent], ast.Delete)
+        return isinstance(parent, ast.Attribute) and parent.attr == "clear" and file.is_called_alone(parent)
+
+    def _find(self, site: Site, name: str) -> tuple[_File | None, ast.expr | None]:
+        """Return the file of a place, and the expression there that reads the attribute."""
+        code, instruction = site
+        file = self._files.setdefault(code.co_filename, _File(code.co_filename))
+        span = [*code.co_positions()][instruction // 2] if instruction >= 0 else ()
+        for node in file.by_span.get(span, ()):
+            named = node.args[1] if isinstance(node, ast.Call) and len(node.args) > 1 else None
+            is_getattr = isinstance(named, ast.Constant) and named.value == name
+            if is_getattr or (isinstance(node, ast.Attribute) and node.attr == name):
+                return file, node
+        return None, None
+
+
+class _File:
+    """Holds the expressions of a source file by their place, and the node around each node."""
+
+    def __init__(self, name: str) -> None:
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.by_span: dict[tuple[int | None, ...], list[ast.expr]] = {}
+        try:
+            tree = ast.parse("".join(linecache.getlines(name)))
+        except (SyntaxError, ValueError):
+            return
+        for node in ast.walk(tree):
+            self.parents.update(dict.fromkeys(ast.iter_child_nodes(node), node))
+            if isinstance(node, ast.Attribute | ast.Call):
+                span = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+                self.by_span.setdefault(span, []).append(node)
+
+    def is_called_alone(self, function: ast.expr) -> bool:
+        """Say whether an expression is called, and nothing takes what the call returns."""
+        call = self.parents[function]
+        return isinstance(call, ast.Call) and call.func is function and isinstance(self.parents[call], ast.Expr)
+
+    def around(self, node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
+        """Return the innermost node of some kind around a node."""
+        outer: ast.AST | None = node
+        while outer is not None and not isinstance(outer, kinds):
+            outer = self.parents.get(outer)
+        return outer
+
+
+@dataclass
+class _Flow:
+    """Follows a value through a function.
+
+    Attributes:
+        read: the expression that reads it from an attribute.
+        names: local variables that take it over.
+        attributes: of the same module that take it over.
+    """
+
+    file: _File
+    read: ast.expr
+    names: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+
+    def kept(self) -> frozenset[str] | None:
+        """Return the attributes of the module that take the value over; None where it may reach the results."""
+        return frozenset(self.attributes) if self._ends(self.read) else None
+
+    def _ends(self, node: ast.AST) -> bool:
+        """Say whether the value of an expression is followed to ends that reach no result."""
+        parent = self.file.parents.get(node)
+        if isinstance(parent, ast.Expr):
+            return True
+        if isinstance(parent, ast.Attribute):
+            return self._ends_in_part(parent)
+        if isinstance(parent, ast.Subscript):
+            return self._ends_in_item(parent, node)
+        if isinstance(parent, ast.Call):
+            return self._ends_in_call(parent)
+        if isinstance(parent, _PASSED_ON):
+            return self._ends(parent)
+        if isinstance(parent, ast.BoolOp | ast.IfExp):
+            return all(map(self._only_computes, ast.iter_child_nodes(parent))) and self._ends(parent)
+        if isinstance(parent, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            return self._ends_in_assignment(parent, node)
+        if isinstance(parent, ast.If | ast.While):
+            return all(map(self._is_quiet, [*parent.body, *parent.orelse]))
+        return False
+
+    def _ends_in_assignment(self, parent: ast.Assign | ast.AnnAssign | ast.AugAssign, node: ast.AST) -> bool:
+        targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+        if node in targets:
+            return True
+        # Another name may stand for the object that is added to.
+        is_added = isinstance(parent, ast.AugAssign) and isinstance(parent.target, ast.Name)
+        return not is_added and all(map(self._takes, targets))
+
+    def _ends_in_part(self, part: ast.Attribute) -> bool:
+        call = self.file.parents[part]
+        if isinstance(call, ast.Call) and call.func is part:
+            if self.file.is_called_alone(part):
+                return part.attr in _KEEPS | _LOGS
+            return part.attr in _COMPUTES and self._ends(call)
+        return not isinstance(part.ctx, ast.Load) or self._ends(part)
+
+    def _ends_in_item(self, item: ast.Subscript, node: ast.AST) -> bool:
+        if isinstance(item.ctx, ast.Load):
+            return self._ends(item)
+        if item.value is not node:  # it is the key
+            return isinstance(item.ctx, ast.Store) and self._takes(item)
+        return isinstance(item.ctx, ast.Store) or isinstance(item.slice, ast.Slice)
+
+    def _ends_in_call(self, call: ast.Call) -> bool:
+        """Follow an argument."""
+        if self._only_logs(call):
+            return True
+        return _name_of(call.func) in _COMPUTES and not self._is_own(call.func) and self._ends(call)
+
+    def _only_logs(self, call: ast.Call) -> bool:
+        """Say whether a call only logs its arguments, or keeps them in an attribute of the module."""
+        function, name = call.func, _name_of(call.func)
+        if not isinstance(self.file.parents[call], ast.Expr) or self._is_own(function):
+            return False
+        is_kept = isinstance(function, ast.Attribute) and name in _KEEPS and self._is_own(function.value)
+        return name in _LOGS or (is_kept and isinstance(function, ast.Attribute) and self._takes(function.value))
+
+    def _takes(self, target: ast.AST) -> bool:
+        """Follow what is assigned to a target, or written into it."""
+        if isinstance(target, ast.Tuple | ast.List):
+            return all(map(self._takes, target.elts))
+        if isinstance(target, ast.Subscript):  # of a dict: an item of a tensor may be that of another one, too
+            key = target.slice.value if isinstance(target.slice, ast.Constant) else None
+            return isinstance(key, str) and self._is_own(target.value) and self._takes(target.value)
+        if isinstance(target, ast.Attribute) and self._is_own(target):
+            self.attributes.add(target.attr)
+            return True
+        return isinstance(target, ast.Name) and self._ends_in_name(target.id)
+
+    def _ends_in_name(self, name: str) -> bool:
+        function = self.file.around(self.read, _FUNCTIONS)
+        if name in self.names or function is None:
+            return function is not None
+        self.names.add(name)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
+                return False
+            is_read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+            if is_read and not self._ends(node):
+                return False
+        return True
+
+    def _is_own(self, node: ast.AST) -> bool:
+        """Say whether a node is an attribute of the module whose attribute is read."""
+        base = self.read.args[0] if isinstance(self.read, ast.Call) else self.read
+        module = base.value if base is self.read and isinstance(base, ast.Attribute) else base
+        return isinstance(node, ast.Attribute) and ast.dump(node.value) == ast.dump(module)
+
+    def _is_quiet(self, node: ast.stmt) -> bool:
+        """Say whether a statement that may run or not reaches no result."""
+        if isinstance(node, ast.Pass):
+            return True
+        if isinstance(node, ast.If):
+            return self._only_computes(node.test) and all(map(self._is_quiet, [*node.body, *node.orelse]))
+        if isinstance(node, ast.Assign | ast.AugAssign) and self._only_computes(node.value):
+            return self._ends_in_assignment(node, node.value)
+        if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Constant):
+            return isinstance(node, ast.Expr)
+        call = node.value
+        if not isinstance(call, ast.Call) or not self._only_logs(call):
+            return False
+        return all(map(self._only_computes, [*call.args, *(keyword.value for keyword in call.keywords)]))
+
+    def _only_computes(self, expression: ast.AST) -> bool:
+        """Say whether an expression does nothing but compute its value."""
+        for inner in ast.walk(expression):
+            if isinstance(inner, _UNSEEN):
+                return False
+            if isinstance(inner, ast.Call) and (_name_of(inner.func) not in _COMPUTES or self._is_own(inner.func)):
+                return False
+        return True
+
+
+def _name_of(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
