@@ -280,7 +280,7 @@ class Placeholder(Tensor):
         placeholder.refusal = refusal
         return placeholder
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, released: its data is sharded)"
 
     def __format__(self, format_spec: str) -> str:
