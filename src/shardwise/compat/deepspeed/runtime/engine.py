@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,6 +155,19 @@ def lend(engine: DeepSpeedEngine) -> Callable[[], None]:
     return take_back
 
 
+def _unwrap_in_trainer(engine: DeepSpeedEngine) -> None:
+    """Let a Trainer that destroys its engine in order to train again make one of the bare model, as at the first time.
+
+    Nothing names the Trainer but the stack. It would go on with what it wrapped, whose backward Accelerate has dropped.
+    """
+    frame = sys._getframe(2)
+    while (caller := frame.f_back) is not None and not hasattr(frame.f_locals.get("self"), "model_wrapped"):
+        frame = caller
+    trainer = frame.f_locals.get("self")
+    if getattr(trainer, "model_wrapped", None) is engine:
+        trainer.model_wrapped = engine.module
+
+
 class DeepSpeedEngine(EngineGetters, nn.Module):
     """Trains a model by DeepSpeed's calls; methods without a word of their own answer what its methods do.
 
@@ -228,8 +242,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.is_destroyed:
             raise EngineError(
                 "engine-destroyed",
-                "the engine is destroyed, as Trainer does at train(); call deepspeed.initialize again, for which "
-                "Trainer needs trainer.model_wrapped = trainer.model first",
+                "the engine is destroyed, as accelerator.free_memory() does; call deepspeed.initialize again, or "
+                "accelerator.prepare",
             )
         if self.evaluates_whole and not self.module.training:
             return self.module(*inputs, **kwargs)
@@ -365,6 +379,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def destroy(self) -> None:
         """Give the model its parameters back; under stage 3 each rank keeps a slice of them, as `zero.Init` does."""
+        _unwrap_in_trainer(self)
         if self.is_destroyed:
             return
         self.is_destroyed = True
