@@ -387,7 +387,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         keep_shards = self.zero_optimization_stage() == 3 and self.dp_world_size == self.world_size > 1
         if keep_shards:
             comm = world_comm(self.inner.config.run.timeout_s)
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in self._own_parameters():
                 whole = self.inner.read(name)
                 assert whole is not None, "every rank gets it"
                 shards.append((parameter, ParamShard.of(comm, whole, source=None)))
@@ -398,6 +398,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             mark(parameter, shard)
         for parameter in self._frozen:
             parameter.requires_grad_(True)
+
+    def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the model's parameters, but for those that a script has put in since, as it resized embeddings."""
+        own = {id(each) for group in self.inner.step_context.sharding.groups for each in group.parameters}
+        return [(name, each) for name, each in self.module.named_parameters() if id(each) in own]
 
     # Checkpoints.
 
@@ -494,6 +499,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the model's state dict on rank 0, on the CPU, and None on the other ranks; all ranks call it."""
         aliases: dict[int, str] = {}
+        own = dict(self._own_parameters())
         found: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
@@ -502,7 +508,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             if first != name:
                 found[name] = found[first]
                 continue
-            value = self.inner.read(name, to_rank=0)
+            value = self.inner.read(name, to_rank=0) if name in own else parameter.detach()
             found[name] = value.cpu() if value is not None else torch.empty(0)
         found |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
         return found if self.global_rank == 0 else None
