@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 from dataclasses import replace
@@ -223,7 +224,13 @@ def train_outside_use(rank: int, world_size: int) -> tuple[float, tuple[str, str
         (weight * 2 - plain.blocks[2].weight * 2).abs().max().item(),
         abs(torch.linalg.norm(weight).item() - torch.linalg.norm(plain.blocks[2].weight).item()),
     )
-    refusal = refusal_of(lambda: model.state_dict())  # which one rank often asks for alone
+    plain_state = plain.state_dict()
+    if rank == 0:  # often one rank asks for names and shapes alone
+        for module, prefix in ((model, ""), (model.blocks[2], "blocks.2.")):
+            state = module.state_dict()
+            assert all(value.shape == plain_state[prefix + name].shape for name, value in state.items())
+            assert len(state) == sum(name.startswith(prefix) for name in plain_state)
+    refusal = refusal_of(lambda: torch.save(model.state_dict(), io.BytesIO()))
     readable = (
         tuple(weight.shape),
         weight.dtype,

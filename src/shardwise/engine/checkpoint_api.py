@@ -325,7 +325,7 @@ class Checkpoints:
         """
         manifest = read_manifest(folder)
         if manifest.contents != "weights":
-            trajectory.restore_scheduler_alone(self._parts.optimizer, self._context.scheduler, manifest.trajectory)
+            trajectory.restore_scheduler_alone(self._parts.optimizer, self._parts.state.scheduler, manifest.trajectory)
 
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool

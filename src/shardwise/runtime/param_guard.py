@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class _WatchedParameter:
     on_read: OnRead = staticmethod(lambda reader: None)
     on_write: OnWrite = staticmethod(lambda parameter, value: None)
     on_data: Callable[[Any, Tensor | None], Tensor] = staticmethod(lambda parameter, value: parameter)
-    on_save: Callable[[Any], None] = staticmethod(lambda parameter: None)
+    on_save: Callable[[Any], Tensor | None] = staticmethod(lambda parameter: None)
 
     @property
     def data(self) -> Tensor:
@@ -53,8 +53,8 @@ class _WatchedParameter:
     def detach(self) -> Tensor:
         """Return an alias, as `data` is one: it may outlive what the parameter shows."""
         caller = sys._getframe(1).f_code
-        if caller is STATE_DICT_CODE:
-            type(self).on_save(self)
+        if caller is STATE_DICT_CODE and (placeholder := type(self).on_save(self)) is not None:
+            return placeholder
         is_saved = caller.co_filename == _CHECKPOINT_FILE and caller.co_name == "pack_hook"
         # A recomputation saves it for the backward under way, and writes nothing.
         is_unreported = is_saved and not isinstance(self, _GuardedParameter)
@@ -96,6 +96,7 @@ _DETACH: Final[Any] = torch.Tensor.detach
 _CHECKPOINT_FILE: Final = detach_variable.__code__.co_filename
 
 OnUse = Callable[[nn.Parameter], Tensor | None]
+OnSave = Callable[[nn.Parameter], Tensor | None]
 OnData = Callable[[nn.Parameter, Tensor | None], Tensor]
 """Is given a parameter whose `data` is read, or the value that it is set to; returns what to read it of."""
 
@@ -135,7 +136,7 @@ def released_type(
     present: type[Tensor] = nn.Parameter,
     on_read: OnRead = lambda reader: None,
     on_data: OnData | None = None,
-    on_save: Callable[[nn.Parameter], None] = lambda parameter: None,
+    on_save: OnSave = lambda parameter: None,
     on_write: OnWrite = lambda parameter, value: None,
 ) -> type[nn.Parameter]:
     """Make the class of a parameter while its storage is released: its shape and dtype can be read, its data cannot.
@@ -150,7 +151,7 @@ def released_type(
         present: the class of parameters whose data is present.
         on_read: is called when `grad` is read, whose gradient is stored elsewhere; is given the frame that reads it.
         on_data: as for `watched_type`; None where `data` is used as any other attribute.
-        on_save: is given the parameter where `Module.state_dict` reads it.
+        on_save: is given the parameter where `Module.state_dict` reads it; returns what stands for it, None for itself.
         on_write: is called before `grad` is set; is given the parameter and the value.
     """
     reason = "a block uses a parameter of another block, which is released"
@@ -199,8 +200,8 @@ class ParameterEvents(Protocol):
     def on_data(self, parameter: nn.Parameter, value: Tensor | None) -> Tensor:
         """Note that `data` is read, or set to `value`; return the tensor whose `data` it is."""
 
-    def on_save(self, parameter: nn.Parameter) -> None:
-        """Note that a state dict is to have a parameter."""
+    def on_save(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return what a state dict has in the place of a parameter; None for its own values."""
 
 
 def parameter_classes(
@@ -229,8 +230,8 @@ def parameter_classes(
     def on_data(parameter: nn.Parameter, value: Tensor | None) -> Tensor:
         return events(parameter).on_data(parameter, value)
 
-    def on_save(parameter: nn.Parameter) -> None:
-        events(parameter).on_save(parameter)
+    def on_save(parameter: nn.Parameter) -> Tensor | None:
+        return events(parameter).on_save(parameter)
 
     released = functools.cache(lambda present: released_type(on_use, present, on_read, on_data, on_save, on_write))
     return ParameterClasses(watched_type(on_read, on_data, on_write), released)
@@ -264,6 +265,48 @@ class _GuardedParameter(_WatchedParameter):
             return func(*args, **kwargs)
 
 
+class Placeholder(Tensor):
+    """Stands for a released parameter in a state dict: it has shape and dtype, on meta, and no values to use or save.
+
+    Often one rank alone asks for a state dict, for its names, so none may gather there.
+    """
+
+    refusal: str
+
+    @classmethod
+    def of(cls, parameter: Tensor, refusal: str) -> Placeholder:
+        """Make that of a parameter; `refusal` is what the error says where its values are used."""
+        placeholder = of_class(cls, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        placeholder.refusal = refusal
+        return placeholder
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, released: its data is sharded)"
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ReleasedParameterError("parameter-released", self.refusal)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in READABLE:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, cls):
+                    leaf._refuse()
+        with plain_torch_functions():
+            return func(*args, **(kwargs or {}))
+
+
 def _used(parameter: nn.Parameter) -> Tensor:
     """Report a use; return what to use."""
     if _is_made_of_one(parameter):
@@ -287,12 +330,6 @@ def _is_made_of_one(parameter: Any) -> bool:
     if is_made:
         set_parameter_class(parameter, nn.Parameter)
     return is_made
-
-
-def is_released(tensor: Tensor) -> bool:
-    """Say whether a tensor is a parameter whose data is sharded away."""
-    with plain_torch_functions():
-        return isinstance(tensor, _GuardedParameter) and tensor.untyped_storage().nbytes() == 0 < tensor.numel()
 
 
 def set_parameter_class(parameter: Tensor, kind: type[Tensor]) -> None:

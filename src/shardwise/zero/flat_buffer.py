@@ -36,7 +36,7 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
 from shardwise.runtime.memory_tracker import Category
-from shardwise.runtime.param_guard import ParameterClasses, ReleasedParameterError, set_parameter_class
+from shardwise.runtime.param_guard import ParameterClasses, Placeholder, ReleasedParameterError, set_parameter_class
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import (
@@ -428,18 +428,14 @@ class FlatBuffer(ABC):
         if self._present_kinds is self._kinds and self.state is ParamState.UNSHARDED:
             self._set_classes([watched if watched and kind is nn.Parameter else kind for kind in self._kinds])
 
-    def refuse_if_released(self, index: int) -> None:
-        """Raise where a parameter has no values, but is to be saved.
-
-        Raises:
-            ReleasedParameterError: names the parameter.
-        """
-        if self.is_released:
-            raise ReleasedParameterError(
-                "parameter-released",
-                f"parameter {self.spec.params[index].name} is released: under ZeRO-3 a state dict has values inside "
-                "`with engine.gathered():`, which all ranks enter; engine.save and engine.export_weights need none",
-            )
+    def placeholder(self, index: int) -> Tensor:
+        """Return what stands for a released parameter in a state dict, whose values are refused by its name."""
+        return Placeholder.of(
+            self.parameters[index],
+            f"parameter {self.spec.params[index].name} is released: under ZeRO-3 a state dict has values inside "
+            "`with engine.gathered():` or deepspeed.zero.GatheredParameters, which all ranks enter; engine.save, "
+            "engine.export_weights, save_checkpoint and Trainer.save_model need none",
+        )
 
     def enter(self, state: ParamState) -> None:
         """Go to a state; raise `RuntimeError` if that is not legal."""

@@ -579,7 +579,7 @@ class ShardingState:
         group.writes.note_data(index, value, group in self.held)
         return used
 
-    def on_save(self, parameter: nn.Parameter) -> None:
-        """Refuse a state dict of parameters that are shards: often one rank alone asks for it, so none may gather."""
+    def on_save(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return what a state dict has in the place of a parameter that is a shard; None where it has its values."""
         group, index = self._place_of[id(parameter)]
-        group.refuse_if_released(index)
+        return group.placeholder(index) if group.is_released else None

@@ -1,8 +1,9 @@
 """A released parameter cannot be used unnoticed, and what needs no data can be read."""
 
 import copy
+import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.runtime.param_guard import released_type, set_parameter_class
+from shardwise.runtime.param_guard import Placeholder, ReleasedParameterError, released_type, set_parameter_class
 from shardwise.runtime.torch_private import set_unsharded_storage
 
 
@@ -174,3 +175,43 @@ def test_parameters_of_two_engines_in_one_operation_are_both_guarded() -> None:
 @pytest.mark.parametrize("use", [torch.tensor, torch.vmap(lambda row: row * 2)])
 def test_uses_that_torch_keeps_to_itself_are_guarded(use: Callable[[nn.Parameter], Any]) -> None:
     assert is_guarded(use)
+
+
+NEEDS_NO_VALUES: Sequence[Callable[[Any], Any]] = (
+    lambda p: (tuple(p.shape), p.size(1), p.numel(), len(p), p.dtype, p.stride(), p.nbytes, p.requires_grad),
+    lambda p: p in {p: 1},
+)
+NEEDS_VALUES: Sequence[Callable[[Any], Any]] = (
+    lambda p: p.sum(),
+    lambda p: torch.zeros(2, 3) + p,
+    lambda p: torch.zeros(2, 3).copy_(p),
+    lambda p: p.cpu(),
+    lambda p: p.to(torch.float64),
+    lambda p: p.clone(),
+    lambda p: p.detach(),
+    lambda p: p.data,
+    lambda p: p.tolist(),
+    lambda p: list(p),
+    lambda p: np.asarray(p),
+    lambda p: p.data_ptr(),
+    lambda p: p.zero_(),
+    copy.deepcopy,
+    copy.copy,
+    pickle.dumps,
+    nn.Parameter,
+    lambda p: torch.save({"weight": p}, io.BytesIO()),
+)
+
+
+def test_a_placeholder_has_what_needs_no_values_and_refuses_the_rest() -> None:
+    whole = nn.Parameter(torch.arange(6.0).view(2, 3), requires_grad=False)
+    placeholder = Placeholder.of(whole, "weight is released")
+    for read in NEEDS_NO_VALUES:
+        assert read(placeholder) == read(whole)
+    assert "shape=(2, 3)" in f"{placeholder}" == repr(placeholder)
+    for use in NEEDS_VALUES:
+        with pytest.raises(ReleasedParameterError, match="weight is released") as refused:
+            use(placeholder)
+        assert refused.value.code == "parameter-released"
+    with pytest.raises(RuntimeError, match="weight is released"):
+        nn.Linear(3, 2, bias=False).load_state_dict({"weight": placeholder})

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -25,7 +24,6 @@ from shardwise.compat.deepspeed.runtime.zero.attributes import mark
 from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, leaf_modules, logger, set_log_level_from_string
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.initialize import initialize as initialize_engine
-from shardwise.runtime.param_guard import ReleasedParameterError, is_released
 
 _TP_SIZE: Final = "_deepspeed_tp_size"  # of a model, what `tp_model_init` was given
 
@@ -177,7 +175,6 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     model.__dict__["zero_grad"] = functools.partial(_zero_grad, model)
     is_sharded = engine.zero_optimization_stage() == 3
     if is_sharded:
-        model.__dict__["state_dict"] = functools.partial(_placeholders, model)
         model.__dict__["_apply"] = functools.partial(_moved, model)
     groups = engine.inner.layout.model_groups
     kept_whole = {place.name for group in groups if group.is_replicated or group.is_small for place in group.params}
@@ -201,35 +198,3 @@ def _moved(model: nn.Module, function: Callable[..., Any], *given: Any, **option
     if engine is not None and engine.module is model and not engine.is_destroyed:  # not a copy of it
         return model
     return type(model)._apply(model, function, *given, **options)
-
-
-class _Placeholder(torch.Tensor):
-    """Has the shape and dtype of a parameter that is released, on meta; it is not saved in its place."""
-
-    @classmethod
-    def of(cls, parameter: torch.Tensor, name: str) -> _Placeholder:
-        """Make that of a parameter."""
-        placeholder = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(cls)
-        placeholder.__dict__["name_of_parameter"] = name
-        return placeholder
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ReleasedParameterError(
-            "parameter-released",
-            f"state_dict() under ZeRO-3 has no values of {self.__dict__.get('name_of_parameter', 'a parameter')}: "
-            "call it inside deepspeed.zero.GatheredParameters, or use save_checkpoint or save_16bit_model",
-        )
-
-
-def _placeholders(model: nn.Module, *given: Any, **options: Any) -> Any:
-    """Return the model's state dict with placeholders of released parameters: scripts want names; it is not saved."""
-    keys = dict(zip(("destination", "prefix", "keep_vars"), given, strict=False)) | options
-    destination, keeps = keys.pop("destination", None), keys.pop("keep_vars", False)
-    state = type(model).state_dict(model, keep_vars=True, **keys)
-    for name, value in state.items() if not keeps else ():
-        if isinstance(value, torch.Tensor):
-            state[name] = _Placeholder.of(value, name) if is_released(value) else value.detach()
-    if destination is None:
-        return state
-    destination.update(state)
-    return destination

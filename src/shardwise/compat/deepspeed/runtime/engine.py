@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -162,6 +163,19 @@ def lend(engine: DeepSpeedEngine) -> Callable[[], None]:
     return take_back
 
 
+def _unwrap_in_trainer(engine: DeepSpeedEngine) -> None:
+    """Let a Trainer that destroys its engine in order to train again make one of the bare model, as at the first time.
+
+    Nothing names the Trainer but the stack. It would go on with what it wrapped, whose backward Accelerate has dropped.
+    """
+    frame = sys._getframe(2)
+    while (caller := frame.f_back) is not None and not hasattr(frame.f_locals.get("self"), "model_wrapped"):
+        frame = caller
+    trainer = frame.f_locals.get("self")
+    if trainer is not None and getattr(trainer, "model_wrapped", None) is engine:
+        trainer.model_wrapped = engine.module
+
+
 class DeepSpeedEngine(EngineGetters, nn.Module):
     """Trains a model by DeepSpeed's calls; methods without a word of their own answer what its methods do.
 
@@ -236,8 +250,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.is_destroyed:
             raise EngineError(
                 "engine-destroyed",
-                "the engine is destroyed, as Trainer does at train(); call deepspeed.initialize again, for which "
-                "Trainer needs trainer.model_wrapped = trainer.model first",
+                "the engine is destroyed, as accelerator.free_memory() does; call deepspeed.initialize again, or "
+                "accelerator.prepare",
             )
         if self.evaluates_whole and not self.module.training:
             return self.module(*inputs, **kwargs)
@@ -376,6 +390,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def destroy(self) -> None:
         """Give the model its parameters back; under stage 3 each rank keeps a slice of them, as `zero.Init` does."""
+        _unwrap_in_trainer(self)
         if self.is_destroyed:
             return
         self.is_destroyed = True
@@ -383,7 +398,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         keep_shards = self.zero_optimization_stage() == 3 and self.dp_world_size == self.world_size > 1
         if keep_shards:
             comm = world_comm(self.inner.config.run.timeout_s)
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in self._own_parameters():
                 whole = self.inner.read(name)
                 assert whole is not None, "every rank gets it"
                 shards.append((parameter, ParamShard.of(comm, whole, source=None)))
@@ -394,6 +409,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             mark(parameter, shard)
         for parameter in self._frozen:
             parameter.requires_grad_(True)
+
+    def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the model's parameters, but for those that a script has put in since, as it resized embeddings."""
+        own = {id(each) for group in self.inner.parts.sharding.groups for each in group.parameters}
+        return [(name, each) for name, each in self.module.named_parameters() if id(each) in own]
 
     # Checkpoints.
 
@@ -491,6 +511,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the model's state dict on rank 0, on the CPU, and None on the other ranks; all ranks call it."""
         aliases: dict[int, str] = {}
+        own = dict(self._own_parameters())
         found: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
@@ -499,7 +520,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             if first != name:
                 found[name] = found[first]
                 continue
-            value = self.inner.read(name, to_rank=0)
+            value = self.inner.read(name, to_rank=0) if name in own else parameter.detach()
             found[name] = value.cpu() if value is not None else torch.empty(0)
         found |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
         return found if self.global_rank == 0 else None

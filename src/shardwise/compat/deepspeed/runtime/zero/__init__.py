@@ -85,7 +85,7 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
         return
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     owned = [each for each in given if isinstance(each, nn.Parameter)]  # DeepSpeed passes over the others
-    with gathered(owned, modifier_rank=modifier_rank), shown_as_whole(given):
+    with gathered(owned, modifier_rank=modifier_rank), shown_as_whole(owned):
         yield
 
 
