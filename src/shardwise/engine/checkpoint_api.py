@@ -315,10 +315,7 @@ class Checkpoints:
         return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
 
     def load_schedule(self, folder: Path) -> None:
-        """Load the state of the schedule alone, where a checkpoint has it.
-
-        Args:
-            folder: of the checkpoint.
+        """Load the state of the schedule alone, where the checkpoint in a folder has it.
 
         Raises:
             CheckpointError: the checkpoint has another schedule.

@@ -184,6 +184,11 @@ class _Flow:
             return self._ends_in_assignment(parent, node)
         if isinstance(parent, ast.If | ast.While):
             return all(map(self._is_quiet, [*parent.body, *parent.orelse]))
+        if isinstance(parent, ast.For):
+            return self._takes(parent.target) and all(map(self._is_quiet, [*parent.body, *parent.orelse]))
+        if isinstance(parent, ast.comprehension):  # all that is made of its items is in its value
+            made = self.file.parents[parent]
+            return self._only_computes(made) and self._ends(made)
         return False
 
     def _ends_in_assignment(self, parent: ast.Assign | ast.AnnAssign | ast.AugAssign, node: ast.AST) -> bool:
