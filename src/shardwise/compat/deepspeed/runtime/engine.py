@@ -242,8 +242,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.is_destroyed:
             raise EngineError(
                 "engine-destroyed",
-                "the engine is destroyed, as accelerator.free_memory() does; call deepspeed.initialize again, or "
-                "accelerator.prepare",
+                "the engine is destroyed, as accelerator.free_memory() does; call deepspeed.initialize again",
             )
         if self.evaluates_whole and not self.module.training:
             return self.module(*inputs, **kwargs)
@@ -401,8 +400,9 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the model's parameters, but for those that a script has put in since, as it resized embeddings."""
-        own = {id(each) for group in self.inner.step_context.sharding.groups for each in group.parameters}
-        return [(name, each) for name, each in self.module.named_parameters() if id(each) in own]
+        groups = self.inner.step_context.sharding.groups
+        ids = {id(parameter) for group in groups for parameter in group.parameters}
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if id(parameter) in ids]
 
     # Checkpoints.
 
@@ -499,7 +499,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the model's state dict on rank 0, on the CPU, and None on the other ranks; all ranks call it."""
         aliases: dict[int, str] = {}
-        own = dict(self._own_parameters())
+        engine_names = {name for name, _ in self._own_parameters()}
         found: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
@@ -508,7 +508,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             if first != name:
                 found[name] = found[first]
                 continue
-            value = self.inner.read(name, to_rank=0) if name in own else parameter.detach()
+            value = self.inner.read(name, to_rank=0) if name in engine_names else parameter.detach()
             found[name] = value.cpu() if value is not None else torch.empty(0)
         found |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
         return found if self.global_rank == 0 else None
