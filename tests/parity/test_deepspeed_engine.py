@@ -229,7 +229,7 @@ def train_twice(rank: int, world_size: int, destroys: bool) -> tuple[list[float]
         losses += steps(engine, rank, 0, STEPS)
         if destroys:
             engine.destroy()
-            with pytest.raises(EngineError, match="model_wrapped"):
+            with pytest.raises(EngineError, match="initialize again"):
                 engine(batch(0, 0, rank)[0])
     with deepspeed.zero.GatheredParameters(model.parameters()):
         return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -253,6 +253,50 @@ def keep_graph(rank: int, world_size: int) -> float:
     engine.backward(loss)
     engine.step()
     return float(engine.get_global_grad_norm())
+
+
+class Trainer:
+    """Destroys its engine by another's call before it trains again, as that of transformers does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = self.model_wrapped = model
+
+    def train(self, rank: int, stage: int) -> list[float]:
+        if self.model_wrapped is not self.model:
+            self.free_memory()
+        if self.model_wrapped is self.model:  # or it would go on with the engine
+            self.model_wrapped = deepspeed.initialize(model=self.model, config=settings(stage))[0]
+        return steps(self.model_wrapped, rank, 0, STEPS)
+
+    def free_memory(self) -> None:
+        self.model_wrapped.destroy()
+
+
+def train_in_turns(rank: int, world_size: int, stage: int) -> tuple[list[float], Any, bool]:
+    model = tower()
+    first, second = Trainer(model), Trainer(model)
+    losses = first.train(rank, stage) + first.train(rank, stage) + second.train(rank, stage)
+    engine = second.model_wrapped
+    shape = model.head.weight.shape
+    model.head = nn.Linear(*shape[::-1], dtype=torch.float64)  # as resized embeddings are
+    with torch.no_grad():
+        model.head.weight.fill_(rank), model.head.bias.zero_()
+    saved = engine._zero3_consolidated_16bit_state_dict()
+    are_new = saved is None or not saved["head.weight"].any()
+    before = saved and {name: value for name, value in saved.items() if "head" not in name}
+    first.train(rank, stage)
+    return losses, before, are_new
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_trainer_trains_again(ranks: WorkerPool, stage: int) -> None:
+    losses, parameters = expected(num_engines=3)
+    found = ranks(2).run(train_in_turns, stage)
+    assert [sum(both) / 2 for both in zip(*(one for one, _, _ in found), strict=True)] == pytest.approx(losses, 1e-9)
+    assert all(are_new for _, _, are_new in found)
+    assert found[0][1].keys() == {name for name in parameters if "head" not in name}
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(value, parameters[name], rtol=1e-9, atol=1e-9)
 
 
 def test_a_graph_can_be_used_again(ranks: WorkerPool) -> None:

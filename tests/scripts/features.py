@@ -232,28 +232,33 @@ def adapters(use: Use) -> list[Any]:
 
     def adapted(model: Any) -> Any:
         torch.manual_seed(3)
-        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        options = {"target_modules": ["q_proj"], "modules_to_save": ["v_proj"], "task_type": "CAUSAL_LM"}
+        return get_peft_model(model, LoraConfig(r=2, **options))
 
     saves, final = {"save_strategy": "steps", "save_steps": STEP_OF_USE}, use.folder / "final"
     trainer = use.trainer(arguments=use.arguments(**saves), wrap=adapted)
     trainer.train()
     read = note_reads() if use.config else ["lora"]
     trainer.save_model(str(final))
-    assert {"lora" in name for name in read} == {True}, read
+    assert all("lora" in name or "v_proj.modules_to_save" in name for name in read), read
     use.listed("the files are written")
     assert {each.name for each in final.glob("*.safetensors")} == {"adapter_model.safetensors"}
     found = [losses(trainer)]
     checkpoint = use.folder / "out" / f"checkpoint-{STEP_OF_USE}"
     if use.config:
         trained = {name for name, each in trainer.model.named_parameters() if each.requires_grad}
-        assert trained == {name for name, _ in trainer.model.named_parameters() if "lora" in name}
+        assert trained == {name for name, _ in trainer.model.named_parameters() if "lora" in name or "to_save" in name}
         base = sum(each.nbytes for name, each in trainer.model.named_parameters() if name not in trained)
         assert sum(each.stat().st_size for each in checkpoint.rglob("*.safetensors")) < base / 2
     again = use.trainer(arguments=use.arguments(**saves), wrap=adapted)
     again.train(resume_from_checkpoint=str(checkpoint))
     found.append(losses(again))
-    loaded = use.trainer(wrap=lambda model: PeftModel.from_pretrained(model, str(final)))
-    found.append(loaded.evaluate()["eval_loss"])
+
+    def loaded(model: Any) -> Any:
+        with use.whole(model.parameters()):  # PEFT copies values into the modules to save
+            return PeftModel.from_pretrained(model, str(final))
+
+    found.append(use.trainer(wrap=loaded).evaluate()["eval_loss"])
     return found
 
 
@@ -278,12 +283,9 @@ def note_reads() -> list[str]:
 
 
 def let_train_again(use: Use, trainer: Any) -> None:
-    """Let Trainer make an engine: `train()` destroys the one that there is, and makes one of a bare model only.
-
-    Its optimizer starts without states.
-    """
-    trainer.model_wrapped = trainer.model
+    """Let a plain Trainer start its optimizer without states at the next `train()`, as it does under DeepSpeed."""
     if use.config is None:
+        trainer.model_wrapped = trainer.model
         trainer.optimizer = None
 
 
@@ -297,16 +299,19 @@ def evaluate_first(use: Use) -> list[Any]:
 
 
 def train_twice(use: Use) -> list[Any]:
-    """Call `train()` again, and hand the model over to another Trainer."""
-    trainer = use.trainer()
-    trainer.train()
-    found = losses(trainer)
-    let_train_again(use, trainer)
-    trainer.train()
-    found += losses(trainer)
+    """Call `train()` again, from a checkpoint too, hand the model over to another Trainer and take it back."""
+    saves = {"save_strategy": "steps", "save_steps": STEP_OF_USE}
+    trainer = use.trainer(arguments=use.arguments(**saves))
+    found = []
+    for checkpoint in (None, None, str(use.folder / "out" / f"checkpoint-{STEP_OF_USE}")):
+        let_train_again(use, trainer)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        found += losses(trainer)
     second = use.trainer(trainer.model)
     second.train()
-    return found + losses(second)
+    let_train_again(use, trainer)
+    trainer.train()
+    return found + losses(second) + losses(trainer)
 
 
 def best(use: Use) -> list[Any]:
@@ -330,7 +335,9 @@ def recompute(use: Use, use_reentrant: bool) -> list[Any]:
 
 
 def resize(use: Use) -> list[Any]:
-    """Give the model more tokens before it trains; the new rows are the mean of the old."""
+    """Give the model more tokens before it trains, the new rows being the mean of the old, and other ones after."""
+    from safetensors.torch import load_file
+
     arguments, model = use.arguments(), use.load()
     old = model.get_input_embeddings().weight.shape[0]
     model.resize_token_embeddings(old + 9, mean_resizing=False)
@@ -340,9 +347,20 @@ def resize(use: Use) -> list[Any]:
                 layer.weight[old:] = layer.weight[:old].mean(0)
     trainer = use.trainer(model, arguments)
     trainer.train()
+    found = [losses(trainer)]
+    torch.manual_seed(use.rank)  # the values of rank 0 count
+    trainer.model.resize_token_embeddings(old + 3, mean_resizing=False)
+    trainer.model.resize_token_embeddings(old + 5, mean_resizing=False)
+    trainer.save_model(str(use.folder / "resized"))
+    use.listed("the files are written")
+    saved = load_file(use.folder / "resized" / "model.safetensors")
+    found += [list(saved["model.embed_tokens.weight"].shape), total(saved["model.embed_tokens.weight"])]
+    torch.manual_seed(0)
+    let_train_again(use, trainer)
+    trainer.train()
     weight = trainer.model.get_input_embeddings().weight
     with use.whole([weight]):
-        return [losses(trainer), list(weight.shape), total(weight)]
+        return [*found, losses(trainer), list(weight.shape), total(weight)]
 
 
 def references(use: Use) -> list[Any]:

@@ -277,7 +277,7 @@ class Placeholder(Tensor):
     def of(cls, parameter: Tensor, refusal: str) -> Placeholder:
         """Make that of a parameter; `refusal` is what the error says where its values are used."""
         placeholder = of_class(cls, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-        placeholder.refusal = refusal
+        placeholder.__dict__["refusal"] = refusal
         return placeholder
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]

@@ -250,8 +250,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.is_destroyed:
             raise EngineError(
                 "engine-destroyed",
-                "the engine is destroyed, as accelerator.free_memory() does; call deepspeed.initialize again, or "
-                "accelerator.prepare",
+                "the engine is destroyed, as accelerator.free_memory() does; call deepspeed.initialize again",
             )
         if self.evaluates_whole and not self.module.training:
             return self.module(*inputs, **kwargs)
@@ -412,8 +411,9 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the model's parameters, but for those that a script has put in since, as it resized embeddings."""
-        own = {id(each) for group in self.inner.parts.sharding.groups for each in group.parameters}
-        return [(name, each) for name, each in self.module.named_parameters() if id(each) in own]
+        groups = self.inner.parts.sharding.groups
+        ids = {id(parameter) for group in groups for parameter in group.parameters}
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if id(parameter) in ids]
 
     # Checkpoints.
 
@@ -511,7 +511,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the model's state dict on rank 0, on the CPU, and None on the other ranks; all ranks call it."""
         aliases: dict[int, str] = {}
-        own = dict(self._own_parameters())
+        engine_names = {name for name, _ in self._own_parameters()}
         found: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
@@ -520,7 +520,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             if first != name:
                 found[name] = found[first]
                 continue
-            value = self.inner.read(name, to_rank=0) if name in own else parameter.detach()
+            value = self.inner.read(name, to_rank=0) if name in engine_names else parameter.detach()
             found[name] = value.cpu() if value is not None else torch.empty(0)
         found |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
         return found if self.global_rank == 0 else None
@@ -575,38 +575,3 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def empty_partition_cache(self) -> None:
         """Do nothing: parameters are released after each pass."""
-
-    # What the JSON says.
-
-    def train_batch_size(self) -> int:
-        return self.inner.config.batch.global_size or 1
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.inner.config.batch.micro_size or 1
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.inner.config.batch.accumulation or 1
-
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self.inner.config.zero.stage
-
-    def fp16_enabled(self) -> bool:
-        return self.inner.layout.precision.param == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.inner.layout.precision.param == "bf16"
-
-    def gradient_clipping(self) -> float:
-        return self.inner.config.optimizer.clip_norm or 0.0
-
-    def loss_scale(self) -> float:
-        return self.inner.parts.scaler.scale
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.inner.optimizer.param_groups]
-
-    def get_data_parallel_rank(self) -> int:
-        return self.inner.layout.mesh.data_index(self.global_rank)

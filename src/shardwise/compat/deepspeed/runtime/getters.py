@@ -196,13 +196,6 @@ class EngineGetters:
         world_size: int
         global_rank: int
 
-        def fp16_enabled(self) -> bool: ...
-        def bfloat16_enabled(self) -> bool: ...
-        def zero_optimization_stage(self) -> int: ...
-        def train_batch_size(self) -> int: ...
-        def train_micro_batch_size_per_gpu(self) -> int: ...
-        def gradient_accumulation_steps(self) -> int: ...
-
     mpu: Any = None
     loaded_checkpoint_tag: str | None = None
     loaded_checkpoint_mp_world_size: int | None = None
@@ -221,6 +214,41 @@ class EngineGetters:
             path.removeprefix(f"{name}."): value for path, value in self._given.items() if path.startswith(f"{name}.")
         }
         return SimpleNamespace(**keys) if keys else None
+
+    # What the JSON says.
+
+    def train_batch_size(self) -> int:
+        return self.inner.config.batch.global_size or 1
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.inner.config.batch.micro_size or 1
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.inner.config.batch.accumulation or 1
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.inner.config.zero.stage
+
+    def fp16_enabled(self) -> bool:
+        return self.inner.layout.precision.param == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.inner.layout.precision.param == "bf16"
+
+    def gradient_clipping(self) -> float:
+        return self.inner.config.optimizer.clip_norm or 0.0
+
+    def loss_scale(self) -> float:
+        return self.inner.parts.scaler.scale
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.inner.optimizer.param_groups]
+
+    def get_data_parallel_rank(self) -> int:
+        return self.inner.layout.mesh.data_index(self.global_rank)
 
     # What the JSON says in other words.
 
