@@ -32,27 +32,33 @@ from shardwise.context.batch import (
     WholeBatch,
     by_name,
     cut_batch,
-    halves_for_proof,
+    for_proof,
     main_input,
+    parts_for_proof,
 )
 from shardwise.context.huggingface import (
+    RankInputs,
     check_length,
     check_model,
+    describe_mask,
     inputs_for_proof,
     is_huggingface,
     split_inputs,
+    take_num_items,
     target_counter,
     trained_length,
 )
+from shardwise.context.length_proof import LengthProofs, ProofInputs
 from shardwise.context.load_balance import choose_split
 from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof, warn_unproved
 from shardwise.context.ulysses import check_heads, team_size
-from shardwise.layout.token_ranges import TokenSplit
+from shardwise.layout.token_ranges import TokenSplit, contiguous
 from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend
 from shardwise.runtime.class_swap import set_attribute
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.runtime.torch_private import constant_in_graphs
+from shardwise.runtime.module_hooks import change_inputs
+from shardwise.runtime.torch_private import constant_in_graphs, pytree
 
 
 @dataclass(frozen=True)
@@ -116,10 +122,11 @@ def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> Appl
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
-        limits = SequenceLimits() if comm.is_simulated else SequenceLimits(prove_huggingface(model), find_window(model))
+        limits = SequenceLimits() if comm.is_simulated else find_limits(model, config.mesh.cp)
         given = _give_huggingface(model, config, attention, comm.rank, limits)
     else:
-        given = _give_own(model, config, attention, comm.rank, None if comm.is_simulated else prove_own(model))
+        prove = None if comm.is_simulated else prove_own(model, config.mesh.cp)
+        given = _give_own(model, config, attention, comm.rank, prove)
     return AppliedContext(given.sequences, [attention.close, *given.undo])
 
 
@@ -186,8 +193,56 @@ def _copy_alone(model: nn.Module) -> nn.Module | None:
     return copied
 
 
-def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
-    """Return a proof like `prove_huggingface` for a model that takes positions: call it with the first inputs, by name.
+def find_limits(model: nn.Module, cp: int) -> SequenceLimits:
+    """Return how long the sequences of a model of transformers may be, and what proves the lengths of its batches.
+
+    Raises:
+        ConfigError: it cannot be split, whatever its sequences.
+    """
+    num_positions, window = prove_huggingface(model), find_window(model)
+    copied = _copy_alone(model)
+    return SequenceLimits(num_positions, window, None if copied is None else _ProofOfBatches(model, copied, cp))
+
+
+class _ProofOfBatches:
+    """Proves that a model of transformers computes tokens apart in sequences as long as those of its batches.
+
+    Args:
+        model: in training, whose attributes say how its inputs are split.
+        copied: by `_copy_alone`, all of whose code is run: a module may wrap the model of transformers.
+    """
+
+    def __init__(self, model: nn.Module, copied: nn.Module, cp: int) -> None:
+        inner, attempts = inputs_for_proof(copied)
+        num_tokens = main_input(attempts[0][0]).shape[1]
+        change_inputs(inner.base_model, describe_mask)
+        self._model, self._cp, self._proofs = model, cp, LengthProofs(copied, cp, [(num_tokens, num_tokens // 2)])
+
+    def __call__(self, inputs: Mapping[str, Any]) -> None:
+        """Prove the length of a batch's inputs, of whole sequences, by name; see `LengthProofs.prove`."""
+        num_samples, length = main_input(inputs).shape[:2]
+        self._proofs.prove(inputs, num_samples, length, lambda: self._parts(inputs))
+
+    def _parts(self, inputs: Mapping[str, Any]) -> ProofInputs:
+        batch = pytree.tree_map(for_proof, dict(inputs))
+
+        def part(degree: int, rank: int) -> RankInputs:
+            return split_inputs(self._model, batch, lambda lengths: contiguous(sum(lengths), degree), rank)
+
+        parts = [part(degree, rank) for degree in (1, self._cp) for rank in range(degree)]
+        all_tokens, *of_ranks = [share.inputs for share in parts]
+        # Code around the model of transformers gets all tokens as in one process: masks and labels are others there.
+        plain = {
+            **batch,
+            **{name: value for name, value in all_tokens.items() if name in ("position_ids", "use_cache")},
+        }
+        attempts = [[take_num_items(plain)[0], *of_ranks], [all_tokens, *of_ranks]]
+        return ProofInputs(attempts, [share.loss_weight for share in parts])
+
+
+def prove_own(model: nn.Module, cp: int = 2) -> Callable[[Mapping[str, Any]], None] | None:
+    """Return a proof like `prove_huggingface` for a model that takes positions: call it with the inputs of each batch,
+    by name. It proves a short sequence first, and then each length that is new.
 
     It is None where no copy of the model can be made.
     """
@@ -196,7 +251,18 @@ def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
         return None
     for module in _attending(copied):
         module.attend = _alone
-    return lambda inputs: check_tokens_apart(copied, [halves_for_proof(inputs)])
+    proofs = LengthProofs(copied, cp)
+
+    def prove(inputs: Mapping[str, Any]) -> None:
+        length, num_samples = len(inputs[POSITIONS]), main_input(inputs).shape[0]
+        for num in sorted({min(length, max(_NUM_PROOF_TOKENS // cp, 1) * cp), length}):
+            proofs.prove(inputs, num_samples, num, partial(_own_parts, inputs, num, cp))
+
+    return prove
+
+
+def _own_parts(inputs: Mapping[str, Any], num_tokens: int, cp: int) -> ProofInputs:
+    return ProofInputs([parts_for_proof(inputs, num_tokens, cp)])
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -242,10 +308,12 @@ class SequenceLimits:
     Attributes:
         num_positions: up to which it computes tokens apart; None for any number.
         window: that no sequence may be longer than; None without one.
+        prove: called with the inputs of each batch, by name; None for no proof.
     """
 
     num_positions: int | None = None
     window: MaskWindow | None = None
+    prove: Callable[[Mapping[str, Any]], None] | None = None
 
 
 class HuggingFaceSequences:
@@ -266,6 +334,7 @@ class HuggingFaceSequences:
         self._count_targets = target_counter(model)
         self._rank = rank
         self._split_of = split_of
+        self._lengths: set[int] = set()
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
         """Return the tokens of this rank: `batch` and `has_more` are those of `BatchSharder.share`.
@@ -279,8 +348,13 @@ class HuggingFaceSequences:
         own = split_inputs(self._model, inputs, self._split_of, self._rank)
         if self._limits.window is not None:
             self._limits.window.check(own.inputs["attention_mask"].shape[-1])
-        cut, num_targets = cut_batch(batch, main_input(inputs), own.tokens), self._count_targets(inputs)
-        return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets)
+        if self._limits.prove is not None:
+            self._limits.prove(inputs)
+        main = main_input(inputs)
+        is_new = main.shape[1] not in self._lengths
+        self._lengths.add(main.shape[1])
+        cut, num_targets = cut_batch(batch, main, own.tokens), self._count_targets(inputs)
+        return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets, is_new)
 
 
 def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:
@@ -309,6 +383,7 @@ def _attending(model: nn.Module) -> list[Any]:
 Kind = TypeVar("Kind", bound=Hashable)
 
 _MAX_LAYOUTS: Final = 32
+_NUM_PROOF_TOKENS: Final = 128
 
 
 @dataclass(frozen=True, eq=False)

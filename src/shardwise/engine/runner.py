@@ -91,8 +91,8 @@ class RankBatch:
         cp, whole = parts.layout.mesh.cp, parts.split_values
         if whole is not None:
             output = whole.results.take(output)
-        if cp > 1 and parts.state.loss_fn is not None and parts.state.num_steps == 0 and torch.is_grad_enabled():
-            check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1])
+        if share.is_new_length and parts.state.loss_fn is not None:
+            check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             return read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
 
@@ -133,7 +133,8 @@ def _numbers_for(parts: EngineParts, taken: RankBatch, args: Sequence[Any] = ())
     are inputs that the batch has no name for.
     """
     if not (parts.model.training and taken.num_samples):
-        return nullcontext()
+        whole = parts.split_values
+        return nullcontext() if whole is None else whole.parameters.shown_in_forward()
     mesh = parts.layout.mesh
     data_rank = mesh.data_index(parts.comm_factory.rank)
     first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples
