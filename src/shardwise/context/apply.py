@@ -32,8 +32,9 @@ from shardwise.context.batch import (
     WholeBatch,
     by_name,
     cut_batch,
-    halves_for_proof,
+    for_proof,
     main_input,
+    parts_for_proof,
 )
 from shardwise.context.huggingface import (
     check_length,
@@ -44,15 +45,16 @@ from shardwise.context.huggingface import (
     target_counter,
     trained_length,
 )
+from shardwise.context.length_proof import LengthProofs, ProofInputs
 from shardwise.context.load_balance import choose_split
 from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof, warn_unproved
 from shardwise.context.ulysses import check_heads, team_size
-from shardwise.layout.token_ranges import TokenSplit
+from shardwise.layout.token_ranges import TokenSplit, contiguous
 from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend
 from shardwise.runtime.class_swap import set_attribute
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.runtime.torch_private import constant_in_graphs
+from shardwise.runtime.torch_private import constant_in_graphs, pytree
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,11 @@ def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> Appl
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
-        limits = SequenceLimits() if comm.is_simulated else SequenceLimits(prove_huggingface(model), find_window(model))
+        limits = SequenceLimits() if comm.is_simulated else find_limits(model, config.mesh.cp)
         given = _give_huggingface(model, config, attention, comm.rank, limits)
     else:
-        given = _give_own(model, config, attention, comm.rank, None if comm.is_simulated else prove_own(model))
+        prove = None if comm.is_simulated else prove_own(model, config.mesh.cp)
+        given = _give_own(model, config, attention, comm.rank, prove)
     return AppliedContext(given.sequences, [attention.close, *given.undo])
 
 
@@ -189,8 +192,48 @@ def _copy_alone(model: nn.Module) -> nn.Module | None:
     return copied
 
 
-def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
-    """Return a proof like `prove_huggingface` for a model that takes positions: call it with the first inputs, by name.
+def find_limits(model: nn.Module, cp: int) -> SequenceLimits:
+    """Return how long the sequences of a model of transformers may be, and what proves the lengths of its batches.
+
+    Raises:
+        ConfigError: it cannot be split, whatever its sequences.
+    """
+    num_positions, window = prove_huggingface(model), find_window(model)
+    copied = _copy_alone(model)
+    return SequenceLimits(num_positions, window, None if copied is None else _ProofOfBatches(model, copied, cp))
+
+
+class _ProofOfBatches:
+    """Proves that a model of transformers computes tokens apart in sequences as long as those of its batches.
+
+    Args:
+        model: the one that trains.
+        copied: by `_copy_alone`, all of whose code is run: a module may wrap the model of transformers.
+    """
+
+    def __init__(self, model: nn.Module, copied: nn.Module, cp: int) -> None:
+        inputs_for_proof(copied)  # sets how its experts run
+        self._model, self._cp, self._proofs = model, cp, LengthProofs(copied)
+
+    def __call__(self, inputs: Mapping[str, Any]) -> None:
+        """Prove the length of a batch's inputs, of whole sequences, by name; see `LengthProofs.prove`."""
+        num_samples, length = main_input(inputs).shape[:2]
+        names = tuple(sorted(name for name, value in inputs.items() if value is not None))
+        self._proofs.prove(num_samples, (length, names), lambda: self._parts(inputs))
+
+    def _parts(self, inputs: Mapping[str, Any]) -> ProofInputs:
+        given = pytree.tree_map(for_proof, dict(inputs))
+        parts = [
+            split_inputs(self._model, given, lambda lengths, degree=degree: contiguous(sum(lengths), degree), rank)
+            for degree in (1, self._cp)
+            for rank in range(degree)
+        ]
+        return ProofInputs([each.inputs for each in parts], [each.loss_weight for each in parts])
+
+
+def prove_own(model: nn.Module, cp: int = 2) -> Callable[[Mapping[str, Any]], None] | None:
+    """Return a proof like `prove_huggingface` for a model that takes positions: call it with the inputs of each batch,
+    by name. It proves a short sequence first, and then each length that is new.
 
     It is None where no copy of the model can be made.
     """
@@ -199,7 +242,15 @@ def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
         return None
     for module in _attending(copied):
         module.attend = _alone
-    return lambda inputs: check_tokens_apart(copied, [halves_for_proof(inputs)])
+    proofs = LengthProofs(copied)
+
+    def prove(inputs: Mapping[str, Any]) -> None:
+        length, num_samples = len(inputs[POSITIONS]), main_input(inputs).shape[0]
+        for num_tokens in sorted({min(length, max(_NUM_PROOF_TOKENS // cp, 1) * cp), length}):
+            kind = (num_tokens, tuple(sorted(name for name, value in inputs.items() if value is not None)))
+            proofs.prove(num_samples, kind, lambda num=num_tokens: ProofInputs(parts_for_proof(inputs, num, cp)))
+
+    return prove
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -245,10 +296,12 @@ class SequenceLimits:
     Attributes:
         num_positions: up to which it computes tokens apart; None for any number.
         window: that no sequence may be longer than; None without one.
+        prove: called with the inputs of each batch, by name; None for no proof.
     """
 
     num_positions: int | None = None
     window: MaskWindow | None = None
+    prove: Callable[[Mapping[str, Any]], None] | None = None
 
 
 class HuggingFaceSequences:
@@ -282,6 +335,8 @@ class HuggingFaceSequences:
         own = split_inputs(self._model, inputs, self._split_of, self._rank)
         if self._limits.window is not None:
             self._limits.window.check(own.inputs["attention_mask"].shape[-1])
+        if self._limits.prove is not None:
+            self._limits.prove(inputs)
         cut, num_targets = cut_batch(batch, main_input(inputs), own.tokens), self._count_targets(inputs)
         return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets)
 
@@ -312,6 +367,7 @@ def _attending(model: nn.Module) -> list[Any]:
 Kind = TypeVar("Kind", bound=Hashable)
 
 _MAX_LAYOUTS: Final = 32
+_NUM_PROOF_TOKENS: Final = 128
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,6 @@ from shardwise.runtime.torch_private import pytree
 # The names that models give their tokens.
 _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds")
 POSITIONS: Final = "positions"
-_NUM_PROOF_TOKENS: Final = 128
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class TokenShardedBatch:
         model: whose forward has an argument `positions`.
         rank: of this process along the `cp` axis.
         split_of: returns the token split of a sequence of some length.
-        prove: called with the first batch's inputs and positions, of the whole sequences; None for no proof.
+        prove: called with each batch's inputs and positions, of the whole sequences; None for no proof.
     """
 
     def __init__(
@@ -121,7 +120,6 @@ class TokenShardedBatch:
         if self._prove is not None:
             whole = by_name(batch[0] if has_more else batch, self._names)
             self._prove({**whole, POSITIONS: torch.arange(length)})
-            self._prove = None
         own = cut_batch(batch, main, tokens)
         inputs = own[0] if has_more else own
         given = by_name(inputs, self._names)
@@ -151,27 +149,33 @@ def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
     return dict(zip(names, values, strict=False))
 
 
-def halves_for_proof(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the first tokens of the first sample, on the CPU in fp64, and each half of them.
+def for_proof(leaf: Any) -> Any:
+    """Return a tensor on the CPU, in fp64 if it is floating, and anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return leaf.double() if leaf.is_floating_point() else leaf
+
+
+def parts_for_proof(inputs: Mapping[str, Any], num_tokens: int, num_parts: int) -> list[dict[str, Any]]:
+    """Return the first tokens of whole sequences, on the CPU in fp64, and each part of them.
 
     Args:
         inputs: of whole sequences, by name, with their positions.
+        num_tokens: how many of the first ones.
     """
-    length = len(inputs[POSITIONS])
-    half = min(length, _NUM_PROOF_TOKENS) // 2
+    length, size = len(inputs[POSITIONS]), num_tokens // num_parts
 
     def take(tokens: slice) -> dict[str, Any]:
         def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            leaf = leaf.detach().cpu()
-            leaf = leaf.double() if leaf.is_floating_point() else leaf
-            return leaf[:1, tokens] if leaf.dim() > 1 and leaf.shape[1] == length else leaf[:1]
+            is_by_token = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
+            return for_proof(leaf[:, tokens] if is_by_token else leaf)
 
         given = {name: pytree.tree_map(cut, value) for name, value in inputs.items() if name != POSITIONS}
         return {**given, POSITIONS: inputs[POSITIONS][tokens]}
 
-    return [take(slice(2 * half)), take(slice(half)), take(slice(half, 2 * half))]
+    parts = [slice(part * size, (part + 1) * size) for part in range(num_parts)]
+    return [take(slice(size * num_parts)), *map(take, parts)]
 
 
 def _any_length(length: int) -> None:

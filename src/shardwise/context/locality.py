@@ -14,6 +14,8 @@ import copy
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -72,26 +74,58 @@ def copy_for_proof(model: nn.Module) -> nn.Module | None:
     return copied
 
 
-def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) -> None:
-    """Check that a model's outputs for each half of a sequence are those for all of it, in training too.
+def copy_again(copied: nn.Module) -> nn.Module:
+    """Return a copy of a copy for a proof, because a run may leave something in a model, such as tables that grow."""
+    return copy.deepcopy(copied, {id(parameter): parameter for parameter in copied.parameters()})
+
+
+def check_tokens_apart(
+    copied: nn.Module,
+    attempts: Sequence[Sequence[Inputs]],
+    loss_weights: Sequence[Tensor | None] = (),
+    is_watched: bool = True,
+) -> int:
+    """Check that a model's outputs for each part of a sequence are those for all of it, in training too.
 
     Args:
         copied: by `copy_for_proof`, with `attend_alone` for its attention.
-        attempts: arguments for all tokens, for the first half and for the second; the first attempt that runs counts.
+        attempts: arguments for all tokens, and for each part of them; the first attempt that runs counts.
+        loss_weights: of the loss that the model itself returns for all tokens and for each part.
+        is_watched: whether to keep each module's inputs and outputs, so that an error can name the one that differs.
+
+    Returns:
+        how many numbers the model's modules return for all tokens; 0 where it does not run.
 
     Raises:
         ConfigError: the outputs differ.
     """
+    num_numbers = 0
     with hooks_put_back(copied):
-        if runs := _runs(copied, attempts, is_training=False):
-            _compare(copied, runs, "")
-        if runs := _runs(copied, attempts, is_training=True):
-            _compare(copied, runs, " in training")
+        for is_training, when in ((False, ""), (True, " in training")):
+            if runs := _runs(copied, attempts, is_training, loss_weights, is_watched):
+                _compare(copied, runs, when)
+                num_numbers = sum(each.numel() for _, _, found in runs[0].records for each in found)
+    return num_numbers
 
 
-def _runs(copied: nn.Module, attempts: Sequence[Sequence[Inputs]], is_training: bool) -> list[list[_Record]]:
-    """Return what a model computes of all tokens and of each half; nothing where it does not run."""
-    draws = KeyedDraws(0, cp=2)
+@dataclass(frozen=True)
+class _Run:
+    """Holds what a forward has returned, the weighted loss apart, and what its modules were given and returned."""
+
+    outputs: list[Tensor]
+    loss: list[Tensor]
+    records: list[_Record]
+
+
+def _runs(
+    copied: nn.Module,
+    attempts: Sequence[Sequence[Inputs]],
+    is_training: bool,
+    loss_weights: Sequence[Tensor | None],
+    is_watched: bool,
+) -> list[_Run]:
+    """Return what a model computes of all tokens and of each part; nothing where it does not run."""
+    draws = KeyedDraws(0, cp=len(attempts[0]) - 1)
     before = [(module, module.training) for module in copied.modules()]
     undo = key_dropouts(copied.train(), draws, shares="mesh.cp") if is_training else []
     try:
@@ -99,7 +133,8 @@ def _runs(copied: nn.Module, attempts: Sequence[Sequence[Inputs]], is_training: 
             try:
                 with torch.no_grad(), float64_throughout():
                     return [
-                        _run(copied, each, draws if is_training else None, part) for part, each in enumerate(inputs)
+                        _run(copied, each, draws if is_training else None, part, weight, is_watched)
+                        for part, (each, weight) in enumerate(zip_longest(inputs, loss_weights))
                     ]
             except ConfigError as error:
                 raise ConfigError(
@@ -116,12 +151,14 @@ def _runs(copied: nn.Module, attempts: Sequence[Sequence[Inputs]], is_training: 
             module.training = training
 
 
-def _compare(copied: nn.Module, runs: Sequence[Sequence[_Record]], when: str) -> None:
-    if all(map(_is_like, *(_floats(run[-1][2]) for run in runs))):
+def _compare(copied: nn.Module, runs: Sequence[_Run], when: str) -> None:
+    losses = [torch.stack(list(each)).sum(0) for each in zip(*(run.loss for run in runs[1:]), strict=False)]
+    has_loss = all(map(_is_close, runs[0].loss, losses))
+    if has_loss and all(map(_is_like, *(run.outputs for run in runs))):
         return
     culprits = (
         name
-        for (name, given, found), *others in zip(*runs, strict=False)
+        for (name, given, found), *others in zip(*(run.records for run in runs), strict=False)
         if all(map(_is_like, given, *(other[1] for other in others)))
         and not all(map(_is_like, found, *(other[2] for other in others)))
     )
@@ -142,37 +179,47 @@ def warn_unproved(model: nn.Module, error: Exception) -> None:
     )
 
 
-def _run(model: nn.Module, inputs: Inputs, draws: KeyedDraws | None, part: int) -> list[_Record]:
-    """Return the inputs and outputs of each module, in the order in which their forwards end.
+def _run(
+    model: nn.Module,
+    inputs: Inputs,
+    draws: KeyedDraws | None,
+    part: int,
+    loss_weight: Tensor | None,
+    is_watched: bool,
+) -> _Run:
+    """Return what a model returns, and the inputs and outputs of each module, in the order in which forwards end.
 
     Args:
         draws: what it draws; None in evaluation.
-        part: 0 for all tokens, 1 and 2 for the halves.
+        part: 0 for all tokens, others for the parts.
     """
     records: list[_Record] = []
     under_way: list[tuple[str, list[Tensor]]] = []
+    watching = watch_calls(
+        model,
+        lambda name, _, args, kwargs: under_way.append((name, _floats((args, kwargs)))),
+        lambda output: records.append((*under_way.pop(), _floats(output))),
+    )
     with (
-        watch_calls(
-            model,
-            lambda name, _, args, kwargs: under_way.append((name, _floats((args, kwargs)))),
-            lambda output: records.append((*under_way.pop(), _floats(output))),
-        ),
+        watching if is_watched else nullcontext(),
         nullcontext() if draws is None else _numbers_of(draws, inputs, part),
         kept_generators(),
     ):
-        model(**inputs)
-    return records
+        output = model(**inputs)
+    loss = getattr(output, "loss", None)
+    weighted = [] if loss_weight is None or loss is None else [loss.detach() * loss_weight.cpu()]
+    return _Run(_floats(output), weighted, records)
 
 
 def _numbers_of(draws: KeyedDraws, inputs: Inputs, part: int) -> AbstractContextManager[None]:
-    num = main_input(inputs).shape[1]
+    num_samples, num = main_input(inputs).shape[:2]
     held = None if part == 0 else (((part - 1) * num, part * num),)
-    return draws.at(0, 0, 0, 1, held, num)
+    return draws.at(0, 0, 0, num_samples, held, num)
 
 
 def _floats(value: Any) -> list[Tensor]:
-    if hasattr(value, "to_tuple"):  # an output of transformers
-        value = value.to_tuple()
+    if hasattr(value, "to_tuple"):  # an output of transformers; its loss is of all tokens
+        value = [each for name, each in value.items() if name != "loss"]
     leaves = pytree.tree_leaves(value)
     return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
