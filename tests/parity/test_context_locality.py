@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from harness.refusals import refused
 from harness.zoo_cells import Cell, case_of, run_cells
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import use_sparse_attention
-from shardwise.context.apply import find_window, prove_huggingface, prove_own
+from shardwise.context import length_proof
+from shardwise.context.apply import find_limits, find_window, prove_huggingface, prove_own
 from shardwise.context.huggingface import check_length
 from shardwise.runtime.float64 import float64_throughout
 
@@ -211,6 +215,117 @@ def test_a_run_within_the_window_equals_one_process_and_a_longer_one_is_refused(
     for outcomes in ranks(2).run(run_cells, "phimoe", cells, tmp_path):
         assert [each.kind for each in outcomes] == ["equal", "refused"], outcomes
         assert all(text in outcomes[1].text for text in ("PhimoeAttention", "11 tokens", "12 keys", "mesh.cp=1"))
+
+
+By = Callable[[Tensor, bool], Tensor]
+# What code that knows the number of tokens makes of hidden states, which agrees with one process for short sequences.
+LONG_ONLY: dict[str, By] = {
+    "a factor": lambda x, _: x * (2 if x.size(1) > 60 else 1),
+    "in training": lambda x, training: x * (2 if training and x.shape[1] > 60 else 1),
+    "of all elements": lambda x, _: x * (2 if x.numel() > 2 * 60 * 16 else 1),
+    "one length": lambda x, _: x * (2 if len(x[0]) == 80 else 1),
+    "a capacity": lambda x, _: torch.cat([x[:, : min(x.shape[1], 50)], 2 * x[:, 50:]], 1),
+    "a scale": lambda x, _: x * max(1.0, math.log(x.shape[1], 60)),
+    "a mean": lambda x, _: x - x.mean(1, keepdim=True) if x.shape[1] > 60 else x,
+    "a table": lambda x, _: x * torch.arange(max(x.shape[1] - 40, 0) + 1)[-1],
+    "a loop": lambda x, _: torch.stack([x[:, i] * (1 + i // 60) for i in range(x.shape[1])], 1),
+}
+BY_LENGTH_BUT_EQUAL: dict[str, By] = {
+    "padding": lambda x, _: F.pad(x, (0, 0, 0, -x.shape[1] % 64))[:, : x.shape[1]] * 2,
+    "chunks": lambda x, _: torch.cat([2 * each for each in x.split(16, 1)], 1) if x.shape[1] > 60 else 2 * x,
+    "a loop": lambda x, _: torch.stack([2 * x[:, i] for i in range(x.shape[1])], 1),
+}
+
+
+def prove_by(by: By, length: int, num_samples: int = 2, **options: Any) -> None:
+    model = make_model("llama", "LlamaForCausalLM", num_hidden_layers=1, **options).train()
+    model.model.embed_tokens.register_forward_hook(lambda module, _, out: by(out, module.training))
+    tokens = torch.arange(length)[None].repeat(num_samples, 1) % VOCAB_SIZE
+    proof = find_limits(model, 2).prove
+    assert proof is not None
+    proof({"input_ids": tokens[:, :16]})
+    proof({"input_ids": tokens, "labels": tokens})
+
+
+@pytest.mark.parametrize("name", LONG_ONLY)
+def test_what_decides_by_the_number_of_tokens_is_refused_when_a_batch_is_long(name: str) -> None:
+    with refused("cp-tokens-apart", "model.embed_tokens", "mesh.dp_shard"):
+        prove_by(LONG_ONLY[name], 80)
+
+
+@pytest.mark.parametrize("name", BY_LENGTH_BUT_EQUAL)
+def test_what_computes_the_same_by_another_way_is_taken(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    prove_by(BY_LENGTH_BUT_EQUAL[name], 80)
+    assert not caplog.records
+
+
+def test_long_sequences_are_proved_by_what_the_code_decides(caplog: pytest.LogCaptureFixture) -> None:
+    length = 2**22
+    prove_by(lambda x, _: 2 * x if x.shape[1] > 2 else x, length, 1)
+    with refused("cp-length-unproved", "tokens > 1000", f"{length:,}", "mesh.dp_shard"):
+        prove_by(lambda x, _: 2 * x if x.shape[1] > 1000 else x, length, 1)
+    assert "could not be proved" not in caplog.text
+    prove_by(lambda x, _: x * (1 + x.detach().sum().item()) if x.shape[1] > 1000 else x, length, 1)
+    assert "could not be proved" in caplog.text
+
+
+class Wrapped(nn.Module):
+    """A model of transformers in a module that decides by the number of tokens of one of its inputs or outputs."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.reads = reads
+        self.inner = make_model("llama", "LlamaForCausalLM", num_hidden_layers=1)
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.inner(**inputs)
+        is_long = (inputs | output)[self.reads].shape[1] > 60 if self.reads else False
+        output.logits, output.loss = (each * (2 if is_long else 1) for each in (output.logits, output.loss))
+        return output
+
+
+@pytest.mark.parametrize("reads", ["", "input_ids", "attention_mask", "labels", "logits"])
+def test_code_around_a_model_of_transformers_is_proved_too(reads: str) -> None:
+    tokens = torch.arange(80)[None].repeat(2, 1) % VOCAB_SIZE
+    labels = tokens.where(torch.arange(80) > 50, -100)
+    proof = find_limits(Wrapped(reads), 4).prove
+    assert proof is not None
+    with refused("cp-tokens-apart", "the forward of Wrapped") if reads else nullcontext():
+        proof({"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)})
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("by", ["tokens", "positions", "extra"])
+def test_a_model_of_ones_own_that_decides_by_the_number_of_tokens_is_refused(by: str, cp: int) -> None:
+    class Deciding(Own):
+        def forward(self, tokens: Tensor, positions: Tensor, extra: Tensor | None = None) -> Tensor:
+            given = {"tokens": tokens[0], "positions": positions, "extra": tokens[0] if extra is None else extra[0]}
+            return super().forward(tokens, positions) * (2 if len(given[by]) > 150 else 1)
+
+    model = Deciding()
+    model.attend = lambda q, k, v, first_head, positions=None: v
+    proof = prove_own(model, cp)
+    assert proof is not None
+    for length in (96, 148, 140 * cp, 160 * cp):
+        tokens = torch.arange(length)[None].repeat(2, 1) % VOCAB_SIZE
+        with refused("cp-tokens-apart") if length == 140 * cp else nullcontext():
+            proof({"tokens": tokens, "extra": tokens, "positions": torch.arange(length)})
+
+
+def test_lengths_that_change_are_proved_by_values_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    proof = prove_own(own_model(""))
+    assert proof is not None
+    check = length_proof.check_tokens_apart
+    monkeypatch.setattr(
+        length_proof,
+        "check_tokens_apart",
+        lambda copied, attempts, *more: (lengths.append(attempts[0][0]["tokens"].shape[1]), check(copied, attempts)),
+    )
+    for length in [*range(20, 80, 2)] * 2:
+        proof({"tokens": torch.zeros(1, length, dtype=torch.long), "positions": torch.arange(length)})
+    assert lengths == [*range(20, 20 + 2 * len(lengths), 2)]
+    assert len(lengths) < 12
 
 
 def test_values_of_another_size_than_keys_are_attended_to() -> None:

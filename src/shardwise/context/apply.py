@@ -39,9 +39,11 @@ from shardwise.context.batch import (
 from shardwise.context.huggingface import (
     check_length,
     check_model,
+    describe_mask,
     inputs_for_proof,
     is_huggingface,
     split_inputs,
+    take_num_items,
     target_counter,
     trained_length,
 )
@@ -212,14 +214,15 @@ class _ProofOfBatches:
     """
 
     def __init__(self, model: nn.Module, copied: nn.Module, cp: int) -> None:
-        inputs_for_proof(copied)  # sets how its experts run
-        self._model, self._cp, self._proofs = model, cp, LengthProofs(copied)
+        inner, attempts = inputs_for_proof(copied)
+        num_tokens = main_input(attempts[0][0]).shape[1]
+        inner.base_model.register_forward_pre_hook(describe_mask, with_kwargs=True)
+        self._model, self._cp, self._proofs = model, cp, LengthProofs(copied, cp, [(num_tokens, num_tokens // 2)])
 
     def __call__(self, inputs: Mapping[str, Any]) -> None:
         """Prove the length of a batch's inputs, of whole sequences, by name; see `LengthProofs.prove`."""
         num_samples, length = main_input(inputs).shape[:2]
-        names = tuple(sorted(name for name, value in inputs.items() if value is not None))
-        self._proofs.prove(num_samples, (length, names), lambda: self._parts(inputs))
+        self._proofs.prove(inputs, num_samples, length, lambda: self._parts(inputs))
 
     def _parts(self, inputs: Mapping[str, Any]) -> ProofInputs:
         given = pytree.tree_map(for_proof, dict(inputs))
@@ -228,7 +231,11 @@ class _ProofOfBatches:
             for degree in (1, self._cp)
             for rank in range(degree)
         ]
-        return ProofInputs([each.inputs for each in parts], [each.loss_weight for each in parts])
+        whole, *of_ranks = [each.inputs for each in parts]
+        # Code around the model of transformers gets all tokens as in one process: masks and labels are others there.
+        plain = {**given, **{name: value for name, value in whole.items() if name in ("position_ids", "use_cache")}}
+        attempts = [[take_num_items(plain)[0], *of_ranks], [whole, *of_ranks]]
+        return ProofInputs(attempts, [each.loss_weight for each in parts])
 
 
 def prove_own(model: nn.Module, cp: int = 2) -> Callable[[Mapping[str, Any]], None] | None:
@@ -242,15 +249,18 @@ def prove_own(model: nn.Module, cp: int = 2) -> Callable[[Mapping[str, Any]], No
         return None
     for module in _attending(copied):
         module.attend = _alone
-    proofs = LengthProofs(copied)
+    proofs = LengthProofs(copied, cp)
 
     def prove(inputs: Mapping[str, Any]) -> None:
         length, num_samples = len(inputs[POSITIONS]), main_input(inputs).shape[0]
-        for num_tokens in sorted({min(length, max(_NUM_PROOF_TOKENS // cp, 1) * cp), length}):
-            kind = (num_tokens, tuple(sorted(name for name, value in inputs.items() if value is not None)))
-            proofs.prove(num_samples, kind, lambda num=num_tokens: ProofInputs(parts_for_proof(inputs, num, cp)))
+        for num in sorted({min(length, max(_NUM_PROOF_TOKENS // cp, 1) * cp), length}):
+            proofs.prove(inputs, num_samples, num, partial(_own_parts, inputs, num, cp))
 
     return prove
+
+
+def _own_parts(inputs: Mapping[str, Any], num_tokens: int, cp: int) -> ProofInputs:
+    return ProofInputs([parts_for_proof(inputs, num_tokens, cp)])
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -322,6 +332,7 @@ class HuggingFaceSequences:
         self._count_targets = target_counter(model)
         self._rank = rank
         self._split_of = split_of
+        self._lengths: set[int] = set()
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
         """Return the tokens of this rank: `batch` and `has_more` are those of `BatchSharder.share`.
@@ -337,8 +348,11 @@ class HuggingFaceSequences:
             self._limits.window.check(own.inputs["attention_mask"].shape[-1])
         if self._limits.prove is not None:
             self._limits.prove(inputs)
-        cut, num_targets = cut_batch(batch, main_input(inputs), own.tokens), self._count_targets(inputs)
-        return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets)
+        main = main_input(inputs)
+        is_new = main.shape[1] not in self._lengths
+        self._lengths.add(main.shape[1])
+        cut, num_targets = cut_batch(batch, main, own.tokens), self._count_targets(inputs)
+        return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets, is_new)
 
 
 def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from shardwise.attention.cp_hook import sequence_mask
 from shardwise.attention.huggingface import attends_causally
 from shardwise.config.resolve import ConfigError
-from shardwise.context.batch import take_tokens
+from shardwise.context.batch import main_input, take_tokens
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import is_fake
 
@@ -145,6 +145,18 @@ def inputs_for_proof(
             ]
         )
     return inner, attempts
+
+
+def describe_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a model, as a hook before its forward, a mask by which its attention knows a sequence as one of `cp`.
+
+    It is for attention that was replaced by a function of one token, so it says nothing of the sequence.
+    """
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.ndim != 2:
+        return args, kwargs
+    main = main_input(kwargs if {"input_ids", "inputs_embeds"} & kwargs.keys() else args)
+    return args, {**kwargs, "attention_mask": sequence_mask(main.shape[0], (1,))}
 
 
 def trained_length(model: nn.Module) -> int | None:

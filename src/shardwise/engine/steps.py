@@ -90,8 +90,8 @@ class RankBatch:
         cp, whole = context.layout.mesh.cp, context.split_values
         if whole is not None:
             output = whole.results.take(output)
-        if cp > 1 and context.loss_fn is not None and context.num_steps == 0 and torch.is_grad_enabled():
-            check_loss_by_token(context.loss_fn, output, share.batch, main_input(share.inputs).shape[1])
+        if share.is_new_length and context.loss_fn is not None:
+            check_loss_by_token(context.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
         with nullcontext() if whole is None or context.loss_fn is None else whole.parameters.shown():
             return read_loss(output, share.batch, context.loss_fn, cp, share.loss_weight, share.num_targets)
 

@@ -410,12 +410,15 @@ HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
 NO_VALUE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
+def fake_tensors(shapes: Any = None) -> AbstractContextManager[Any]:
     """Give the tensors made inside the context shapes, dtypes, storages and graphs but no memory.
 
     Public torch has the meta device only, on which ops choose other kernels than on the device that is meant.
+
+    Args:
+        shapes: keeps what is decided by symbolic sizes; real tensors may be read then. None for sizes that are numbers.
     """
-    return FakeTensorMode()
+    return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=shapes is not None)
 
 
 @contextmanager

@@ -95,3 +95,25 @@ def test_a_loss_that_made_up_outputs_do_not_suit_is_left_alone() -> None:
         return preference(output, targets)
 
     try_loss(picky, TARGETS)
+
+
+def by_length(longest: int) -> Loss:
+    def loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
+        losses = token_losses(output, targets)
+        return losses.sum() * (2 if losses.shape[1] > longest else 1), losses.numel()
+
+    return loss
+
+
+@pytest.mark.parametrize("num_tokens", [24, 3000, 400_000])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_loss_that_decides_by_the_number_of_tokens_is_refused_where_a_rank_decides_otherwise(
+    num_tokens: int, cp: int
+) -> None:
+    output = {"logits": torch.zeros(1).expand(1, num_tokens, 100)}
+    targets = torch.zeros(1, num_tokens, dtype=torch.long)
+    for longest in (num_tokens, num_tokens * cp - 1):
+        with refused("cp-token-loss", "mesh.dp_shard"):
+            check_loss_by_token(by_length(longest), output, targets, num_tokens, cp)
+    check_loss_by_token(by_length(num_tokens * cp), output, targets, num_tokens, cp)
+    check_loss_by_token(summed, output, targets, num_tokens, cp)
