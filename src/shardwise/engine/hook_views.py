@@ -48,7 +48,9 @@ class SplitModelValues:
     ) -> None:
         comm, splits_sequence = mappings.comm, config.tensor.sequence_parallel
         placements = PlanPlacements(tensor.plan, comm, splits_sequence, lambda: mappings.num_local_tokens)
-        self.parameters = WholeParameters(model, tensor.splits, comm, draws)
+        num_watched = 0 if config.compile.enabled else 8  # compiled code would be compiled again for what watches
+        self.parameters = WholeParameters(model, tensor.plan, tensor.splits, comm, draws, splits_sequence, num_watched)
+        draws.around.append(self.parameters.shown_in_forward)
         self.views = HookViews(model, placements, self.parameters, mappings.keeps_whole)
         self.results = WholeResults(model, placements, mappings.keeps_whole)
 

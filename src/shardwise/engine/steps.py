@@ -132,7 +132,8 @@ def _numbers_for(context: StepContext, taken: RankBatch, args: Sequence[Any] = (
     are inputs that the batch has no name for.
     """
     if not (context.model.training and taken.num_samples):
-        return nullcontext()
+        whole = context.split_values
+        return nullcontext() if whole is None else whole.parameters.shown_in_forward()
     mesh = context.layout.mesh
     data_rank = mesh.data_index(context.comm_factory.rank)
     first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples

@@ -1,5 +1,7 @@
 """Shows a loss whole values of a split model: its parameters, its output, and what its modules keep of a forward.
 
+Code of a forward sees whole parameters too, where it reads those of another module.
+
 All ranks of a tensor-parallel group compute the loss, so what enters it must be whole, or each would add another term.
 """
 
@@ -19,9 +21,11 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
+from shardwise.layout.tensor_plan import TensorPlan, is_within
 from shardwise.layout.tp_sharding import ParamSplit
+from shardwise.runtime.forward_state import IN_SECOND_PASSES
 from shardwise.runtime.torch_private import pytree, version
-from shardwise.tensor.layers import LayerState
+from shardwise.tensor.layers import ColumnEmbedding, LayerState, VocabEmbedding, VocabParallelHead
 
 Known = tuple[str, ParamSplit]
 
@@ -30,11 +34,23 @@ class WholeParameters:
     """Lets code read whole parameters where this rank has a part of them, or of their gradients.
 
     Args:
+        plan: by which the model is split.
         draws: of the model. Code that sees whole tensors draws for whole ones.
+        splits_sequence: whether the plan's stacks are split along the sequence.
+        num_watched: forwards that show whether code of the model reads them.
     """
 
-    def __init__(self, model: nn.Module, splits: Mapping[str, ParamSplit], comm: Comm, draws: KeyedDraws) -> None:
-        self._comm = comm
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        splits: Mapping[str, ParamSplit],
+        comm: Comm,
+        draws: KeyedDraws,
+        splits_sequence: bool,
+        num_watched: int = 8,
+    ) -> None:
+        self._model, self._comm = model, comm
         self._draws = draws
         self._known: dict[int, Known] = {
             id(parameter): (name, splits[name])
@@ -42,6 +58,39 @@ class WholeParameters:
             if name in splits and (splits[name].is_partial or not splits[name].is_whole)
         }
         self._is_hidden = False
+        # What one rank computes inside of them is a part of a sum.
+        self._parts = [name for stack in plan.stacks for name in stack.modules] if splits_sequence else []
+        self._parts += [region.module for region in plan.regions]
+        self._num_left = {True: num_watched, False: num_watched}  # by training mode
+        self._is_read = False  # in a forward, by another module than its own
+
+    @contextmanager
+    def shown_in_forward(self) -> Iterator[None]:
+        """Give whole parameters to code of a forward other than that of their own modules.
+
+        The first forwards show whether there is any: to look costs a call of Python for each torch function.
+
+        Raises:
+            EngineError: one of them is written.
+        """
+        if not (self._is_read or self._num_left[self._model.training]):
+            yield
+            return
+        self._num_left[self._model.training] -= bool(self._num_left[self._model.training])
+        token = IN_SECOND_PASSES.set(self._reading)
+        try:
+            with self._reading() as reads:
+                yield
+        finally:
+            IN_SECOND_PASSES.reset(token)
+        self._is_read |= reads.has_read
+
+    @contextmanager
+    def _reading(self) -> Iterator[_ForwardReads]:
+        reads = _ForwardReads(self._model, self._known, self._comm, self._parts)
+        with reads:
+            yield reads
+        reads.check_unwritten()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -89,12 +138,23 @@ class _Reads(TorchFunctionMode):
         first: Any = args[0] if args else None
         if id(first) in self._known and not self._is_at_work(first):
             if func in _OF_SHAPE:
+                if self._has_own_shape(first):
+                    return func(*args, **kwargs)
                 return func(torch.empty(self._known[id(first)][1].global_shape, device="meta"), *args[1:], **kwargs)
             if func == _GET_DATA:
                 return self._whole_of(first).detach()  # which counts writes, as data does not
             if func == _SET_DATA:
                 raise self._written(*self._known[id(first)])
         return func(*map(self._shown, args), **{name: self._shown(value) for name, value in kwargs.items()})
+
+    @property
+    def has_read(self) -> bool:
+        """Say whether a parameter was gathered."""
+        return bool(self._whole)
+
+    def _has_own_shape(self, parameter: nn.Parameter) -> bool:
+        """Say whether code sees the shape of this rank's part."""
+        return False
 
     def check_unwritten(self) -> None:
         """Raise where a whole parameter was written.
@@ -137,9 +197,46 @@ class _Reads(TorchFunctionMode):
     def _written(self, name: str, split: ParamSplit) -> EngineError:
         return EngineError(
             "split-parameter-written",
-            f"a hook or a loss writes parameter {name}, of which each of {split.degree} ranks has a part, so the write "
-            "is lost; write it between steps, by engine.write or inside `with engine.gathered(write=True):`",
+            f"a hook, a loss or a forward writes parameter {name}, of which each of {split.degree} ranks has a part, "
+            "so it is lost; write it between steps, by engine.write or inside `with engine.gathered(write=True):`",
         )
+
+
+class _ForwardReads(_Reads):
+    """Shows whole parameters to the code of a forward.
+
+    Args:
+        parts: names of modules inside of which a rank computes a part of the tokens, or of a sum.
+    """
+
+    def __init__(self, model: nn.Module, known: Mapping[int, Known], comm: Comm, parts: Sequence[str]) -> None:
+        super().__init__(known, comm, lambda: False)
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._parts = parts
+        self._tables = {
+            id(each)
+            for module in model.modules()
+            if isinstance(module, VocabEmbedding | ColumnEmbedding | VocabParallelHead)
+            for each in module.parameters(recurse=False)
+        }
+
+    def _has_own_shape(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) not in self._tables  # by the shapes of others code finds out its number of heads
+
+    def _whole_of(self, parameter: nn.Parameter) -> Tensor:
+        frame = inspect.currentframe()
+        while frame is not None:
+            reader = self._names.get(id(frame.f_locals.get("self")))
+            if reader is not None and is_within(reader, self._parts):
+                name, split = self._known[id(parameter)]
+                raise EngineError(
+                    "split-parameter-read",
+                    f"the forward of {reader} reads parameter {name}, of which each of {split.degree} ranks has a "
+                    f"part, and inside {reader} each rank computes a part of the tokens or of a sum; read it in a "
+                    "module around, in the loss, or leave its module out of the plan",
+                )
+            frame = frame.f_back
+        return super()._whole_of(parameter)
 
 
 class WholeResults:

@@ -404,13 +404,17 @@ class PassRecord:
         function: Callable[..., Any],
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Callable[..., Any]:
-        """Return the function of the first pass, of which every call after that is a second pass, inside `around`."""
+        """Return the function of the first pass, of which every call after that is a second pass, inside `around`.
+
+        What `IN_SECOND_PASSES` opens at the first pass is around it too.
+        """
+        opening = IN_SECOND_PASSES.get()
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_closed:
                 return function(*args, **kwargs)
             args, kwargs = self._arguments.again(args, kwargs)
-            with self.second(), around():
+            with self.second(), around(), opening():
                 return function(*args, **kwargs)
 
         setattr(call, _IS_REMEMBERED, True)
@@ -461,6 +465,10 @@ def put_attributes(attributes: dict[str, Any], values: Mapping[str, Any]) -> Non
 _UNDER_WAY: Final[ContextVar[tuple[PassRecord, ...]]] = ContextVar("shardwise_first_passes", default=())
 
 
+# Set around a forward: opens what its second passes need, which may run on another thread.
+IN_SECOND_PASSES: Final[ContextVar[Callable[[], AbstractContextManager[Any]]]] = ContextVar(
+    "IN_SECOND_PASSES", default=nullcontext
+)
 _REPEATED: Final[ContextVar[dict[str, Iterator[int]]]] = ContextVar("shardwise_second_pass", default={})  # noqa: B039
 
 
