@@ -265,7 +265,7 @@ def test_long_sequences_are_proved_by_what_the_code_decides(caplog: pytest.LogCa
     with refused("cp-length-unproved", "tokens > 1000", f"{length:,}", "mesh.dp_shard"):
         prove_by(lambda x, _: 2 * x if x.shape[1] > 1000 else x, length, 1)
     assert "could not be proved" not in caplog.text
-    prove_by(lambda x, _: x * (1 + x.detach().sum().item()) if x.shape[1] > 1000 else x, length, 1)
+    prove_by(lambda x, _: 2 * x if x.detach().isfinite().all() else x, length, 1)
     assert "could not be proved" in caplog.text
 
 

@@ -37,6 +37,7 @@ from shardwise.context.batch import (
     parts_for_proof,
 )
 from shardwise.context.huggingface import (
+    RankInputs,
     check_length,
     check_model,
     describe_mask,
@@ -56,6 +57,7 @@ from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend
 from shardwise.runtime.class_swap import set_attribute
 from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.module_hooks import change_inputs
 from shardwise.runtime.torch_private import constant_in_graphs, pytree
 
 
@@ -209,14 +211,14 @@ class _ProofOfBatches:
     """Proves that a model of transformers computes tokens apart in sequences as long as those of its batches.
 
     Args:
-        model: the one that trains.
+        model: in training, whose attributes say how its inputs are split.
         copied: by `_copy_alone`, all of whose code is run: a module may wrap the model of transformers.
     """
 
     def __init__(self, model: nn.Module, copied: nn.Module, cp: int) -> None:
         inner, attempts = inputs_for_proof(copied)
         num_tokens = main_input(attempts[0][0]).shape[1]
-        inner.base_model.register_forward_pre_hook(describe_mask, with_kwargs=True)
+        change_inputs(inner.base_model, describe_mask)
         self._model, self._cp, self._proofs = model, cp, LengthProofs(copied, cp, [(num_tokens, num_tokens // 2)])
 
     def __call__(self, inputs: Mapping[str, Any]) -> None:
@@ -225,17 +227,20 @@ class _ProofOfBatches:
         self._proofs.prove(inputs, num_samples, length, lambda: self._parts(inputs))
 
     def _parts(self, inputs: Mapping[str, Any]) -> ProofInputs:
-        given = pytree.tree_map(for_proof, dict(inputs))
-        parts = [
-            split_inputs(self._model, given, lambda lengths, degree=degree: contiguous(sum(lengths), degree), rank)
-            for degree in (1, self._cp)
-            for rank in range(degree)
-        ]
-        whole, *of_ranks = [each.inputs for each in parts]
+        batch = pytree.tree_map(for_proof, dict(inputs))
+
+        def part(degree: int, rank: int) -> RankInputs:
+            return split_inputs(self._model, batch, lambda lengths: contiguous(sum(lengths), degree), rank)
+
+        parts = [part(degree, rank) for degree in (1, self._cp) for rank in range(degree)]
+        all_tokens, *of_ranks = [share.inputs for share in parts]
         # Code around the model of transformers gets all tokens as in one process: masks and labels are others there.
-        plain = {**given, **{name: value for name, value in whole.items() if name in ("position_ids", "use_cache")}}
-        attempts = [[take_num_items(plain)[0], *of_ranks], [whole, *of_ranks]]
-        return ProofInputs(attempts, [each.loss_weight for each in parts])
+        plain = {
+            **batch,
+            **{name: value for name, value in all_tokens.items() if name in ("position_ids", "use_cache")},
+        }
+        attempts = [[take_num_items(plain)[0], *of_ranks], [all_tokens, *of_ranks]]
+        return ProofInputs(attempts, [share.loss_weight for share in parts])
 
 
 def prove_own(model: nn.Module, cp: int = 2) -> Callable[[Mapping[str, Any]], None] | None:

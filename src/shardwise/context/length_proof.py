@@ -79,7 +79,7 @@ class LengthProofs:
     _num_left: float = field(default=2.0 * _MOST_NUMBERS, init=False, repr=False)
 
     def prove(self, batch: Mapping[str, Any], num_samples: int, length: int, make: Callable[[], ProofInputs]) -> None:
-        """Prove that ranks may have parts of sequences of a length, unless it is known.
+        """Prove that ranks may have parts of sequences of a length, unless it is earlier.
 
         Args:
             batch: inputs by name.
@@ -91,56 +91,54 @@ class LengthProofs:
         names = frozenset(name for name, value in batch.items() if value is not None)
         if (length, names) in self._known:
             return
-        self._known.add((length, names))
         num_numbers = num_samples * length * _numbers_of_a_token(self.copied)
         is_costly = num_numbers > _FEW_NUMBERS or len(self.proved) > _FEW_LENGTHS
-        if is_costly and any(
-            each.names == names and not each.differing_at(length, length // self.cp) for each in self._decisions
-        ):
+        lengths = length, length // self.cp
+        if is_costly and any(known.names == names and not known.differing_at(*lengths) for known in self._decisions):
             return
-        given = make()
-        found = self._find_decisions(names, length, given) if is_costly else None
-        if found is not None and self._are_proved(found):
-            return
-        if is_costly and num_numbers > min(_MOST_NUMBERS, self._num_left):
-            self._leave(found, length)
-            return
-        self._num_left -= num_numbers if is_costly else 0
-        is_watched = num_numbers <= _WATCHED_NUMBERS
-        check_tokens_apart(copy_again(self.copied), given.attempts, given.loss_weights, is_watched)
-        self.proved.append((length, length // self.cp))
+        inputs = make()
+        decisions = self._find_decisions(names, length, inputs) if is_costly else None
+        if decisions is None or not self._are_proved(decisions):
+            if is_costly and num_numbers > min(_MOST_NUMBERS, self._num_left):
+                self._leave(decisions, length)
+            else:
+                self._num_left -= num_numbers if is_costly else 0
+                is_watched = num_numbers <= _WATCHED_NUMBERS
+                check_tokens_apart(copy_again(self.copied), inputs.attempts, inputs.loss_weights, is_watched)
+                self.proved.append((length, length // self.cp))
+        if decisions is not None:
+            self._decisions.append(decisions)
+        self._known.add((length, names))
 
-    def _are_proved(self, found: _Decisions) -> bool:
-        return any(not found.differing_at(*lengths) for lengths in self.proved)
+    def _are_proved(self, decisions: _Decisions) -> bool:
+        return any(not decisions.differing_at(*lengths) for lengths in self.proved)
 
-    def _find_decisions(self, names: frozenset[str], length: int, given: ProofInputs) -> _Decisions | None:
+    def _find_decisions(self, names: frozenset[str], length: int, inputs: ProofInputs) -> _Decisions | None:
         """Return what the code decides by the number of tokens, here and there; None where that cannot be known."""
-        rank_length, found = length // self.cp, None
-        for whole, part, *_ in given.attempts if rank_length > 1 else ():  # torch takes a size of 1 for a number
+        rank_length, decisions = length // self.cp, None
+        attempts = inputs.attempts if rank_length > 1 else ()  # torch takes a size of 1 for a number
+        for all_tokens, rank_tokens, *_ in attempts:
             with suppress(Exception):  # of code that needs values
-                of_rank = of_all = _decided(copy_again(self.copied), whole, length)
+                of_rank = of_all = _decided(copy_again(self.copied), all_tokens, length)
                 if of_all.differing_at(rank_length):
-                    of_rank = _decided(copy_again(self.copied), part, rank_length)
-                found = _Decisions(names, of_all, of_rank)
-                if self._are_proved(found):  # torch's code may need numbers in one attempt and not in another
+                    of_rank = _decided(copy_again(self.copied), rank_tokens, rank_length)
+                decisions = _Decisions(names, of_all, of_rank)
+                if self._are_proved(decisions):  # torch's code may need numbers in one attempt and not in another
                     break
-        if found is not None:
-            self._decisions.append(found)
-        return found
+        return decisions
 
-    def _leave(self, found: _Decisions | None, length: int) -> None:
+    def _leave(self, decisions: _Decisions | None, length: int) -> None:
         """Refuse a length that is not proved where the code decides by it, and warn where that is not known."""
         name = type(self.copied).__name__
-        if found is None:
+        if decisions is None:
             _LOG.warning(
                 "it could not be proved that %s computes its tokens apart from each other in sequences of %s tokens, "
                 "as mesh.cp needs: its code needs values, and the proof with values is too large",
                 *(name, f"{length:,}"),
             )
             return
-        self._decisions.remove(found)
         near = max((pair for pair in self.proved if pair[0] <= length), default=self.proved[-1])
-        rule = found.differing_at(*near).replace("size", "tokens")
+        rule = decisions.differing_at(*near).replace("size", "tokens")
         raise ConfigError(
             "cp-length-unproved",
             f"mesh.cp splits sequences of {length:,} tokens, and {name} decides by the number of tokens ({rule}), "
@@ -164,9 +162,9 @@ def _decided(copied: nn.Module, inputs: Inputs, num_tokens: int) -> SymbolicSize
         return torch.zeros([*leaf.shape[:dim], size.number, *leaf.shape[dim + 1 :]], dtype=leaf.dtype)
 
     with hooks_put_back(copied), kept_generators(), torch.no_grad(), float64_throughout(), size.in_place():
-        given = pytree.tree_map(symbolic, dict(inputs))
+        arguments = pytree.tree_map(symbolic, dict(inputs))
         for is_training in (False, True):
-            copied.train(is_training)(**given)
+            copied.train(is_training)(**arguments)
     return size
 
 

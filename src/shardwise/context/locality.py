@@ -84,7 +84,7 @@ def check_tokens_apart(
     attempts: Sequence[Sequence[Inputs]],
     loss_weights: Sequence[Tensor | None] = (),
     is_watched: bool = True,
-) -> int:
+) -> None:
     """Check that a model's outputs for each part of a sequence are those for all of it, in training too.
 
     Args:
@@ -93,19 +93,13 @@ def check_tokens_apart(
         loss_weights: of the loss that the model itself returns for all tokens and for each part.
         is_watched: whether to keep each module's inputs and outputs, so that an error can name the one that differs.
 
-    Returns:
-        how many numbers the model's modules return for all tokens; 0 where it does not run.
-
     Raises:
         ConfigError: the outputs differ.
     """
-    num_numbers = 0
     with hooks_put_back(copied):
         for is_training, when in ((False, ""), (True, " in training")):
             if runs := _runs(copied, attempts, is_training, loss_weights, is_watched):
                 _compare(copied, runs, when)
-                num_numbers = sum(each.numel() for _, _, found in runs[0].records for each in found)
-    return num_numbers
 
 
 @dataclass(frozen=True)
@@ -129,19 +123,19 @@ def _runs(
     before = [(module, module.training) for module in copied.modules()]
     undo = key_dropouts(copied.train(), draws, shares="mesh.cp") if is_training else []
     try:
-        for number, inputs in enumerate(attempts):
+        for attempt, inputs in enumerate(attempts):
             try:
                 with torch.no_grad(), float64_throughout():
                     return [
-                        _run(copied, each, draws if is_training else None, part, weight, is_watched)
-                        for part, (each, weight) in enumerate(zip_longest(inputs, loss_weights))
+                        _run(copied, arguments, draws if is_training else None, number, weight, is_watched)
+                        for number, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
                     ]
             except ConfigError as error:
                 raise ConfigError(
                     error.code, f"mesh.cp is not for {type(copied).__name__}: {error}; or {NO_CONTEXT}"
                 ) from error
             except Exception as error:
-                if number == len(attempts) - 1:
+                if attempt == len(attempts) - 1:
                     warn_unproved(copied, error)
         return []
     finally:
@@ -152,7 +146,7 @@ def _runs(
 
 
 def _compare(copied: nn.Module, runs: Sequence[_Run], when: str) -> None:
-    losses = [torch.stack(list(each)).sum(0) for each in zip(*(run.loss for run in runs[1:]), strict=False)]
+    losses = [torch.stack(list(losses)).sum(0) for losses in zip(*(run.loss for run in runs[1:]), strict=False)]
     has_loss = all(map(_is_close, runs[0].loss, losses))
     if has_loss and all(map(_is_like, *(run.outputs for run in runs))):
         return

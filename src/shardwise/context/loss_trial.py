@@ -67,7 +67,7 @@ def check_loss_by_token(loss_fn: LossFn, output: Any, batch: Any, num_tokens: in
         # The last one's target may be missing.
         trial.compare(torch.linspace(0, num_tokens - 1, num_tried).long().tolist(), 2)
     length = num_tokens * cp
-    num_numbers = cp * sum(each.numel() for each in pytree.tree_leaves(output) if isinstance(each, Tensor))
+    num_numbers = cp * sum(leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
     if num_numbers <= _FEW_NUMBERS:
         trial.compare([*range(num_tokens)] * cp, cp)
     elif num_tried and (decision := trial.other_decision(length, (num_tokens, num_tried, num_tried // 2))):
@@ -100,12 +100,12 @@ class _Trial:
         made_up = _mapped(self.output, self.num_tokens, lambda each: _made_up(each, places, draws))
         targets = _mapped(self.batch, self.num_tokens, lambda each: each[:, places])
         size = num_tried // num_parts
-        parts = [slice(None), *(slice(part * size, (part + 1) * size) for part in range(num_parts))]
+        slices = [slice(None), *(slice(first, first + size) for first in range(0, size * num_parts, size))]
         with torch.no_grad(), kept_generators(), StillFunctions(), _Watch() as watch:
             try:
                 whole, *others = (
-                    read_loss(_cut(made_up, num_tried, part), _cut(targets, num_tried, part), self.loss_fn)
-                    for part in parts
+                    read_loss(_cut(made_up, num_tried, tokens), _cut(targets, num_tried, tokens), self.loss_fn)
+                    for tokens in slices
                 )
             except Exception as error:  # of the user's code
                 _LOG.debug("loss_fn was not tried under mesh.cp: %s", error)
@@ -119,27 +119,27 @@ class _Trial:
         """
         size = SymbolicSize(length)
 
-        def symbolic(each: Tensor) -> Tensor:
-            return torch.zeros(each.shape[0], size.number, *each.shape[2:], dtype=each.dtype, device=each.device)
+        def symbolic(leaf: Tensor) -> Tensor:
+            return torch.zeros(leaf.shape[0], size.number, *leaf.shape[2:], dtype=leaf.dtype, device=leaf.device)
 
         try:
             with torch.no_grad(), kept_generators(), size.in_place():
-                given = [_mapped(tree, self.num_tokens, symbolic) for tree in (self.output, self.batch)]
-                self.loss_fn(*given)
+                arguments = [_mapped(tree, self.num_tokens, symbolic) for tree in (self.output, self.batch)]
+                self.loss_fn(*arguments)
         except Exception as error:  # of code that needs values
             _LOG.debug("loss_fn was not tried without values under mesh.cp: %s", error)
             return ""
-        found = next((each for value in others if (each := size.differing_at(value))), "")
-        return found.replace("size", "tokens")
+        decisions = map(size.differing_at, others)
+        return next(filter(None, decisions), "").replace("size", "tokens")
 
 
 def _compare(whole: LossSum, others: Sequence[LossSum], num_tokens: int) -> None:
-    totals = [float(each.total) for each in (whole, *others)]
-    counts = [float(each.count) for each in (whole, *others)]
+    totals = [float(loss.total) for loss in (whole, *others)]
+    counts = [float(loss.count) for loss in (whole, *others)]
     if not all(map(math.isfinite, totals)) or not any(totals):
         return
     share = 1 if whole.is_counted else len(others)
-    total, count = (sum(each[1:]) / share for each in (totals, counts))
+    total, count = (sum(values[1:]) / share for values in (totals, counts))
     off, scale = abs(totals[0] - total), sum(map(abs, totals))
     if off <= _TOLERANCE * scale and math.isclose(counts[0], count, rel_tol=_TOLERANCE):
         return

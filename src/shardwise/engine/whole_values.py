@@ -23,7 +23,7 @@ from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
 from shardwise.layout.tensor_plan import TensorPlan, is_within
 from shardwise.layout.tp_sharding import ParamSplit
-from shardwise.runtime.forward_state import IN_SECOND_PASSES
+from shardwise.runtime.forward_state import around_second_passes
 from shardwise.runtime.torch_private import pytree, version
 from shardwise.tensor.layers import ColumnEmbedding, LayerState, VocabEmbedding, VocabParallelHead
 
@@ -77,12 +77,8 @@ class WholeParameters:
             yield
             return
         self._num_left[self._model.training] -= bool(self._num_left[self._model.training])
-        token = IN_SECOND_PASSES.set(self._reading)
-        try:
-            with self._reading() as reads:
-                yield
-        finally:
-            IN_SECOND_PASSES.reset(token)
+        with around_second_passes(self._reading), self._reading() as reads:
+            yield
         self._is_read |= reads.has_read
 
     @contextmanager

@@ -406,9 +406,9 @@ class PassRecord:
     ) -> Callable[..., Any]:
         """Return the function of the first pass, of which every call after that is a second pass, inside `around`.
 
-        What `IN_SECOND_PASSES` opens at the first pass is around it too.
+        What `around_second_passes` is given at the first pass is around it too.
         """
-        opening = IN_SECOND_PASSES.get()
+        opening = _PASS.get().opening
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_closed:
@@ -439,8 +439,8 @@ class PassRecord:
             for generator, state in self._generators.items():
                 undo.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
-            token = _REPEATED.set({name: iter(numbers) for name, numbers in self._numbers.items()})
-            undo.callback(_REPEATED.reset, token)
+            token = _PASS.set(_Pass({name: iter(numbers) for name, numbers in self._numbers.items()}))
+            undo.callback(_PASS.reset, token)
             yield
 
 
@@ -465,16 +465,30 @@ def put_attributes(attributes: dict[str, Any], values: Mapping[str, Any]) -> Non
 _UNDER_WAY: Final[ContextVar[tuple[PassRecord, ...]]] = ContextVar("shardwise_first_passes", default=())
 
 
-# Set around a forward: opens what its second passes need, which may run on another thread.
-IN_SECOND_PASSES: Final[ContextVar[Callable[[], AbstractContextManager[Any]]]] = ContextVar(
-    "IN_SECOND_PASSES", default=nullcontext
-)
-_REPEATED: Final[ContextVar[dict[str, Iterator[int]]]] = ContextVar("shardwise_second_pass", default={})  # noqa: B039
+@dataclass(frozen=True)
+class _Pass:
+    """Holds what a second pass repeats, and what opens the context of those of the forward that runs."""
+
+    numbers: dict[str, Iterator[int]] = field(default_factory=dict)
+    opening: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+_PASS: Final[ContextVar[_Pass]] = ContextVar("shardwise_second_pass", default=_Pass())  # noqa: B039
+
+
+@contextmanager
+def around_second_passes(opening: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Open the same around the second passes of what is recomputed of the forward inside, which other threads may run."""
+    token = _PASS.set(_Pass(_PASS.get().numbers, opening))
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
 
 
 def same_again(name: str, make: Callable[[], int]) -> int:
     """Return a new number of this name; in a second pass the one that the first pass has got at this place."""
-    found = next(_REPEATED.get().get(name, iter(())), None)
+    found = next(_PASS.get().numbers.get(name, iter(())), None)
     number = make() if found is None else found
     for record in _UNDER_WAY.get():
         record.keep(name, number)

@@ -371,6 +371,11 @@ def watch_calls(
             handle.remove()
 
 
+def change_inputs(module: Any, change: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
+    """Give a module's forward, for as long as it lives, what `change` makes of it and its arguments."""
+    module.register_forward_pre_hook(change, with_kwargs=True)
+
+
 @contextmanager
 def watch_registrations(
     on_parameter: Callable[[nn.Module, str, nn.Parameter], None], on_module: Callable[[nn.Module], None]

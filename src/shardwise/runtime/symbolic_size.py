@@ -34,8 +34,9 @@ class SymbolicSize:
 
         self._shapes: Any = ShapeEnv()
         self._mode: Any = fake_tensors(self._shapes)
-        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-        self.number: Any = self._mode.from_tensor(torch.empty(value), symbolic_context=context).shape[0]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        mode: Any = self._mode
+        self.number: Any = mode.from_tensor(torch.empty(value), symbolic_context=context).shape[0]
         self._symbol = self.number.node.expr
 
     @contextmanager
