@@ -82,7 +82,7 @@ class LengthProofs:
         """Prove that ranks may have parts of sequences of a length, unless it is earlier.
 
         Args:
-            batch: inputs by name.
+            batch: its inputs; a batch that gives others is proved apart from it.
             make: returns what to prove it with.
 
         Raises:

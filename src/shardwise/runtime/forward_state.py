@@ -478,7 +478,7 @@ _PASS: Final[ContextVar[_Pass]] = ContextVar("shardwise_second_pass", default=_P
 
 @contextmanager
 def around_second_passes(opening: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Open the same around the second passes of what is recomputed of the forward inside, which other threads may run."""
+    """Open the same around second passes of what is recomputed of the forward inside, which other threads may run."""
     token = _PASS.set(_Pass(_PASS.get().numbers, opening))
     try:
         yield
