@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Final
 
@@ -60,7 +61,6 @@ class AttributeReads:
 
     def __init__(self) -> None:
         self._sites: dict[str, set[Site]] = {}  # by the full name of the attribute
-        self._files: dict[str, _File] = {}
         self._judged: dict[tuple[Site, str], frozenset[str] | None] = {}
 
     def note(self, label: str, site: Site) -> None:
@@ -72,7 +72,7 @@ class AttributeReads:
         self._sites.setdefault(label, set()).add(site)
 
     def kept(self, label: str) -> frozenset[str] | None:
-        """Return the attributes that take the value of one over; None where it may rreader the results."""
+        """Return the attributes that take the value of one over; None where it may reach the results."""
         taken, left = {label}, [label]
         prefix = label[: label.rfind(".") + 1]
         while left:
@@ -107,7 +107,7 @@ class AttributeReads:
     def _find(self, site: Site, name: str) -> tuple[_File | None, ast.expr | None]:
         """Return the file of a place, and the expression there that reads the attribute."""
         code, instruction = site
-        file = self._files.setdefault(code.co_filename, _File(code.co_filename))
+        file = _file_of(code.co_filename)
         span = [*code.co_positions()][instruction // 2] if instruction >= 0 else ()
         for node in file.by_span.get(span, ()):
             named = node.args[1] if isinstance(node, ast.Call) and len(node.args) > 1 else None
@@ -144,6 +144,11 @@ class _File:
         while outer is not None and not isinstance(outer, kinds):
             outer = self.parents.get(outer)
         return outer
+
+
+@lru_cache(maxsize=64)  # to parse a model's file takes a part of a second
+def _file_of(name: str) -> _File:
+    return _File(name)
 
 
 @dataclass
