@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.attention import reference as cpu_written_out
+from shardwise.attention import reference
 from shardwise.attention.backends import AttentionGrads, BackendPlan, SavedForBackward, ScoreModifiers, wide_dtype
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.cpu_plan import ALL_HEADS, CpuPlan, make_plan, unfold
@@ -80,7 +80,7 @@ class CpuBackend:
         for call in calls_of(sources.plan, len(q), sources.heads, self._num_scores(is_flash), mask_dtype):
             qkv = sources.of_call(call)
             scores = sources.scores.scores(call, mask_dtype)
-            results = _flash_forward(*qkv, scores) if is_flash else cpu_written_out.forward(*qkv, scores)
+            results = _flash_forward(*qkv, scores) if is_flash else reference.forward(*qkv, scores)
             put_rows(out, call, results[0].to(q.dtype))
             put_row_numbers(lse, call, results[1])
         lse = out_of_blocks(lse.flatten(0, 1), sources.plan.queries).unflatten(0, q.shape[:2])
@@ -225,4 +225,4 @@ def _written_out(rows: _RowSource, call: TileBatch, qkv: tuple[Tensor, Tensor, T
     delta = (grad_out.to(lse.dtype) * out).sum(-1)  # [L, T, R]
     if rows.grad_lse is not None:
         delta -= queries_of(rows.grad_lse, call)
-    return cpu_written_out.backward(grad_out, delta, qkv, lse, scores)
+    return reference.backward(grad_out, delta, qkv, lse, scores)

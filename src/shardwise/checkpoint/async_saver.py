@@ -35,8 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint import commit as folder
-from shardwise.checkpoint import writer as writing
+from shardwise.checkpoint import commit, writer
 from shardwise.checkpoint.commit import await_folder
 from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.file_ranges import windows
@@ -170,7 +169,7 @@ class Saver:
         if self._rank == 0 and root not in self._cleaned:
             self._cleaned.add(root)
             try:
-                folder.clean(root)
+                commit.clean(root)
             except CheckpointError as error:
                 log.warning("%s", error)
 
@@ -246,7 +245,7 @@ class _Save:
             name = self.rounds.run("commit", lambda: self._write(temporary), lambda said: self._commit(temporary, said))
         except CheckpointError:
             if self.rank == 0:
-                folder.discard(temporary)
+                commit.discard(temporary)
             raise
         return root / name
 
@@ -258,16 +257,16 @@ class _Save:
                 "save-steps-differ",
                 f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step",
             )
-        folder.check_free_space(root, sum(num_bytes for _, num_bytes in plans.values()))
+        commit.check_free_space(root, sum(num_bytes for _, num_bytes in plans.values()))
         if self.request.is_damaged:
-            folder.rename_step(root, step)
-        return folder.begin(root, step, self.request.tag).name
+            commit.rename_step(root, step)
+        return commit.begin(root, step, self.request.tag).name
 
     def _write(self, temporary: Path) -> str:
         await_folder(temporary, self.timeout_s / 2)
         file = f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors"
         state_shards, numbers = self.request.state_shards, self.request.numbers
-        part = writing.write_state_shards(temporary, file, state_shards, numbers, lambda _: self.rounds.show_progress())
+        part = writer.write_state_shards(temporary, file, state_shards, numbers, lambda _: self.rounds.show_progress())
         return part.to_text()
 
     def _commit(self, temporary: Path, said: Mapping[int, str]) -> str:
@@ -276,7 +275,7 @@ class _Save:
         manifest = replace(
             self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=library_version()
         )
-        committed = folder.commit(temporary, self.request.root, manifest, self.request.tag)
+        committed = commit.commit(temporary, self.request.root, manifest, self.request.tag)
         took_s = time.monotonic() - self.start_s
         log.info("%s committed: %s, %d bytes, %.1f s", _subject(self.request), committed, sum(files.values()), took_s)
         return committed.name
@@ -289,7 +288,7 @@ def _subject(request: SaveRequest) -> str:
 def _retain(request: SaveRequest) -> None:
     """Delete old checkpoints. An error here is logged only, since the new checkpoint is whole."""
     try:
-        folder.retain(request.root, request.keep_last, request.keep_every)
+        commit.retain(request.root, request.keep_last, request.keep_every)
     except Exception as error:
         log.warning("old checkpoints in %s stay: %s", request.root, error)
 

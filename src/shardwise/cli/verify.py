@@ -60,10 +60,11 @@ def verify(
     several ranks keeps several. A small copy of the model is trained in float64, on these and in one plain process.
     """
     if rank_folder is not None:
-        from shardwise.verify import quality as losses
         from shardwise.verify import run
+        from shardwise.verify.quality import JOB_NAME
+        from shardwise.verify.quality import be_rank as compare_as_rank
 
-        train_as_rank = losses.be_rank if (rank_folder / losses.JOB_NAME).exists() else run.be_rank
+        train_as_rank = compare_as_rank if (rank_folder / JOB_NAME).exists() else run.be_rank
         be_rank(lambda env: train_as_rank(env, rank_folder))
     if quality:
         return _quality(settings, seeds, steps or 300)

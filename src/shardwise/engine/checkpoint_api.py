@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise.checkpoint import data_position
-from shardwise.checkpoint import training_state as trajectory
+from shardwise.checkpoint import data_position, training_state
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
 from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.coordination import StoreBarrier
@@ -54,7 +53,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, MeshShape
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
-from shardwise.zero import checkpoint_state as held
+from shardwise.zero import checkpoint_state
 
 log = logging.getLogger("shardwise")
 
@@ -276,7 +275,7 @@ class Checkpoints:
         plan: LoadPlan | None = None
         extra_states: dict[str, Any] = {}
         num_bytes, buffers = 0, saved_buffers(parts)
-        targets = [*held.held_parameters(parts.states()), *(each.state_shard for each in buffers)]
+        targets = [*checkpoint_state.held_parameters(parts.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
             nonlocal plan
@@ -293,8 +292,8 @@ class Checkpoints:
             nonlocal num_bytes
             states: list[StateShard] = []
             if loaded.with_states:
-                held.prepare_optimizer_states(parts.states(), loaded.optimizer_states())
-                all_states = held.held_optimizer_states(parts.states())
+                checkpoint_state.prepare_optimizer_states(parts.states(), loaded.optimizer_states())
+                all_states = checkpoint_state.held_optimizer_states(parts.states())
                 states += [each for each in all_states if isinstance(each, StateShard)]
             num_bytes = loaded.read(folder, [*targets, *states], progress)
             for each in buffers:
@@ -306,7 +305,7 @@ class Checkpoints:
         parts.status.begin_load(loaded.with_states)
         self.ranks.run(read, "the end of a load")
         with torch.no_grad():
-            held.adopt_masters(parts.states())
+            checkpoint_state.adopt_masters(parts.states())
         if loaded.with_states:
             parts.state.continue_from(loaded.manifest.step)
             self._restore_trajectory(loaded)
@@ -322,7 +321,9 @@ class Checkpoints:
         """
         manifest = read_manifest(folder)
         if manifest.contents != "weights":
-            trajectory.restore_scheduler_alone(self._parts.optimizer, self._parts.state.scheduler, manifest.trajectory)
+            training_state.restore_scheduler_alone(
+                self._parts.optimizer, self._parts.state.scheduler, manifest.trajectory
+            )
 
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
@@ -331,8 +332,8 @@ class Checkpoints:
         manifest = replace(manifest, extra=from_json(manifest.extra, "its extra"))
         misfits: Mapping[str, str] = {}
         if not weights_only and manifest.contents != "weights":
-            trajectory.check_whole(manifest.trajectory)
-            misfits = trajectory.misfits(
+            training_state.check_whole(manifest.trajectory)
+            misfits = training_state.misfits(
                 manifest.trajectory, parts.optimizer, parts.state.scheduler, not self._follows_config
             )
         plan = plan_load(manifest, targets, where, misfits, strict=strict, weights_only=weights_only)
@@ -342,7 +343,7 @@ class Checkpoints:
                 if not self._follows_config and "options" not in misfits
                 else None
             )
-            held.check_optimizer_states(parts.states(), plan.optimizer_states(), options)
+            checkpoint_state.check_optimizer_states(parts.states(), plan.optimizer_states(), options)
         return plan
 
     def _check_can_save(self) -> None:
@@ -358,10 +359,10 @@ class Checkpoints:
         """Yield all states of this rank that are saved, except those that belong to this rank alone."""
         states = self._parts.states()
         is_partial = contents == "trainable"
-        yield from (each for each in held.held_parameters(states) if each.trainable or not is_partial)
+        yield from (each for each in checkpoint_state.held_parameters(states) if each.trainable or not is_partial)
         yield from (each.state_shard for each in buffers)
         if contents != "weights":
-            yield from held.held_optimizer_states(states)
+            yield from checkpoint_state.held_optimizer_states(states)
 
     def _own(
         self, contents: Contents, buffers: Sequence[SavedBuffer], written_digests: Mapping[str, str]
@@ -370,9 +371,9 @@ class Checkpoints:
         if contents == "weights":
             return
         rank = self._parts.comm.rank
-        for name, state in trajectory.generator_states(self._parts.device).items():
+        for name, state in training_state.generator_states(self._parts.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
-        for name, state in held.odd_optimizer_states(self._parts.states()):
+        for name, state in checkpoint_state.odd_optimizer_states(self._parts.states()):
             # One rank alone writes it; the first's name is in every layout.
             yield whole(rank_name(0, _STEPPED_WHOLE + name), state, kind="rank", is_written=True)
         for each in differing(buffers, written_digests) if contents == "all" else ():
@@ -416,11 +417,11 @@ class Checkpoints:
                 elif name.startswith(_STEPPED_WHOLE):
                     values = torch.empty(stored.shape, dtype=named_dtype(stored.states[PARAM].dtype))
                     reader.read(stored, PARAM, pieces, values.view(-1))
-                    held.place_odd_state(parts.states(), name.removeprefix(_STEPPED_WHOLE), values)
+                    checkpoint_state.place_odd_state(parts.states(), name.removeprefix(_STEPPED_WHOLE), values)
                 elif buffer is not None and buffer.state_shard.global_shape == stored.shape:
                     reader.read(stored, PARAM, pieces, buffer.values)
                     buffer.restore()
-        trajectory.restore_generators(generators, parts.device)
+        training_state.restore_generators(generators, parts.device)
 
     def _manifest(self, contents: Contents, extra: Any) -> Manifest:
         """Make the manifest of this rank; that of rank 0 is written."""
@@ -444,8 +445,8 @@ class Checkpoints:
             "seed": parts.config.run.seed,
             "normaliser": parts.losses.normaliser,
             "scaler": parts.scaler.state_dict(),
-            "optimizer": trajectory.optimizer_options(parts.optimizer),
-            "scheduler": trajectory.scheduler_state(parts.state.scheduler),
+            "optimizer": training_state.optimizer_options(parts.optimizer),
+            "scheduler": training_state.scheduler_state(parts.state.scheduler),
         }
 
     def _restore_trajectory(self, plan: LoadPlan) -> None:
@@ -453,12 +454,12 @@ class Checkpoints:
         parts.losses.normaliser = float(saved["normaliser"])
         parts.scaler.load_state_dict(saved["scaler"])
         if self._follows_config and isinstance(parts.state.scheduler, LambdaLR):
-            trajectory.advance_schedule(parts.state.scheduler, saved["scheduler"], plan.manifest.step)
+            training_state.advance_schedule(parts.state.scheduler, saved["scheduler"], plan.manifest.step)
             return
         if "options" not in plan.misfits:
-            trajectory.restore_options(parts.optimizer, saved["optimizer"])
+            training_state.restore_options(parts.optimizer, saved["optimizer"])
         if "scheduler" not in plan.misfits:
-            trajectory.restore_scheduler(parts.state.scheduler, saved["scheduler"])
+            training_state.restore_scheduler(parts.state.scheduler, saved["scheduler"])
 
     def _described_layout(self) -> dict[str, Any]:
         config, layout = self._parts.config, self._parts.layout

@@ -29,7 +29,7 @@ from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
 from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
 from shardwise.runtime.optimizer_probe import check_scheduler
-from shardwise.zero import state_access as access
+from shardwise.zero import state_access
 from shardwise.zero.memory_release import ReleaseTarget, Target
 
 
@@ -220,7 +220,7 @@ class Engine:
             state: `param`, or one that `states_of` lists.
             to_rank: the only rank that gets it; None for all.
         """
-        return access.read_state(self.parts.usable_states(), name, state, to_rank)
+        return state_access.read_state(self.parts.usable_states(), name, state, to_rank)
 
     @checked
     def write(self, name: str, value: Any, state: str = "param", *, from_rank: int | None = None) -> None:
@@ -232,14 +232,14 @@ class Engine:
             state: `param`, or one that `states_of` lists.
             from_rank: the only rank whose value counts; None where every rank gives it.
         """
-        if state in (access.PARAM, access.MASTER):
+        if state in (state_access.PARAM, state_access.MASTER):
             self.parts.note_update()
-        access.write_state(self.parts.usable_states(), name, value, state, from_rank)
+        state_access.write_state(self.parts.usable_states(), name, value, state, from_rank)
 
     @checked
     def states_of(self, name: str) -> tuple[str, ...]:
         """List what `read` and `write` take as `state` of a parameter now. All ranks call it."""
-        return access.states_of(self.parts.usable_states(), name)
+        return state_access.states_of(self.parts.usable_states(), name)
 
     @checked
     def offload(

@@ -25,7 +25,7 @@ from shardwise.engine.step import zero_grad
 from shardwise.runtime.precision import TORCH_DTYPES
 from shardwise.runtime.state_shards import StateShard
 from shardwise.runtime.torch_private import persistent_buffers
-from shardwise.zero import checkpoint_state as held
+from shardwise.zero import checkpoint_state
 
 # What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
 Names = NameMap | Mapping[str, Any]
@@ -101,7 +101,7 @@ def export_weights(
 
 def _weights(parts: EngineParts) -> tuple[StateShard, ...]:
     """Return the state shards of parameters and persistent buffers."""
-    return (*held.held_parameters(parts.states()), *(each.state_shard for each in saved_buffers(parts)))
+    return (*checkpoint_state.held_parameters(parts.states()), *(each.state_shard for each in saved_buffers(parts)))
 
 
 def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:

@@ -95,12 +95,12 @@ def backward(
 def _launches() -> ModuleType:
     """Import the module that needs Triton, when its kernels are first used."""
     try:
-        from shardwise.attention.triton import launch as launches
+        from shardwise.attention.triton import launch
     except ImportError as error:
         raise ConfigError(
             "triton-missing", "attention backend 'triton' needs the package triton; pip install 'triton>=3.6'"
         ) from error
-    return launches
+    return launch
 
 
 def _bias_gradient(q: Tensor, bias: Tensor | None) -> Tensor | None:
