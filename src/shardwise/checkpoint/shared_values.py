@@ -36,7 +36,7 @@ class ValueCounter:
     Args:
         parts_of: returns the nodes in a node; none for a plain value.
         most_values: that a node may unpack to.
-        key_of: what tells nodes with parts apart; they must live as long as the counter where it is their `id`.
+        key_of: what tells nodes with parts apart, as long as they live.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class ValueCounter:
         self._most_depth = most_depth
         self._key_of = key_of
         self._known: dict[Hashable, tuple[int, int]] = {}  # values and depth
+        self._kept: list[Any] = []  # an `id` is another's once its node is gone
         self._open: set[Hashable] = set()
 
     def count(self, node: Any) -> int:
@@ -72,6 +73,7 @@ class ValueCounter:
         if key in self._open or len(self._open) >= self._most_depth:
             raise TooDeepError(f"nested deeper than {self._most_depth} levels")
         self._open.add(key)
+        self._kept.append(node)
         total, deepest = 1, 0
         for part in parts:
             size, depth = self._visit(part)

@@ -178,7 +178,11 @@ def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
     ):  # a script's may do anything when it is made
         return ""
     arguments = inspect.signature(optimizer_class).parameters
-    values = {key: _like(optimizer.defaults.get(key), value) for key, value in options.items() if key in arguments}
+    values = {
+        key: _like(optimizer.defaults.get(key), value)
+        for key, value in options.items()
+        if key in arguments and key not in _HINTS
+    }
     try:
         optimizer_class([torch.zeros(1, 1)], **values)  # of the shape that Muon needs
     except ValueError as error:

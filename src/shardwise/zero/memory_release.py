@@ -14,6 +14,7 @@ are free. States in files stay there, and the buffers through which they move ar
 This is not a tier: nothing streams, and nothing can be computed with what is away.
 
 >>> import shardwise
+>>> from torch import nn
 >>> model = nn.Linear(2, 1, bias=False)
 >>> engine = shardwise.initialize(model, {"run": {"device": "cpu"}}, loss_fn=lambda output, batch: output.sum())
 >>> result = engine.train_step([torch.ones(1, 2)])
