@@ -370,7 +370,7 @@ def fail_to_write(monkeypatch) -> None:
     def write(*arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(saver.writing, "write_state_shards", write)
+    monkeypatch.setattr(saver.writer, "write_state_shards", write)
 
 
 def test_a_full_disk_at_the_end_hides_nothing_of_what_was_learned(train, tmp_path, monkeypatch, capsys):
@@ -412,14 +412,14 @@ def test_a_save_that_fails_in_the_background_ends_the_run_in_a_line(train, monke
 
 def hold_up_saves(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """The first says that a save is under way, the second lets it go on."""
-    write, begun, may_go = saver.writing.write_state_shards, threading.Event(), threading.Event()
+    write, begun, may_go = saver.writer.write_state_shards, threading.Event(), threading.Event()
 
     def wait_and_write(*arguments, **options):
         begun.set()
         may_go.wait(60)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(saver.writing, "write_state_shards", wait_and_write)
+    monkeypatch.setattr(saver.writer, "write_state_shards", wait_and_write)
     return begun, may_go
 
 
