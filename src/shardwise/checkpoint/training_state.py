@@ -173,9 +173,8 @@ def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
     'Invalid beta parameter at index 1: 1.0'
     """
     optimizer_class = type(optimizer)
-    if not optimizer_class.__module__.startswith(
-        ("torch.optim.", "shardwise.")
-    ):  # a script's may do anything when it is made
+    # A script's may do anything when it is made.
+    if not optimizer_class.__module__.startswith(("torch.optim.", "shardwise.")):
         return ""
     arguments = inspect.signature(optimizer_class).parameters
     values = {

@@ -147,7 +147,7 @@ def _compare(whole: LossSum, others: Sequence[LossSum], num_tokens: int) -> None
         f"{value:.6g} / {number:g}" if whole.is_counted else f"{value:.6g}"
         for value, number in zip(totals[:_MOST_SHOWN], counts, strict=False)
     )
-    names = {2: "their two halves"}.get(len(others), f"their {len(others)} parts")
+    names = "their two halves" if len(others) == 2 else f"their {len(others)} parts"
     raise ConfigError(
         "cp-token-loss",
         f"loss_fn is no sum or mean over tokens, of which each rank of mesh.cp has some: of {num_tokens} tokens and "

@@ -196,7 +196,7 @@ class Engine:
     @checked
     @contextmanager
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
-        """Keep all parameters whole on every rank inside the parts: to generate, to inspect. All ranks must enter.
+        """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
 
         With `mesh.tp` more than 1, split layers keep this rank's part: `read` and `write` have whole tensors. With
         `mesh.pp` more than 1, the parameters of other ranks' stages are on meta; leave them out of `load_state_dict`.
@@ -281,7 +281,7 @@ class Engine:
     def offloaded(
         self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
     ) -> Iterator[Mapping[str, int]]:
-        """Call `offload` for the parts, and `reload` at its end."""
+        """Call `offload` for the context, and `reload` at its end."""
         freed_bytes = self.offload(include, to, path=path, pin_memory=pin_memory)
         try:
             yield freed_bytes

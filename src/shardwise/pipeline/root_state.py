@@ -156,9 +156,8 @@ class RootState:
         self._num_calls: Callable[[], int] = int
         self._accesses = _Accesses()
         self._is_past_units = False
-        self._quiet: dict[
-            str, tuple[dict[str, Any], str]
-        ] = {}  # what earlier stages read first, and the last one did not write
+        # What earlier stages read first, and the last one did not write.
+        self._quiet: dict[str, tuple[dict[str, Any], str]] = {}
         self._before_units: dict[str, tuple[Any, ...]] = {}
         self._late = ""
 

@@ -145,9 +145,8 @@ class ShardedOptimizer:
         if (own := self._own(piece)) is not None:
             return own.states_of(piece)
         shape, states = piece.view.shape, self.optimizer.state.get(piece.view, {})
-        odd = (
-            self.odd_names() if shape.numel() == 1 else ()
-        )  # there a count in a tensor of one element looks like a flat state
+        # Of a piece of one element, a count in a tensor of one element looks like a flat state.
+        odd = self.odd_names() if shape.numel() == 1 else ()
         return {
             name: TensorFlatState(value.detach().view(-1))
             if isinstance(value, Tensor) and value.dim() and value.shape == shape and name not in odd

@@ -262,46 +262,31 @@ def test_a_config_may_be_hjson_or_base64(text: str, tmp_path: Path) -> None:
     assert read_config(given) == {"a": {"b//c": 1}, "d": [1, 2]}
 
 
-def test_strings_of_hjson_may_have_no_quotes(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    lines = [
-        "{",
-        "type: AdamW",
-        "path: s3://local nvme, #1",
-        "on: true // a",
-        "lr: 1e-3 # a",
-        "none: null",
-        "a: a }",
-        "}",
-    ]
-    path.write_text("\n  ".join(lines))
-    assert read_config(path) == {
-        "type": "AdamW",
-        "path": "s3://local nvme, #1",
-        "on": True,
-        "lr": 1e-3,
-        "none": None,
-        "a": "a }",
-    }
-
-
-def test_hjson_has_texts_without_quotes_and_of_many_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "values"),
+    [
+        (
+            [
+                "  type: AdamW",
+                "  path: s3://local nvme, #1",
+                "  on: true // a",
+                "  lr: 1e-3 # a",
+                "  none: null",
+                "  a: a }",
+            ],
+            {"type": "AdamW", "path": "s3://local nvme, #1", "on": True, "lr": 1e-3, "none": None, "a": "a }"},
+        ),
+        (
+            ["type: AdamW", "path: /data/x, y", "n: 5 GB", "lr: 1e-3 // low", "text:", "'''", " a", "  b", "'''"],
+            {"type": "AdamW", "path": "/data/x, y", "n": "5 GB", "lr": 1e-3, "text": "a\n b"},
+        ),
+    ],
+    ids=["on one line", "of many lines"],
+)
+def test_texts_of_hjson_may_have_no_quotes(lines: list[str], values: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "ds.hjson"
-    lines = [
-        "{",
-        "type: AdamW",
-        "path: /data/x, y",
-        "n: 5 GB",
-        "lr: 1e-3 // low",
-        "text:",
-        "'''",
-        " a",
-        "  b",
-        "'''",
-        "}",
-    ]
-    path.write_text("\n".join(lines))
-    assert read_config(path) == {"type": "AdamW", "path": "/data/x, y", "n": "5 GB", "lr": 1e-3, "text": "a\n b"}
+    path.write_text("\n".join(["{", *lines, "}"]))
+    assert read_config(path) == values
 
 
 def test_a_file_that_is_no_hjson_is_refused_by_its_own_place(tmp_path: Path) -> None:
