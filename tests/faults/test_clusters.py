@@ -167,9 +167,10 @@ def test_slurm_queues_nothing_again_that_ended_or_was_cancelled(
 ) -> None:
     """With `exit 1` and RUNNING it is queued again where a signal came, and only there."""
     Path("state").write_text(f"{state}\n")
-    (tmp_path / "bin" / "srun").write_text(
-        f"#!/bin/sh\ntrap '{ending}' TERM\ntouch started\nsleep 60 > /dev/null 2>&1 & wait\n"
-    )
+    # A shell's trap may miss a signal that comes just before its `wait`; one that is blocked and waited for is not.
+    waits = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); pathlib.Path('started').touch()"
+    waits += f"; signal.sigtimedwait([signal.SIGTERM], 60); sys.{ending.replace(' ', '(')})"
+    (tmp_path / "bin" / "srun").write_text(f"#!{sys.executable}\nimport pathlib, signal, sys\n{waits}\n")
     assert main(["launch", "--on", "slurm", "--gpus", "1", "-o", "job.sh", "--", "train.py"]) == 0
     job = start(environ, "sbatch", "job.sh")
     assert wait_until(lambda: Path("started").exists())
