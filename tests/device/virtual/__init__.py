@@ -1,0 +1,65 @@
+"""A virtual CUDA device on torch's CPU build, which has none: its streams run late, and in any order that is legal.
+
+`install()` changes torch for the whole process: run what uses it in a process of its own. Tensors say `cuda:0`, autograd
+starts its device thread and orders streams as on a GPU, host code that reads a device address faults, and memory is
+NaN when it is handed out and when it is freed. There is one device; it has no clock, no Triton but its interpreter, no
+cuDNN, no CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from device.virtual.cuda_names import replace_torch_cuda
+from device.virtual.operators import Operators
+from device.virtual.streams import Order, Scheduler
+
+SOURCE = Path(__file__).with_name("memory.cpp")
+
+
+def reason_to_skip() -> str | None:
+    """Why this machine cannot have a virtual device, or None."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "torch has a device of its own in the virtual one's places"
+    return None if shutil.which("g++") or shutil.which("c++") else "there is no C++ compiler to build the device with"
+
+
+def build() -> Any:
+    """The C++ side: built once a machine, by torch's own loader, in about a minute."""
+    from torch.utils.cpp_extension import load
+
+    return load("shardwise_virtual_device", [str(SOURCE)], extra_cflags=["-O0", "-w"])
+
+
+@cache
+def install(order: Order = "eager", seed: int = 0) -> Scheduler:
+    """Give this process the device, before anything else uses CUDA."""
+    native = build()
+    scheduler = Scheduler(native, order, seed)
+    native.install(scheduler)
+    replace_torch_cuda(native, scheduler)
+    operators = Operators(native, scheduler)
+    fallback = torch.library.Library("_", "IMPL", "CUDA")
+    fallback.fallback(operators)
+    aten = torch.library.Library("aten", "IMPL", "CUDA")
+    aten.impl("copy_", operators.copy_, "CUDA")
+    aten.impl("record_stream", lambda tensor, stream: None, "CUDA")
+    plain_resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return plain_resize(storage, num_bytes)
+        scheduler.resize_storage(storage._cdata, int(num_bytes))
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_
+    install.libraries = (fallback, aten)  # they end with their registrations
+    atexit.register(native.close)
+    native.choose_device()
+    return scheduler

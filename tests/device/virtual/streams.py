@@ -1,0 +1,246 @@
+"""The streams of the virtual device: queues of closures that run as late, or in as odd an order, as events permit.
+
+Whatever order events permit, a GPU may take. Where two orders give other bits, a wait is missing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Order = Literal["eager", "lazy", "side-first", "compute-first", "random"]
+Task = Callable[[], object]
+COMPUTE = 0
+
+
+class CircleError(RuntimeError):
+    """Streams wait for each other in a circle: on a GPU this hangs."""
+
+
+@dataclass(eq=False)
+class Queue:
+    """A stream's work, in the order of its enqueueing; what has run is forgotten."""
+
+    number: int
+    tasks: list[Task | Mark | None] = field(default_factory=list)
+    num_done: int = 0
+
+    def next(self) -> Task | Mark | None:
+        return self.tasks[self.num_done] if self.num_done < len(self.tasks) else None
+
+
+@dataclass(eq=False)
+class Mark:
+    """A point in a stream's work: what an event records and what another stream waits for."""
+
+    queue: Queue
+    position: int
+    num_queries: int = 0
+
+    @property
+    def is_reached(self) -> bool:
+        return self.queue.num_done >= self.position
+
+
+class Scheduler:
+    """Decides when enqueued work runs, and counts kernels and waits of the host by the line that asked.
+
+    - eager: at once, the reference;
+    - lazy: only what somebody needs, when it is needed;
+    - side-first: before any work of the compute stream, all that other streams may do; compute-first: the reverse;
+    - random: any stream that may go on, by a seed.
+    """
+
+    def __init__(self, native: Any, order: Order = "eager", seed: int = 0) -> None:
+        self.order: Order = order
+        self.random = random.Random(seed)
+        self.kernels: Counter[str] = Counter()
+        self.host_waits: Counter[str] = Counter()
+        self.foreign_calls: Counter[str] = Counter()  # of threads that chose no device
+        self.may_wait = True  # False: a wait of the host is an error
+        self._native = native
+        self._lock = threading.RLock()
+        self._queues = [Queue(COMPUTE)]
+        self._freed: list[tuple[int, list[Mark]]] = []
+
+    def restart(self, order: Order, seed: int = 0) -> None:
+        """Finish all work, and go on in another order."""
+        self.finish_all()
+        self.order, self.random = order, random.Random(seed)
+        for counter in (self.kernels, self.host_waits, self.foreign_calls):
+            counter.clear()
+
+    # What the library enqueues.
+
+    def new_stream(self) -> int:
+        with self._lock:
+            self._queues.append(Queue(len(self._queues)))
+            return self._queues[-1].number
+
+    def launch(self, kernel: str, task: Task) -> None:
+        """Enqueue a kernel on the current stream."""
+        self.spoil_freed()
+        self.kernels[f"{kernel} {caller()}"] += 1
+        self._enqueue(task, self._native.current_stream())
+
+    def record(self, stream: int) -> Mark:
+        with self._lock:
+            queue = self._queues[stream]
+            return Mark(queue, len(queue.tasks))
+
+    def wait(self, mark: Mark, stream: int) -> None:
+        """Let a stream wait for a point of another."""
+        if mark.queue.number != stream and not mark.is_reached:
+            self._enqueue(mark, stream)
+
+    def _enqueue(self, task: Task | Mark, stream: int) -> None:
+        with self._lock:
+            queue = self._queues[stream]
+            queue.tasks.append(task)
+            if self.order == "eager":
+                self._reach(queue, len(queue.tasks))
+
+    # What the host asks for.
+
+    def query(self, mark: Mark) -> bool:
+        """Whether a point is reached; says no twice before it lets the work run, as a busy device does."""
+        self.note_foreign("query")
+        with self._lock:
+            mark.num_queries += 1
+            if not mark.is_reached and mark.num_queries > 2:
+                self._reach(mark.queue, mark.position)
+            return mark.is_reached
+
+    def synchronize_event(self, mark: Mark) -> None:
+        self.wait_on_host("event", mark)
+
+    def synchronize_stream(self, stream: int) -> None:
+        self.wait_on_host("stream", self.record(stream))
+
+    def synchronize_device(self) -> None:
+        self.wait_on_host("device")
+
+    def wait_on_host(self, why: str, mark: Mark | None = None) -> None:
+        """Block the host until a point is reached; without one, until all is done."""
+        self.spoil_freed()
+        self.host_waits[f"{why} {caller()}"] += 1
+        if not self.may_wait and why in ("item", "copy"):
+            raise RuntimeError("called a synchronizing CUDA operation")
+        with self._lock:
+            if mark is not None:
+                self._reach(mark.queue, mark.position)
+            else:
+                self.finish_all()
+            self._drop_freed()
+
+    def finish_all(self) -> None:
+        self.spoil_freed()
+        with self._lock:
+            for queue in list(self._queues):
+                self._reach(queue, len(queue.tasks))
+            self._drop_freed()
+
+    def run_to_here(self) -> None:
+        """Run the current stream's work, without a wait of the host: for what a GPU would do by itself."""
+        mark = self.record(self._native.current_stream())
+        with self._lock:
+            self._reach(mark.queue, mark.position)
+
+    def note_foreign(self, call: str) -> None:
+        """Count a call of a thread that chose no device: it would make a context on the first GPU."""
+        if threading.current_thread() is not threading.main_thread() and not self._native.has_chosen_device():
+            self.foreign_calls[f"{call} {threading.current_thread().name} {caller()}"] += 1
+
+    # How work runs.
+
+    def _reach(self, queue: Queue, position: int, above: tuple[Queue, ...] = ()) -> None:
+        if self.order in ("eager", "lazy"):
+            self._run_needed(queue, position, above)
+            return
+        while queue.num_done < position:
+            able = [each for each in self._queues if self._may_go_on(each)]
+            if not able:
+                raise CircleError("no stream can go on")
+            self._run_next(self._choose(able))
+
+    def _run_needed(self, queue: Queue, position: int, above: tuple[Queue, ...]) -> None:
+        if queue in above and queue.num_done < position:
+            raise CircleError("streams wait in a circle")
+        while queue.num_done < position:
+            task = queue.next()
+            if isinstance(task, Mark):
+                self._run_needed(task.queue, task.position, (*above, queue))
+            if queue.num_done < position and queue.next() is task:
+                self._run_next(queue)
+
+    def _choose(self, able: list[Queue]) -> Queue:
+        if self.order == "random":
+            return self.random.choice(able)
+        return able[-1] if self.order == "side-first" else able[0]
+
+    @staticmethod
+    def _may_go_on(queue: Queue) -> bool:
+        task = queue.next()
+        return task is not None and (not isinstance(task, Mark) or task.is_reached)
+
+    @staticmethod
+    def _run_next(queue: Queue) -> None:
+        task = queue.tasks[queue.num_done]
+        queue.tasks[queue.num_done] = None
+        queue.num_done += 1
+        if task is not None and not isinstance(task, Mark):
+            task()
+
+    # Memory.
+
+    def spoil_freed(self) -> None:
+        """Overwrite freed memory in the order of the stream that it was allocated on: its next owner writes there."""
+        for address, stream in self._native.take_freed():
+            self._enqueue(lambda address=address: self._native.spoil(address), stream)
+            with self._lock:
+                ends = [Mark(queue, len(queue.tasks)) for queue in self._queues]
+                self._freed.append((address, ends))
+
+    def _drop_freed(self) -> None:
+        """Unmap what no enqueued work may name any more."""
+        kept = []
+        for address, ends in self._freed:
+            if all(mark.is_reached for mark in ends):
+                self._native.drop(address)
+            else:
+                kept.append((address, ends))
+        self._freed = kept
+
+    def resize_storage(self, storage: int, num_bytes: int) -> None:
+        """Give a storage other memory, with the values that both have room for."""
+        import torch
+
+        self.spoil_freed()
+        before, after, num_common, former = self._native.replace_storage(storage, num_bytes)
+        if num_common and before and after:
+            view = self._native.open_view
+
+            def copy() -> None:
+                source = view(before, 0, [num_common], [1], torch.uint8)
+                view(after, 0, [num_common], [1], torch.uint8).copy_(source)
+
+            self.launch("resize", copy)
+        del former
+        self.spoil_freed()
+
+
+def caller() -> str:
+    """The innermost line of the library or the tests that led here, as `package/file.py:line`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        for root in ("/src/shardwise/", "/tests/"):
+            if root in name and "/device/virtual/" not in name:
+                return f"{name.split(root)[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
