@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.echo import EchoNetwork
+from harness.echo import EchoFactory
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
@@ -34,7 +34,7 @@ def train(device: torch.device, model_name: str, **sections: dict[str, Any]) -> 
     case = make_case(model_name)
     model = case.build(torch.float32)
     layout = plan_layout(model, config)
-    network = EchoNetwork(layout.mesh, rank=0)
+    network = EchoFactory(layout.mesh, rank=0)
     engine = Engine(EngineInputs(model, config, layout, MemoryTracker(device), network, loss_fn=case.loss))
     trace = []
     for step in make_batches(case, num_steps=3, world_size=1, num_micro_batches=2):

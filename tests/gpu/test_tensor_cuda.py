@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.echo import EchoNetwork
+from harness.echo import EchoFactory
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
@@ -32,7 +32,7 @@ def train(device: torch.device, world_size: int, **sections: dict[str, Any]) -> 
     case = make_case("decoder")
     model = case.build(torch.float64)
     layout = plan_layout(model, config)
-    network = EchoNetwork(layout.mesh, rank=0)  # the rank whose weights are everybody's
+    network = EchoFactory(layout.mesh, rank=0)  # the rank whose weights are everybody's
     engine = Engine(EngineInputs(model, config, layout, MemoryTracker(device), network, loss_fn=case.loss))
     trace = []
     for step in make_batches(case, num_steps=3, world_size=1, num_micro_batches=2):

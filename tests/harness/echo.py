@@ -1,86 +1,157 @@
-"""Links to ranks that are echoes of this one, used as NCCL's are, so that one GPU shows what streams and events do.
+"""Communicators to ranks that are echoes of this one, so that one GPU, or a virtual one, shows what streams and events do.
 
 NCCL cannot put two ranks on one GPU. The others hold what this rank holds: their part of each collective is computed
-from it, after a long kernel. What does not wait for it reads what was there before.
+from it, after a long kernel on a real GPU. What does not wait for it reads what was there before. `NcclComm` itself
+runs, over functions that stand for `torch.distributed`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.backends import NcclComm
+from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.layout.mesh_shape import MeshShape
 
+# As bytes of any floating dtype it is a number below one.
+FROM_NOWHERE = 0x3F
 
-class EchoLinks:
-    """Links to ranks that hold what this one holds; used as NCCL's are."""
 
-    waits_on_host = moves_nothing = False
+@dataclass(frozen=True)
+class EchoOp:
+    """Used as `dist.P2POp`."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    op: Callable[..., Any]
+    tensor: Tensor
+    group: None = None
+    group_peer: int = 0
 
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        slices = full.view(self.world_size, -1)
+
+class EchoWork:
+    """Used as the work of a message: NCCL runs those on a stream of its own."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def wait(self, timeout: Any = None) -> None:
+        if self._event is not None:
+            self._event.wait()
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+
+class EchoC10d:
+    """Used as `torch.distributed` among a rank and its echoes."""
+
+    ReduceOp = dist.ReduceOp
+    P2POp = EchoOp
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._messages = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def all_gather_into_tensor(self, full: Tensor, own: Tensor, group: None = None) -> None:
         linger(full)
-        slices.copy_(slices[self.rank].clone())
-        return []
+        full.view(self._world_size, -1).copy_(own.clone().view(1, -1))
 
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
+    def reduce_scatter_tensor(self, out: Tensor, source: Tensor, group: None = None) -> None:
         linger(source)
-        received.view(self.world_size, -1).copy_(source.view(self.world_size, -1)[self.rank])
-        return []
+        out.copy_(source.view(self._world_size, -1)[self._rank] * self._world_size)
 
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
+    def all_to_all_single(
+        self, received: Tensor, source: Tensor, received_sizes: Any = None, sent_sizes: Any = None, **_: Any
+    ) -> None:
         linger(source)
-        out.copy_(source.view(self.world_size, -1)[self.rank] * self.world_size)
-        return []
+        if received_sizes is None:
+            received.view(self._world_size, -1).copy_(source.view(self._world_size, -1)[self._rank].view(1, -1))
+        else:
+            repeat_into(received, [source])
 
-    def exchange_all(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
-    ) -> list[dist.Work]:
-        """Others send what this rank sends, over and over where they have more to send."""
-        sent = [tensor.view(-1) for tensors in sends.values() for tensor in tensors]
-        for tensors in receives.values():
-            for tensor in tensors:
-                linger(tensor)
-                pool = torch.cat([each for each in sent if each.dtype == tensor.dtype] or [tensor.new_full((1,), 0.5)])
-                tensor.view(-1).copy_(pool.repeat(-(-tensor.numel() // pool.numel()))[: tensor.numel()])
-        return []
-
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
+    def all_reduce(self, buffer: Tensor, op: Any = dist.ReduceOp.SUM, **_: Any) -> None:
         linger(buffer)
         if op == dist.ReduceOp.SUM:
-            buffer.mul_(self.world_size)
-        return []
+            buffer.mul_(self._world_size)
 
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        return []
+    def broadcast(self, buffer: Tensor, **_: Any) -> None:
+        linger(buffer)
 
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        return values.tolist()
+    def isend(self, tensor: Tensor, **_: Any) -> EchoWork:
+        return self.batch_isend_irecv([EchoOp(self.isend, tensor)])[0]
+
+    def irecv(self, tensor: Tensor, **_: Any) -> EchoWork:
+        return self.batch_isend_irecv([EchoOp(self.irecv, tensor)])[0]
+
+    def batch_isend_irecv(self, batch: Sequence[EchoOp]) -> list[EchoWork]:
+        """Others send what this rank sends in the batch, over and over where they have more to send."""
+        if self._messages is None:
+            self._move(batch)
+            return [EchoWork(None)]
+        self._messages.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._messages):
+            self._move(batch)
+            return [EchoWork(self._messages.record_event())]
+
+    def _move(self, batch: Sequence[EchoOp]) -> None:
+        sent = [entry.tensor for entry in batch if entry.op == self.isend]
+        for entry in batch:
+            if entry.op == self.irecv:
+                linger(entry.tensor)
+                repeat_into(entry.tensor, [tensor for tensor in sent if tensor.dtype == entry.tensor.dtype])
 
 
-class EchoNetwork:
-    """A network around one rank of a mesh."""
+class EchoComm(NcclComm):
+    """NCCL's communicator of a rank and its echoes."""
+
+    def __init__(self, place: RankPlace, resources: CommResources) -> None:
+        super().__init__(place, resources, None, EchoC10d(place.rank, place.world_size, resources.device))
+        self.is_simulated = False  # the echoes' tensors have values
+
+
+class EchoFactory:
+    """Makes the communicators around one rank of a mesh."""
 
     store = None
+    examples: Mapping[int, Any] | None = None
 
     def __init__(self, mesh: MeshShape, rank: int) -> None:
         self.rank, self._mesh = rank, mesh
 
-    def links(self, axes: tuple[str, ...], use: str) -> EchoLinks:
-        return EchoLinks(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes))
+    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
+        ranks = self._mesh.ranks_along(axes, self.rank)
+        return EchoComm(RankPlace(self._mesh.index_along(axes, self.rank), len(ranks), axis, ranks), resources)
+
+    def comm_among(
+        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
+    ) -> Comm | None:
+        index, along = self._mesh.index_along(axes, self.rank), self._mesh.ranks_along(axes, self.rank)
+        if index not in indices:
+            return None
+        ranks = tuple(along[position] for position in indices)
+        return EchoComm(RankPlace(indices.index(index), len(indices), axis, ranks), resources)
 
     def close(self) -> None:
         pass
 
 
+def repeat_into(out: Tensor, sources: Sequence[Tensor]) -> None:
+    """Fill a tensor with the values of others, over and over; without any, with a number below one."""
+    if not sources:
+        out.view(-1).view(torch.uint8).fill_(FROM_NOWHERE)
+        return
+    values = torch.cat([source.reshape(-1) for source in sources])
+    num_repeats = -(-out.numel() // max(1, values.numel()))
+    out.view(-1).copy_(values.repeat(num_repeats)[: out.numel()])
+
+
 def linger(like: Tensor) -> None:
-    """Keep the current stream of a GPU busy, for longer than the host takes to enqueue a layer."""
-    if like.is_cuda:
+    """Keep the current stream of a real GPU busy, for longer than the host takes to enqueue a layer."""
+    if like.is_cuda and torch.version.cuda is not None:
         x = torch.ones(2048, 2048, device=like.device, dtype=torch.float64)
         x @ x

@@ -1,0 +1,235 @@
+"""Trains one rank, whose others echo it, on the virtual device in each order of streams: all must have the same bits.
+
+    python -m device.orders "stage 3" pipeline      # cases whose names have a word; all without one
+    python -m device.orders --list
+
+Prints a JSON line a case. A difference is a race: on a GPU the numbers would depend on who is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device.virtual import install
+from device.virtual.streams import Order, Scheduler
+from harness.echo import EchoFactory
+from harness.models import CASES as MODELS
+from harness.models import make_batches
+from harness.tensor import make_case
+from harness.training import make_config
+from shardwise.engine.build import EngineInputs
+from shardwise.engine.engine import Engine
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.tensor.plan_layout import plan_layout
+
+DEVICE = torch.device("cuda", 0)
+ORDERS: tuple[tuple[Order, int], ...] = (("lazy", 0), ("side-first", 0), ("compute-first", 0), ("random", 0))
+Sections = Mapping[str, Mapping[str, Any]]
+Act = Callable[[Engine, int, Path], None]
+
+
+def train_only(engine: Engine, step: int, folder: Path) -> None:
+    """Between steps nothing happens."""
+
+
+def save_async(engine: Engine, step: int, folder: Path) -> None:
+    """Save while training goes on."""
+    engine.save(folder / "checkpoint", wait=False)
+
+
+def save_now(engine: Engine, step: int, folder: Path) -> None:
+    engine.save(folder / "checkpoint")
+
+
+def read_state(engine: Engine, step: int, folder: Path) -> None:
+    """Read all parameters, and write one."""
+    with engine.gathered(write=True) as model:
+        next(model.parameters()).data.mul_(1.0 + step / 64)
+
+
+def hand_over(engine: Engine, step: int, folder: Path) -> None:
+    """Leave the device to someone else, and come back."""
+    with engine.offloaded():
+        torch.full((4096,), float("nan"), device=DEVICE).add_(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config to train, and what happens after each step."""
+
+    name: str
+    world_size: int
+    sections: Sections = field(default_factory=dict)
+    model: str = "transformer"
+    num_micro_batches: int = 2
+    act: Act = train_only
+    rank: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        by_name = {"fp32": torch.float32, "bf16": torch.float32}
+        return by_name.get(str(self.sections.get("precision", {}).get("param", "fp64")), torch.float64)
+
+
+def zero(stage: int, **others: Mapping[str, Any]) -> Sections:
+    return {"zero": {"stage": stage}, **others}
+
+
+HOST = {"params": "host", "grads": "host", "optimizer": "host"}
+FP32 = {"param": "fp32"}
+CASES = (
+    *(Case(f"stage {stage}", 2, zero(stage)) for stage in (0, 1, 2)),
+    *(Case(f"stage 3, recompute {mode}", 2, zero(3, recompute={"mode": mode})) for mode in ("none", "full", "selective")),
+    Case("stage 3, four ranks, bf16", 4, zero(3, precision={"param": "bf16"}), num_micro_batches=3),
+    Case("stage 3, replicas", 4, zero(3, mesh={"dp_replicate": 2})),
+    Case("stage 3, no overlap", 2, {"zero": {"stage": 3, "overlap": False}}),
+    Case("stage 2, fp16", 2, zero(2, precision={"param": "fp16"})),
+    Case("tp", 2, {"mesh": {"tp": 2}}, "decoder"),
+    Case("tp, chunks that overlap", 2, {"mesh": {"tp": 2}, "tensor": {"overlap_chunks": 2}}, "decoder"),
+    Case("tp, sequence parallel, stage 3", 4, zero(3, mesh={"tp": 2}, tensor={"sequence_parallel": True}), "decoder"),
+    *(
+        Case(f"cp {transport}", 2, zero(3, mesh={"cp": 2}, context={"transport": transport}, precision=FP32), "decoder")
+        for transport in ("ring", "all-gather", "ulysses")
+    ),
+    Case("optimizer on the host", 2, zero(2, tiers={"optimizer": "host"})),
+    Case("everything on the host", 2, zero(3, tiers=HOST)),
+    Case("NVMe", 2, zero(3, tiers={"params": "nvme", "optimizer": "nvme", "nvme_path": "."})),
+    Case("activations on the host", 2, zero(3, recompute={"mode": "full"}, tiers={"activations": "host"}), "decoder"),
+    Case("gathers in int8, sums in int8", 2, zero(3, precision={**FP32, "gather": "int8", "reduce": "int8"})),
+    Case("gathers in fp8, sums in int4", 2, zero(3, precision={**FP32, "gather": "fp8", "reduce": "int4"})),
+    Case("states in bf16", 2, zero(2, precision={"param": "fp32", "states": "bf16"}), "decoder"),
+    Case("Muon", 2, zero(3, optimizer={"name": "muon", "lr": 1e-2, "clip_norm": 0.05}), "decoder"),
+    Case("saves beside training", 2, zero(3), act=save_async),
+    Case("saves", 2, zero(2), act=save_now),
+    Case("state access", 2, zero(3), act=read_state),
+    Case("memory handed over", 2, zero(3), act=hand_over),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one training gave, to the bit."""
+
+    trace: list[float]
+    parameters: dict[str, Tensor]
+    num_kernels: int
+    host_waits: dict[str, int]
+
+    def differences(self, other: Trained) -> list[str]:
+        named = ["losses and norms"] if self.trace != other.trace else []
+        return named + [name for name, value in self.parameters.items() if not same(value, other.parameters[name])]
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def make_engine(case: Case) -> Engine:
+    model_case = MODELS[case.model] if case.model in MODELS else make_case(case.model)
+    overrides: dict[str, Any] = {"run": {"device": "cuda"}, "optimizer": {"clip_norm": 0.05}, **case.sections}
+    config = make_config(case.num_micro_batches, overrides).resolve(case.world_size)
+    torch.manual_seed(0)
+    model = model_case.build(case.dtype)
+    layout = plan_layout(model, config)
+    factory = EchoFactory(layout.mesh, case.rank)
+    return Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), factory, loss_fn=model_case.loss))
+
+
+def train(case: Case, scheduler: Scheduler, order: Order, seed: int, num_steps: int = 2) -> Trained:
+    scheduler.restart(order, seed)
+    model_case = MODELS[case.model] if case.model in MODELS else make_case(case.model)
+    engine = make_engine(case)
+    trace = []
+    steps = make_batches(
+        model_case, num_steps=num_steps, world_size=1, num_micro_batches=case.num_micro_batches, dtype=case.dtype
+    )
+    scheduler.host_waits.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        for index, step in enumerate(steps):
+            result = engine.train_step(step[0])
+            trace += [float(result.loss), float(result.grad_norm)]
+            case.act(engine, index, Path(folder))
+        engine.finish_saves()
+    num_kernels, host_waits = scheduler.kernels.total(), dict(scheduler.host_waits)
+    with engine.gathered():
+        parameters = {name: value.detach().cpu().clone() for name, value in engine.module.named_parameters()}
+    engine.close()
+    return Trained(trace, parameters, num_kernels, host_waits)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a case went: `races` says by order what differs from the eager one, or what was raised."""
+
+    name: str
+    races: dict[str, str]
+    num_kernels: int
+    host_waits: dict[str, int]
+
+
+def judge(case: Case, scheduler: Scheduler) -> Verdict:
+    """Train in the eager order, then in the others."""
+    races: dict[str, str] = {}
+    try:
+        expected = train(case, scheduler, "eager", 0)
+    except Exception as error:
+        return Verdict(case.name, {"eager": describe(error)}, 0, {})
+    for order, seed in ORDERS:
+        try:
+            differences = expected.differences(train(case, scheduler, order, seed))
+        except Exception as error:
+            differences = [describe(error)]
+        if differences:
+            races[f"{order} {seed}"] = ", ".join(differences[:4])
+    return Verdict(case.name, races, expected.num_kernels, expected.host_waits)
+
+
+def describe(error: Exception) -> str:
+    frames = [f"{frame.filename.split('/')[-1]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    return f"{type(error).__name__}: {str(error)[:300]} at {' '.join(frames[-4:])}"
+
+
+@contextmanager
+def working_folder() -> Iterator[None]:
+    """What stores states writes into the current folder."""
+    import os
+
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    chosen = [case for case in CASES if not options.words or any(word in case.name for word in options.words)]
+    if options.list:
+        print(*(case.name for case in chosen), sep="\n")
+        return 0
+    scheduler = install()
+    with working_folder():
+        for case in chosen:
+            print(json.dumps(asdict(judge(case, scheduler))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
