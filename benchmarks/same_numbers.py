@@ -31,7 +31,7 @@ TRAINING = (
     *("data.path=text.txt", "data.seq_len=64", "data.tokenizer=bytes", "batch.micro_size=2", "batch.accumulation=4"),
     *("checkpoint.path=checkpoints", "checkpoint.every=5", "checkpoint.keep_last=0", "run.num_threads=1"),
 )
-TIMES = ("step_s", "tokens_per_s", "memory_bytes", "peak_bytes")
+NUMBERS = ("step", "loss", "count", "grad_norm", "lr", "skipped", "eval_loss")
 TIMEOUT_S = 600.0
 
 
@@ -85,10 +85,10 @@ def train(checkout: Path, folder: Path, run: Run, num_steps: int, resume: Path |
 
 
 def numbers(folder: Path) -> list[Mapping[str, object]]:
-    """What the run's log has for each step, but for times and memory."""
+    """What the run's log has for each step, but for times, memory and slow ranks."""
     (log,) = folder.glob("runs/*/metrics.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [{name: line[name] for name in line if name not in TIMES} for line in lines]
+    return [{name: line.get(name) for name in NUMBERS} for line in lines]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

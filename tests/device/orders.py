@@ -15,7 +15,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from device.virtual import install
 from device.virtual.streams import Order, Scheduler
-from harness.echo import EchoFactory
+from harness.echo import EchoFactory, cancel_deviations
 from harness.models import CASES as MODELS
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
+from shardwise.layout.zero_stages import STAGES
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.tensor.plan_layout import plan_layout
 
@@ -111,10 +112,12 @@ CASES = (
     Case("gathers in fp8, sums in int4", 2, zero(3, precision={**FP32, "gather": "fp8", "reduce": "int4"})),
     Case("states in bf16", 2, zero(2, precision={"param": "fp32", "states": "bf16"}), "decoder"),
     Case("Muon", 2, zero(3, optimizer={"name": "muon", "lr": 1e-2, "clip_norm": 0.05}), "decoder"),
-    Case("saves beside training", 2, zero(3), act=save_async),
-    Case("saves", 2, zero(2), act=save_now),
+    *(
+        Case(f"saves, states {states}, {act.__name__}", 1, zero(2, precision={**FP32, "states": states}), "decoder", act=act)
+        for states, act in (("master", save_async), ("int8", save_async), ("master", save_now), ("int8", save_now))
+    ),
     Case("state access", 2, zero(3), act=read_state),
-    Case("memory handed over", 2, zero(3), act=hand_over),
+    Case("memory handed over", 1, zero(3), act=hand_over),
 )
 
 
@@ -142,9 +145,12 @@ def make_engine(case: Case) -> Engine:
     config = make_config(case.num_micro_batches, overrides).resolve(case.world_size)
     torch.manual_seed(0)
     model = model_case.build(case.dtype)
-    layout = plan_layout(model, config)
+    # One rank shards nothing, and its layout says stage 0.
+    layout = replace(plan_layout(model, config), stage=STAGES[config.zero.stage])
     factory = EchoFactory(layout.mesh, case.rank)
-    return Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), factory, loss_fn=model_case.loss))
+    engine = Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), factory, loss_fn=model_case.loss))
+    cancel_deviations(engine.parts.losses)
+    return engine
 
 
 def train(case: Case, scheduler: Scheduler, order: Order, seed: int, num_steps: int = 2) -> Trained:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.echo import EchoFactory
+from harness.echo import EchoFactory, cancel_deviations
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
@@ -34,6 +34,7 @@ def train(device: torch.device, world_size: int, **sections: dict[str, Any]) -> 
     layout = plan_layout(model, config)
     network = EchoFactory(layout.mesh, rank=0)  # the rank whose weights are everybody's
     engine = Engine(EngineInputs(model, config, layout, MemoryTracker(device), network, loss_fn=case.loss))
+    cancel_deviations(engine.parts.losses)
     trace = []
     for step in make_batches(case, num_steps=3, world_size=1, num_micro_batches=2):
         result = engine.train_step(step[0])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.backends import NcclComm
 from shardwise.comm.collectives import Comm, CommResources, RankPlace
+from shardwise.comm.loss import LossAccumulator
 from shardwise.layout.mesh_shape import MeshShape
 
 # As bytes of any floating dtype it is a number below one.
@@ -72,7 +73,7 @@ class EchoC10d:
         if received_sizes is None:
             received.view(self._world_size, -1).copy_(source.view(self._world_size, -1)[self._rank].view(1, -1))
         else:
-            repeat_into(received, [source])
+            repeat_into(received, source)
 
     def all_reduce(self, buffer: Tensor, op: Any = dist.ReduceOp.SUM, **_: Any) -> None:
         linger(buffer)
@@ -89,7 +90,7 @@ class EchoC10d:
         return self.batch_isend_irecv([EchoOp(self.irecv, tensor)])[0]
 
     def batch_isend_irecv(self, batch: Sequence[EchoOp]) -> list[EchoWork]:
-        """Others send what this rank sends in the batch, over and over where they have more to send."""
+        """Others send what this rank sends in the batch, in its order, over and over where they have more to send."""
         if self._messages is None:
             self._move(batch)
             return [EchoWork(None)]
@@ -100,10 +101,9 @@ class EchoC10d:
 
     def _move(self, batch: Sequence[EchoOp]) -> None:
         sent = [entry.tensor for entry in batch if entry.op == self.isend]
-        for entry in batch:
-            if entry.op == self.irecv:
-                linger(entry.tensor)
-                repeat_into(entry.tensor, [tensor for tensor in sent if tensor.dtype == entry.tensor.dtype])
+        for index, entry in enumerate(entry for entry in batch if entry.op == self.irecv):
+            linger(entry.tensor)
+            repeat_into(entry.tensor, sent[index % len(sent)] if sent else None)
 
 
 class EchoComm(NcclComm):
@@ -111,7 +111,7 @@ class EchoComm(NcclComm):
 
     def __init__(self, place: RankPlace, resources: CommResources) -> None:
         super().__init__(place, resources, None, EchoC10d(place.rank, place.world_size, resources.device))
-        self.is_simulated = False  # the echoes' tensors have values
+        self.is_simulated, self._distances = False, range(1, place.world_size)  # the echoes' tensors have values
 
 
 class EchoFactory:
@@ -140,14 +140,19 @@ class EchoFactory:
         pass
 
 
-def repeat_into(out: Tensor, sources: Sequence[Tensor]) -> None:
-    """Fill a tensor with the values of others, over and over; without any, with a number below one."""
-    if not sources:
+def cancel_deviations(losses: LossAccumulator) -> None:
+    """Let an engine's tensor-parallel ranks have one loss: those of echoes, which have this rank's signs, do not cancel."""
+    has_one_loss = losses.deviation
+    losses.deviation = lambda: torch.zeros_like(has_one_loss())  # type: ignore[method-assign]
+
+
+def repeat_into(out: Tensor, source: Tensor | None) -> None:
+    """Fill a tensor with the values of another, over and over; without one, with a number below one."""
+    if source is None:
         out.view(-1).view(torch.uint8).fill_(FROM_NOWHERE)
         return
-    values = torch.cat([source.reshape(-1) for source in sources])
-    num_repeats = -(-out.numel() // max(1, values.numel()))
-    out.view(-1).copy_(values.repeat(num_repeats)[: out.numel()])
+    num_repeats = -(-out.numel() // max(1, source.numel()))
+    out.view(-1).copy_(source.reshape(-1).repeat(num_repeats)[: out.numel()])
 
 
 def linger(like: Tensor) -> None:
