@@ -49,11 +49,10 @@ from shardwise.runtime.recompute import replace_forwards
 from shardwise.runtime.streams import Streams
 from shardwise.runtime.timeline import Timeline
 from shardwise.runtime.user_hooks import HooksOnce
-from shardwise.tensor.apply import split_model
+from shardwise.tensor.apply import dropout_zones, split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.layers import mappings_of
 from shardwise.tensor.loss_parallel import LazyLogitsHead, deferring_heads, settle_all
-from shardwise.tensor.plan_layout import dropout_zones
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
 from shardwise.zero.resources import ShardingResources
@@ -259,7 +258,7 @@ def _alter_modules(
         what shares batches out, and where activations are offloaded.
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
-    given = apply_context_parallel(model, config, resources.comms.context)
+    given = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels)
     _undo_at_end(cleanup, given.undo)
     tensor, tp = layout.tensor, resources.comms.tensor
     if tensor is not None:

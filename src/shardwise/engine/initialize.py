@@ -29,6 +29,8 @@ from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
+from shardwise.construction.opaque import beside_parameters
+from shardwise.construction.scan import check_plain, scan_model, with_own_dtype
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder
@@ -43,12 +45,10 @@ from shardwise.launch.host import (
     usable_cores,
 )
 from shardwise.launch.process_group import ensure_process_group
-from shardwise.layout.opaque import beside_parameters
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.optim.schedules import schedule_of
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
-from shardwise.tensor.plan_layout import check_plain, with_own_dtype
-from shardwise.tensor.prove_plan import proved_layout
+from shardwise.tensor.plan_layout import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -93,9 +93,10 @@ def initialize(
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     rank, store = dist.get_rank(), open_store(config.run.timeout_s)
     with all_or_none(store, rank, config.run.timeout_s, "layout"):
-        config = with_own_dtype(model, config, rank=rank).resolve(world_size)
+        facts = scan_model(model, config)
+        config = with_own_dtype(facts, config, rank=rank).resolve(world_size)
         check_tiers(config.tiers)
-        layout = proved_layout(model, config, plan, rank=rank)
+        layout = proved_layout(model, facts, config, plan, rank=rank)
         if weights is not None:
             check_folder(model, Path(weights), names)
     agree_on_setup(store, rank, RankFacts.of(layout, config, beside_parameters(model)), config.run.timeout_s)

@@ -10,7 +10,7 @@ sums: in bf16, 16 parts double their rounding error, and 128 multiply it by 6.
 The head's logits are deferred until their cross entropy, which takes some tokens at a time, as those of a split head
 are (`shardwise.tensor.loss_parallel`).
 
->>> from shardwise.layout.layout import build_layout
+>>> from shardwise.construction.scan import build_layout
 >>> from shardwise.models.decoder import DecoderConfig
 >>> shape = DecoderConfig(vocab_size=64, num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4,
 ...                       ffn_size=48, max_seq_len=32)

@@ -37,7 +37,6 @@ from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
-from shardwise.layout.stage_partition import find_partition
 from shardwise.report.console import Escaped, LogFormatter, progress, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
@@ -311,8 +310,8 @@ def _begin_folder(trainer: Trainer, folder: Path, resumed: Resumed | None, conso
         take_over_metrics(config, folder, resumed)
         for note in resumed.notes:
             say(console, note)
-    if config.mesh.pp > 1:
-        say(console, find_partition(trainer.model.skeleton(), config).describe())
+    if (pipeline := trainer.engine.layout.pipeline) is not None:
+        say(console, pipeline.summary)
     trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
 
 

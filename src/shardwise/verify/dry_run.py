@@ -22,7 +22,6 @@ from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.stage_partition import StagePartition, find_partition
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import bubble_share
@@ -48,14 +47,14 @@ class DryRun:
     """Holds a job and what some of its ranks hold and send; the config is resolved.
 
     Attributes:
-        partition: the stages of its pipeline; None without one.
+        stages: a table of those of its pipeline; empty without one.
         elapsed_s: seconds that all simulations took.
     """
 
     config: Config
     model: JobModel
     ranks: tuple[RankFigures, ...]
-    partition: StagePartition | None
+    stages: str
     elapsed_s: float
 
     @property
@@ -102,8 +101,8 @@ def dry_run(
         made = model.skeleton()
         job = RankJob(made, resolved_for(made, config, rank, world_size), make_batch, rank, model.loss_fn)
         found.append(rank_figures(job, lambda doing, place=place: announce(f"{place}: {doing}")))  # type: ignore[misc]
-    partition = find_partition(model.skeleton(), config) if layout.pipeline is not None else None
-    return DryRun(config, model, tuple(found), partition, time.perf_counter() - start_s)
+    stages = layout.pipeline.summary if layout.pipeline is not None else ""
+    return DryRun(config, model, tuple(found), stages, time.perf_counter() - start_s)
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -137,7 +136,7 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Literal["stages"]) -> l
 def render(run: DryRun) -> RenderableType:
     """Draw the header and the tables of what the ranks hold and send; 80 columns are enough."""
     parts: list[RenderableType] = [_header(run)]
-    parts += [Text(run.partition.describe())] if run.partition is not None else []
+    parts += [Text(run.stages)] if run.stages else []
     parts += [_at_rest_table(run.ranks), *_moves_tables(run), _peak_table(run.ranks), _wire_table(run.ranks)]
     parts.append(Text(_footer(run), style="dim"))
     return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))

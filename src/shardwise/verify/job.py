@@ -19,9 +19,9 @@ from typing import Any, Final, Self
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, ContextConfig, PrecisionConfig
+from shardwise.construction.scan import find_units
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.layout.param_groups import find_units
 from shardwise.layout.tp_sharding import check_length
 from shardwise.models import DecoderConfig, decoder_config
 from shardwise.models.shrink import (
@@ -331,10 +331,10 @@ def _replaced(run: Config, small: Config) -> Iterator[str]:
 
 def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...] | None:
     """Return those of some patterns that a small model has modules for; None where it has none."""
-    kept = []
+    kept, modules = [], dict(model.named_modules())
     for pattern in patterns or ():
         try:
-            find_units(model, [pattern])
+            find_units(modules, [pattern])
         except ConfigError:
             continue
         kept.append(pattern)

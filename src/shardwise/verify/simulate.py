@@ -51,6 +51,7 @@ from shardwise.config.resolve import (
     TiersConfig,
 )
 from shardwise.config.sections import PositiveFloat
+from shardwise.construction.scan import scan_model, with_own_dtype
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.runner import RankBatch, run_model
@@ -60,7 +61,7 @@ from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTra
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, fake_copy, fake_like, fake_tensors, pytree
 from shardwise.schedule.actions import TimedAction
-from shardwise.tensor.plan_layout import plan_layout, with_own_dtype
+from shardwise.tensor.plan_layout import plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -229,7 +230,7 @@ def resolved_for(model: nn.Module, config: Config | Mapping[str, Any] | None, ra
         ConfigError: config, model, rank and world size do not fit each other.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    config = with_own_dtype(model, config).resolve(world_size)
+    config = with_own_dtype(scan_model(model, config), config).resolve(world_size)
     check_rank(rank, world_size)
     return config
 
