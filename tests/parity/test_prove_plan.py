@@ -145,7 +145,7 @@ def test_a_plan_is_proved_along_the_sequence_too() -> None:
 
 
 def laid_out(model: nn.Module, config: Config, plan: Any, *, rank: int) -> Layout:
-    return proved_layout(model, scanned(model), config, plan, rank=rank)
+    return proved_layout(scanned(model), model, config, plan, rank=rank)
 
 
 def test_what_is_not_proved_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,14 +14,14 @@ import inspect
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError, Dtype, PrecisionConfig
+from shardwise.config.resolve import Config, ConfigError, Dtype, PrecisionConfig, ResolvedConfig
 from shardwise.construction.opaque import bytes_shape, check_opaque, is_opaque
 from shardwise.construction.stage_order import Modules, find_stage_units
 from shardwise.layout.facts import FusedDim, ModelFacts, ParamEntry, StageUnit
@@ -32,6 +32,7 @@ from shardwise.layout.precision import TORCH_DTYPES, buffer_dtype
 from shardwise.layout.resolve import layout_of
 from shardwise.layout.tensor_plan import TensorLayout
 
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 _LOG: Final = logging.getLogger("shardwise")
 _NARROW: Final[tuple[Dtype, ...]] = ("bf16", "fp16")
 _BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -65,7 +66,7 @@ def scan_model(model: nn.Module, config: Config) -> ModelFacts:
 @checked
 def build_layout(
     model: nn.Module,
-    config: Config,
+    config: ResolvedConfig,
     tensor: TensorLayout | None = None,
     pipeline: PipelineLayout | None = None,
     trained: Collection[str] = (),
@@ -84,6 +85,7 @@ def build_layout(
     Raises:
         ConfigError: the model has no parameters, `zero.blocks` does not fit it, or the optimizer has nothing to step.
     """
+    config = ResolvedConfig.of(config)
     return layout_of(scan_model(model, config).with_fused(fused or {}), config, tensor, pipeline, trained)
 
 
@@ -103,7 +105,7 @@ def check_plain(model: nn.Module) -> None:
         raise ConfigError("lazy-parameters", "the model has parameters without a shape; run it once on a batch before")
 
 
-def with_own_dtype(facts: ModelFacts, config: Config, *, rank: int = 0) -> Config:
+def with_own_dtype(facts: ModelFacts, config: AnyConfig, *, rank: int = 0) -> AnyConfig:
     """Return the config with the dtype of a model's parameters as `precision.param`, where it names none.
 
     Opaque ones, and those that stay in fp32 beside narrow ones, do not count. A model in several dtypes trains in fp32,
@@ -112,14 +114,13 @@ def with_own_dtype(facts: ModelFacts, config: Config, *, rank: int = 0) -> Confi
     if config.precision.param is not None:
         return config
     params = [each for each in facts.params if not each.is_opaque]
-    for name, dtype in TORCH_DTYPES.items():
-        if {each.dtype for each in params if name not in each.wide_in} == {dtype}:
-            return config.model_copy(update={"precision": config.precision.model_copy(update={"param": name})})
+    beside = {name: {each.dtype for each in params if name not in each.wide_in} for name in TORCH_DTYPES}
+    own = [name for name, dtypes in beside.items() if dtypes == {TORCH_DTYPES[name]}]
     there = sorted({str(each.dtype).removeprefix("torch.") for each in params})
-    if rank == 0 and len(there) > 1:
+    if rank == 0 and not own and len(there) > 1:
         kind, text = facts.kind, " and ".join(there)
         _LOG.warning("parameters of %s are in %s; all train in float32: set precision.param to choose", kind, text)
-    return config.override(["precision.param=fp32"])
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"param": (*own, "fp32")[0]})})
 
 
 def find_units(modules: Modules, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
 from shardwise.attention.huggingface_masks import MaskWindow, find_mask_window
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import Config, ConfigError, ContextConfig
+from shardwise.config.resolve import ConfigError, ContextConfig, ResolvedConfig
 from shardwise.context.attention import ContextAttention
 from shardwise.context.batch import (
     POSITIONS,
@@ -74,7 +74,7 @@ class AppliedContext:
     undo: list[Callable[[], None]]
 
 
-def check_context(model: nn.Module, config: Config) -> None:
+def check_context(model: nn.Module, config: ResolvedConfig) -> None:
     """Check that a model can be given attention over the `cp` axis.
 
     Args:
@@ -99,7 +99,7 @@ def check_context(model: nn.Module, config: Config) -> None:
         check_heads(num_heads, num_kv_heads, config.context, cp, config.mesh.tp)
 
 
-def check_split(model: nn.Module, config: Config, length: int) -> None:
+def check_split(model: nn.Module, config: ResolvedConfig, length: int) -> None:
     """Check that sequences of one length can be split as the config says.
 
     What a Hugging Face model's attention sees depends on its batches, so those are checked as they come.
@@ -112,7 +112,7 @@ def check_split(model: nn.Module, config: Config, length: int) -> None:
 
 
 def apply_context_parallel(
-    model: nn.Module, config: Config, comm: Comm, shifts_labels: bool | None = None
+    model: nn.Module, config: ResolvedConfig, comm: Comm, shifts_labels: bool | None = None
 ) -> AppliedContext:
     """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
 
@@ -276,7 +276,7 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Ten
 
 def _give_own(
     model: nn.Module,
-    config: Config,
+    config: ResolvedConfig,
     attention: ContextAttention,
     rank: int,
     prove: Callable[[Mapping[str, Any]], None] | None,
@@ -294,7 +294,7 @@ def _give_own(
 
 def _give_huggingface(
     model: nn.Module,
-    config: Config,
+    config: ResolvedConfig,
     attention: ContextAttention,
     rank: int,
     limits: SequenceLimits,
@@ -372,7 +372,7 @@ class HuggingFaceSequences:
         return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets, is_new)
 
 
-def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:
+def _own_splits(model: nn.Module, config: ResolvedConfig) -> TokenSplits[int]:
     first = _attending(model)[0]
     attend, num_heads = first.attend, first.num_heads
     return TokenSplits(lambda length: attend.layout(length, 0, num_heads), config.context, config.mesh.cp)

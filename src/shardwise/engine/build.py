@@ -19,7 +19,7 @@ from shardwise.comm.loss import LossAccumulator, LossFn
 from shardwise.comm.mesh import CommGroups, connect
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import Watchdog, watch
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.construction.values import ParamInitializer
 from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
@@ -75,7 +75,7 @@ class EngineInputs:
     """
 
     model: nn.Module
-    config: Config
+    config: ResolvedConfig
     layout: Layout
     memory: MemoryTracker
     comm_factory: CommFactory
@@ -286,7 +286,7 @@ def _alter_modules(
     return given.sequences, activations
 
 
-def _shared_forward(config: Config) -> str:
+def _shared_forward(config: ResolvedConfig) -> str:
     """Return by which key of the config ranks compute parts of one forward that may draw; "" for none."""
     if config.mesh.pp > 1:
         return "mesh.pp"

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import ConfigError, ResolvedConfig
 from shardwise.layout.facts import ModelFacts, ParamEntry
 from shardwise.layout.layout import Layout, assign_tiers_by_rank, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
@@ -30,7 +30,9 @@ from shardwise.schedule.registry import placement_of
 _LOG: Final = logging.getLogger("shardwise")
 
 
-def resolve_layout(facts: ModelFacts, config: Config, plan: TensorPlan | None = None, *, rank: int = 0) -> Layout:
+def resolve_layout(
+    facts: ModelFacts, config: ResolvedConfig, plan: TensorPlan | None = None, *, rank: int = 0
+) -> Layout:
     """Compute the layout of a model on every axis.
 
     Args:
@@ -59,7 +61,7 @@ def resolve_layout(facts: ModelFacts, config: Config, plan: TensorPlan | None = 
 
 def layout_of(
     facts: ModelFacts,
-    config: Config,
+    config: ResolvedConfig,
     tensor: TensorLayout | None = None,
     pipeline: PipelineLayout | None = None,
     trained: Collection[str] = (),
@@ -105,7 +107,7 @@ def layout_of(
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
 
 
-def _entries(facts: ModelFacts, config: Config, trained: Collection[str]) -> list[ParamEntry]:
+def _entries(facts: ModelFacts, config: ResolvedConfig, trained: Collection[str]) -> list[ParamEntry]:
     """Return the parameters as the config has them stored and stepped."""
     has_matrices = bool(matrix_state_names(config.optimizer.name))
     if has_matrices and not any(entry.is_matrix for entry in facts.params):
@@ -128,7 +130,7 @@ def _entries(facts: ModelFacts, config: Config, trained: Collection[str]) -> lis
     ]
 
 
-def _pipeline_layout(facts: ModelFacts, config: Config, index: int) -> PipelineLayout:
+def _pipeline_layout(facts: ModelFacts, config: ResolvedConfig, index: int) -> PipelineLayout:
     partition, section = find_partition(facts.stage_units, config), config.pipeline
     summary = partition.describe()
     _LOG.info("%d stages over pp=%d:\n%s", partition.num_stages, config.mesh.pp, summary)

@@ -31,7 +31,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Final, Literal
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import ConfigError, ResolvedConfig
 from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.layout import states_of
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
@@ -522,7 +522,7 @@ def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float])
     )
 
 
-def find_partition(units: Sequence[StageUnit], config: Config) -> StagePartition:
+def find_partition(units: Sequence[StageUnit], config: ResolvedConfig) -> StagePartition:
     """Partition the units of a model into the stages of a config.
 
     Args:
@@ -545,7 +545,7 @@ def find_partition(units: Sequence[StageUnit], config: Config) -> StagePartition
     )
 
 
-def _bytes_per_element(config: Config) -> Callable[[ParamEntry], float]:
+def _bytes_per_element(config: ResolvedConfig) -> Callable[[ParamEntry], float]:
     """Return a function: parameter -> bytes stored for each of its elements (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)

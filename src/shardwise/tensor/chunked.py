@@ -33,7 +33,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import ConfigError, ResolvedConfig
 from shardwise.dropout import KeyedDraws, Tokens
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
@@ -57,7 +57,7 @@ _MIXING: Final = (
 )
 
 
-def chunk_model(model: nn.Module, config: Config, layout: Layout, draws: KeyedDraws) -> list[Undo]:
+def chunk_model(model: nn.Module, config: ResolvedConfig, layout: Layout, draws: KeyedDraws) -> list[Undo]:
     """Make a model's feed-forwards and its head take `context.chunk_tokens` tokens at a time.
 
     Call it after layers are split and dropouts keyed, and before forwards are wrapped for recomputation: the chunks

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from shardwise.config.arguments import checked
 from shardwise.config.errors import CodedError
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import ConfigError, ResolvedConfig
 from shardwise.config.sections import Ranks
 from shardwise.construction.scan import scan_model
 from shardwise.context.apply import check_context
@@ -57,7 +57,7 @@ _LOG: Final = logging.getLogger("shardwise")
 
 @checked
 def plan_layout(
-    model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None = None, *, rank: int = 0
+    model: nn.Module, config: ResolvedConfig, plan: TensorPlan | Mapping[str, Any] | None = None, *, rank: int = 0
 ) -> Layout:
     """Compute the layout of `model` under a resolved config, on every axis.
 
@@ -73,15 +73,15 @@ def plan_layout(
             the model cannot be cut into the stages, or it cannot have the config's attention, or attention over split
             sequences.
     """
-    facts = scan_model(model, config)
-    return resolve_layout(facts, config, _plan_of(model, facts, config, plan), rank=rank)
+    config = ResolvedConfig.of(config)
+    return layout_by(scan_model(model, config), model, config, plan, rank=rank)
 
 
 def proved_layout(
-    model: nn.Module, facts: ModelFacts, config: Config, plan: Table | TensorPlan | None, *, rank: int
+    facts: ModelFacts, model: nn.Module, config: ResolvedConfig, plan: Table | TensorPlan | None, *, rank: int
 ) -> Layout:
     """Return the layout that `plan_layout` returns, after `check_small_copy`; rank 0 logs why a plan is not proved."""
-    layout = resolve_layout(facts, config, _plan_of(model, facts, config, plan), rank=rank)
+    layout = layout_by(facts, model, config, plan, rank=rank)
     why_not = check_small_copy(model, plan, config.mesh.tp, config.tensor.sequence_parallel)
     if why_not and rank == 0:
         is_found = isinstance(plan, TensorPlan) and not isinstance(plan, ProvedPlan)
@@ -91,10 +91,19 @@ def proved_layout(
     return layout
 
 
-def _plan_of(model: nn.Module, facts: ModelFacts, config: Config, plan: Table | TensorPlan | None) -> TensorPlan | None:
-    """Return how the layers are split; None where nothing is, and no fused weight need be known."""
+def layout_by(
+    facts: ModelFacts, model: nn.Module, config: ResolvedConfig, plan: Table | TensorPlan | None = None, *, rank: int
+) -> Layout:
+    """Return the layout that `plan_layout` returns, of a model that has been scanned."""
     check_attention(model, config.attention)
     check_context(model, config)
+    return resolve_layout(facts, config, _plan_of(facts, model, config, plan), rank=rank)
+
+
+def _plan_of(
+    facts: ModelFacts, model: nn.Module, config: ResolvedConfig, plan: Table | TensorPlan | None
+) -> TensorPlan | None:
+    """Return how the layers are split; None where nothing is, and no fused weight need be known."""
     degree = config.mesh.tp
     if degree == 1:
         if isinstance(plan, Mapping):
