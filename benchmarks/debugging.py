@@ -23,7 +23,7 @@ from shardwise.comm.consistency import RankFacts, agree_on_setup
 from shardwise.comm.mesh import Mesh, connect, open_store
 from shardwise.comm.watchdog import Watchdog, watch
 from shardwise.config.resolve import Config
-from shardwise.layout.layout import build_layout
+from shardwise.construction.scan import build_layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import Streams

@@ -30,10 +30,10 @@ from shardwise.comm.backends import ProcessGroupFactory, SimulatedFactory
 from shardwise.comm.collectives import Comm, CommResources
 from shardwise.comm.mesh import Mesh
 from shardwise.config.resolve import Config
+from shardwise.construction.scan import build_layout
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.launch.process_group import ensure_process_group
-from shardwise.layout.layout import build_layout
 from shardwise.layout.zero_stages import STAGES
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss
 from shardwise.models.presets import preset

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.collectives import Comm, CommResources
 from shardwise.config.resolve import Config
+from shardwise.construction.scan import build_layout
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
-from shardwise.layout.layout import build_layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.zero_stages import STAGES
 from shardwise.runtime.gradient_hooks import hook_gradient

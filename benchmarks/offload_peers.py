@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from pairs import Ready, Turn, forget_peak, peak_rss_bytes
 from peers import BETAS, LR, WEIGHT_DECAY, Peer, Workload, language_loss, mean_loss, optimizer_section
 from shardwise.config.resolve import Config, TiersConfig
-from shardwise.layout.layout import Layout, build_layout
+from shardwise.construction.scan import build_layout
+from shardwise.layout.layout import Layout
 from shardwise.models import Decoder, preset
 from shardwise.offload.nvme_storage import NvmeStorage
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, ChunkInput, StepChunk

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from peers import FP32, NUM_RANKS, Peer, Step, Workload, language_loss, mean_loss, optimizer_section
 from shardwise.config.resolve import Config
-from shardwise.layout.stage_partition import partition_model
 from shardwise.models import Decoder, preset
 from shardwise.models.decoder import DecoderBlock, DecoderConfig, rope_tables
+from shardwise.tensor.plan_layout import plan_layout
 
 CPU = torch.device("cpu")
 VIRTUAL_STAGES: Mapping[str, int] = MappingProxyType({"interleaved": 2, "zb-v": 2})
@@ -77,7 +77,8 @@ def pipeline_config(workload: PipelineWorkload, schedule: str) -> dict[str, Any]
 def cut_of(workload: PipelineWorkload, schedule: str) -> tuple[tuple[str, ...], ...]:
     """Names of the units of each stage, as Shardwise cuts by cost."""
     config = Config.from_dict(pipeline_config(workload, schedule)).resolve(world_size=NUM_RANKS)
-    return partition_model(Decoder(workload.shape, device="meta"), config).units
+    pipeline = plan_layout(Decoder(workload.shape, device="meta"), config).pipeline
+    return () if pipeline is None else pipeline.units
 
 
 class Stage(nn.Module):

@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from shardwise.engine.state_api import gathered
     from shardwise.engine.types import EvalResult, StepResult
     from shardwise.launch.process_group import LaunchError
-    from shardwise.layout.layout import Layout, build_layout
+    from shardwise.layout.layout import Layout
     from shardwise.models.layer_list import LayerList, LayerSpec
     from shardwise.pipeline.profile_units import measure_units
     from shardwise.planner.model_states import estimate_model_states
     from shardwise.planner.plan import Plan, plan
     from shardwise.runtime.param_guard import ReleasedParameterError
     from shardwise.tensor.autoplan.propose import propose_plan
-    from shardwise.tensor.plan_layout import plan_layout
-    from shardwise.tensor.prove_plan import prove_plan
+    from shardwise.tensor.plan_layout import plan_layout, prove_plan
     from shardwise.train.loaders import data_loader, stream_loader
     from shardwise.train.recorder import progress
     from shardwise.train.recording import save_timeline
@@ -102,7 +101,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "StepResult": "engine.types",
     "backward": "engine.engine",
     "block_sparse_attention": "attention.api",
-    "build_layout": "layout.layout",
+    "build_layout": "construction.scan",
     "data_loader": "train.loaders",
     "estimate_model_states": "planner.model_states",
     "gathered": "engine.state_api",
@@ -113,7 +112,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "plan_layout": "tensor.plan_layout",
     "progress": "train.recorder",
     "propose_plan": "tensor.autoplan.propose",
-    "prove_plan": "tensor.prove_plan",
+    "prove_plan": "tensor.plan_layout",
     "save_timeline": "train.recording",
     "simulate": "verify.simulate",
     "sparse_sdpa": "attention.sdpa_patch",

@@ -39,7 +39,7 @@ from shardwise.comm.records import Collective, CollectiveNote, CommLog
 from shardwise.comm.store import PatientStore, StoreSilentError
 from shardwise.comm.watchdog import RankReport, Watchdog, diagnose, render, watch
 from shardwise.config.resolve import RunConfig
-from shardwise.layout.layout import build_layout
+from shardwise.construction.scan import build_layout
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import Event, Streams
 from shardwise.runtime.timeline import Timeline

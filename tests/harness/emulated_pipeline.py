@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shardwise import Config
 from shardwise.comm.loss import LossSum
-from shardwise.layout.stage_partition import partition_model
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.torch_private import pytree
+from shardwise.tensor.plan_layout import plan_layout
 
 LossOf = Callable[[Any], Tensor]
 
@@ -32,7 +32,8 @@ def pipeline_error(model: nn.Module, batch: Mapping[str, Any], loss_of: LossOf, 
         section: the config's `pipeline`.
     """
     config = Config.from_dict({"mesh": {"pp": 2}, "batch": {"accumulation": 2}, "pipeline": section}).resolve(2)
-    layout = partition_model(model, config)
+    layout = plan_layout(model, config).pipeline
+    assert layout is not None, "mesh.pp is two"
     stages = [_stage_of(model, layout.stages_of, stage) for stage in range(2)]
     forwards = [StageForward(each, layout.units, [stage], torch.device("cpu")) for stage, each in enumerate(stages)]
     with float64_throughout():

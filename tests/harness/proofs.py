@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from shardwise.layout.tensor_plan import TensorPlan
-from shardwise.tensor import prove_plan
+from shardwise.tensor import plan_layout
 
 
 def remember_proofs() -> None:
     """A plan that was proved in this process is proved, for models of the same classes, methods and config."""
-    refute = prove_plan.refute
+    refute = plan_layout.refute
     proved: set[Any] = set()
 
     def refute_once(
@@ -34,4 +34,4 @@ def remember_proofs() -> None:
             proved.add(key)
         return wrong
 
-    prove_plan.refute = refute_once
+    plan_layout.refute = refute_once

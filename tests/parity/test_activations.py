@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.pool import WorkerPool
+from harness.scanned import scanned
 from harness.split_model import cut, make_comm
 from shardwise.config.resolve import AttentionConfig, Config, TensorConfig
 from shardwise.context.apply import apply_context_parallel
@@ -147,7 +148,7 @@ def kept_by_a_split_block(rank: int, world_size: int, is_sequence: bool) -> list
 
 def kept_in_mode(rank: int, world_size: int, is_sequence: bool, dtype: torch.dtype, mode: str) -> int:
     model = Decoder(DecoderConfig(vocab_size=64, num_layers=3, max_seq_len=512, **SPLIT_SIZES), dtype=dtype)
-    layout = tensor_layout(model, model.tensor_plan(world_size), world_size, is_sequence)
+    layout = tensor_layout(scanned(model).params, model.tensor_plan(world_size), world_size, is_sequence)
     pool = BufferPool()
     split_model(model, layout.plan, make_comm(pool), TensorConfig(sequence_parallel=is_sequence), layout.splits)
     cut(model, layout.splits, rank)

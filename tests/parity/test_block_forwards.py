@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from harness.pool import WorkerPool
 from harness.refusals import refusal_of, refused
 from shardwise import Config, initialize
-from shardwise.layout.layout import Layout, build_layout
+from shardwise.construction.scan import build_layout
+from shardwise.layout.layout import Layout
 from shardwise.runtime.recompute import replace_forwards
 
 

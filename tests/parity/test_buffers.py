@@ -15,7 +15,7 @@ from harness.states import engine_of, square_loss, take_steps
 from harness.training import make_config
 from shardwise import Config, initialize, simulate
 from shardwise.checkpoint.commit import read_manifest
-from shardwise.layout.layout import build_layout
+from shardwise.construction.scan import build_layout
 
 BF16 = {"param": "bf16"}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -20,8 +20,8 @@ from harness.tensor import NUM_MICRO_BATCHES, train_split, train_whole
 from harness.training import make_config, merge_ranks
 from shardwise import Config, initialize
 from shardwise.config.resolve import ConfigError
+from shardwise.construction.scan import build_layout
 from shardwise.dropout import KeyedDraws
-from shardwise.layout.layout import build_layout
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
 from shardwise.tensor.chunked import ChunkedForward, DeferredHead, chunk_model
 

@@ -22,7 +22,7 @@ from shardwise.verify.simulate import RankJob, resolved_for
 def compare(
     model: nn.Module, loss_fn: LossFn | None, batch: Any, config: Any, world_size: int, rank: int
 ) -> RankFigures:
-    job = RankJob(model, resolved_for(model, config, rank, world_size), lambda: batch, rank, loss_fn)
+    job = RankJob(model, resolved_for(config, rank, world_size), lambda: batch, rank, loss_fn)
     figures = rank_figures(job)
     full = simulate(model, config, lambda: batch, loss_fn=loss_fn, rank=rank, world_size=world_size)
     assert figures.layout == full.layout

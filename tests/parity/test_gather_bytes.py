@@ -17,7 +17,7 @@ from harness.simulated import Measured, measure_steps, simulated
 from harness.training import make_config
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise import Layout, initialize, simulate
-from shardwise.layout.layout import build_layout
+from shardwise.construction.scan import build_layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.wire_codec import WireCodec
 from shardwise.models import Decoder, lm_loss

@@ -20,9 +20,9 @@ from harness.models import IGNORED, ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, own_loss
 from harness.refusals import refused
+from harness.scanned import scanned
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
-from shardwise.layout.param_groups import find_units
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.param_guard import ReleasedParameterError
 
@@ -402,5 +402,5 @@ BLOCKS = {
 @pytest.mark.parametrize("family", BLOCKS)
 def test_the_default_units_are_the_blocks(family: str) -> None:
     """Both stacks', and no expert: ranks route differently, so a gather must not hang on a single one."""
-    units = find_units(build_model(family), None)
+    units = scanned(build_model(family)).units
     assert [unit.rpartition(".")[0] for unit in units] == BLOCKS[family]

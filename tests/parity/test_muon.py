@@ -23,9 +23,10 @@ from harness.refusals import refused
 from harness.tensor import CLIP_NORM
 from harness.training import LR, make_config, merge_ranks, train_engine
 from shardwise import Config, Layout, initialize
-from shardwise.layout.layout import build_layout
+from shardwise.construction.scan import build_layout
+from shardwise.layout.facts import FusedDim
 from shardwise.layout.matrices import assign_owners, held_ranges, matrices_of, newton_schulz_flops, rounds_of
-from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
+from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.optim.muon import advance_momentum, apply_update, orthogonalize, update_scale
 from shardwise.runtime.memory_tracker import Category
 from shardwise.tensor.plan_layout import plan_layout

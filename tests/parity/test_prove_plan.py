@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from harness.huggingface import FAMILIES, build_model
 from harness.pool import WorkerPool
 from harness.refusals import refused
+from harness.scanned import scanned
 from harness.training import make_config
 from harness.unknown_models import CASES
 from harness.zoo_cells import case_of
 from shardwise import Config, ConfigError, initialize, propose_plan
+from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import SharedInput
-from shardwise.tensor.prove_plan import check_provable, check_small_copy, prove_plan, proved_layout
+from shardwise.tensor.plan_layout import check_provable, check_small_copy, prove_plan, proved_layout
 from shardwise.tensor.thread_proof import NotProvedError, refute
 
 CROSSED: Final = next(case for case in CASES if case.name == "crossed")
@@ -142,17 +144,21 @@ def test_a_plan_is_proved_along_the_sequence_too() -> None:
         prove_plan(model, torch.randn(2, 4, 9), SEQUENCE_TABLE, tp=2)
 
 
+def laid_out(model: nn.Module, config: Config, plan: Any, *, rank: int) -> Layout:
+    return proved_layout(scanned(model), model, config, plan, rank=rank)
+
+
 def test_what_is_not_proved_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model, table = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), {"0": "column", "1": "row"}
     config = Config.from_dict({"mesh": {"tp": 2}}).resolve(2)
     for rank in range(2):
-        proved_layout(model, config, table, rank=rank)
+        laid_out(model, config, table, rank=rank)
     assert len(caplog.records) == 1
     caplog.clear()
-    proved_layout(model, config, prove_plan(model, torch.ones(2, 8), table, tp=2), rank=0)
-    proved_layout(model, config, propose_plan(model, torch.ones(2, 8), tp=2), rank=0)
+    laid_out(model, config, prove_plan(model, torch.ones(2, 8), table, tp=2), rank=0)
+    laid_out(model, config, propose_plan(model, torch.ones(2, 8), tp=2), rank=0)
     assert not caplog.records
-    proved_layout(model, config, replace(propose_plan(model, torch.ones(2, 8), tp=2), notes=()), rank=0)
+    laid_out(model, config, replace(propose_plan(model, torch.ones(2, 8), tp=2), notes=()), rank=0)
     assert len(caplog.records) == 1
 
 
@@ -200,15 +206,13 @@ def test_a_proof_on_a_small_model_serves_a_large_one(caplog: pytest.LogCaptureFi
         (Bringing(*LARGE), prove_plan(Bringing(8, 2), batch, None, tp=2)),
         (small, prove_plan(small, batch, table, tp=2)),
     ):
-        found, expected = (
-            proved_layout(model, TWO, each, rank=rank).tensor for rank, each in enumerate((proved, table))
-        )
+        found, expected = (laid_out(model, TWO, each, rank=rank).tensor for rank, each in enumerate((proved, table)))
         assert found is not None
         assert expected is not None
         assert found.splits == expected.splits
     assert not caplog.records
     four = Config.from_dict({"mesh": {"tp": 4}}).resolve(4)
-    proved_layout(large, four, prove_plan(small, batch, table, tp=2), rank=0)
+    laid_out(large, four, prove_plan(small, batch, table, tp=2), rank=0)
     assert "prove_plan(small_model, batch, small_plan, tp=4, large_plan=plan)" in caplog.text  # over more ranks
 
 
@@ -216,16 +220,16 @@ def test_a_proof_does_not_serve_other_kinds_of_modules() -> None:
     small, batch, large = Wide(8, 2), torch.randn(2, 8), Wide(*LARGE)
     table = wide_table("parts=2")
     with refused("tp-proof-other-kinds", "blocks.*.up"):  # fused gates, as one matrix
-        proved_layout(large, TWO, prove_plan(small, batch, table, tp=2, large_plan=wide_table("")), rank=0)
+        laid_out(large, TWO, prove_plan(small, batch, table, tp=2, large_plan=wide_table("")), rank=0)
     headless = {key: style for key, style in table.items() if key != "head"}
     with refused("tp-proof-other-kinds", "head"):
-        proved_layout(large, TWO, prove_plan(small, batch, headless, tp=2, large_plan=table), rank=0)
+        laid_out(large, TWO, prove_plan(small, batch, headless, tp=2, large_plan=table), rank=0)
 
 
 def test_a_large_proposal_is_proved_by_a_small_model(caplog: pytest.LogCaptureFixture) -> None:
     small, large = (Wide(8, 2), torch.randn(2, 8)), (Wide(*LARGE), torch.randn(2, 512))
     plan = propose_plan(*large, tp=2, small=small)
-    proved_layout(large[0], TWO, plan, rank=0)
+    laid_out(large[0], TWO, plan, rank=0)
     assert not caplog.records
     propose_plan(*large, tp=2)
     assert "propose_plan(model, batch, tp=2, small=" in caplog.text

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardwise.comm.records import Collective, CollectiveNote, CommError, MissingRankError
 from shardwise.comm.store import StoreSilentError
-from shardwise.config.resolve import Config, ConfigError, RunConfig
+from shardwise.config.resolve import ConfigError, ResolvedConfig, RunConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.clock import AwakeClock
 from shardwise.runtime.torch_private import pytree
@@ -279,7 +279,7 @@ class RankFacts:
     model: Mapping[str, Mapping[str, str]]
 
     @classmethod
-    def of(cls, layout: Layout, config: Config, buffers: Iterable[tuple[str, Tensor]]) -> Self:
+    def of(cls, layout: Layout, config: ResolvedConfig, buffers: Iterable[tuple[str, Tensor]]) -> Self:
         """Collect the facts of this rank."""
         values = {
             f"{section}.{key}": json.dumps(value)

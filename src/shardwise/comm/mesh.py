@@ -21,7 +21,7 @@ from shardwise.comm.collectives import Comm, CommFactory, CommResources
 from shardwise.comm.consistency import CallCheck
 from shardwise.comm.records import CommLog
 from shardwise.comm.store import PatientStore
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import ConfigError, ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import (
     CONTEXT_AXES,
@@ -158,7 +158,7 @@ class CommGroups:
 def connect(
     comm_factory: CommFactory,
     shape: MeshShape,
-    config: Config,
+    config: ResolvedConfig,
     device: torch.device,
     streams: Streams,
     pool: BufferPool,

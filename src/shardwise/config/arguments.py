@@ -93,7 +93,7 @@ class Rule(Protocol):
 
 class _OfClass:
     def __init__(self, kind: type) -> None:
-        self.kind = kind
+        self.kind = kind = getattr(kind, "TAKEN_FROM", kind)
         self.words = "None" if kind is type(None) else with_article(kind.__name__)
 
     def take(self, value: Any) -> Any:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Never, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -93,6 +93,7 @@ __all__ = [
     "PrecisionConfig",
     "RecomputeConfig",
     "Reduce",
+    "ResolvedConfig",
     "RunConfig",
     "SchedulerConfig",
     "TensorConfig",
@@ -205,8 +206,11 @@ class Config(Section):
         """Write every field, defaults included, as indented JSON."""
         return self.model_dump_json(indent=2)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and dict(self) == dict(other)  # resolved or not
+
     @checked
-    def override(self, assignments: Sequence[str]) -> Self:
+    def override(self, assignments: Sequence[str]) -> Config:
         """Apply `section.key=value` assignments; values are read as TOML, and as plain strings where that fails or a
         string is asked for.
 
@@ -221,10 +225,10 @@ class Config(Section):
                     "not-an-assignment", f"{shown_value(assignment)} is not an assignment; write section.key=value"
                 )
             set_key(values, key.strip(), _parse_value(key.strip(), text.strip()))
-        return self.from_dict(values)
+        return Config.from_dict(values)
 
     @checked
-    def resolve(self, world_size: int) -> Self:
+    def resolve(self, world_size: int) -> ResolvedConfig:
         """Fill in what follows from the world size: the mesh, then the batch; refuse what cannot be."""
         if world_size < 1:
             raise ConfigError("world-size-range", f"world size {world_size} holds no rank; start at least 1")
@@ -250,7 +254,32 @@ class Config(Section):
         batch = resolve_batch(self.batch, num_data_ranks)
         for code, message in wrong_schedule_size(_known(batch.accumulation), self.pipeline, mesh):
             raise ConfigError(code, message)
-        return self.model_copy(update={"mesh": mesh, "batch": batch})
+        return ResolvedConfig.model_construct(self.model_fields_set, **{**dict(self), "mesh": mesh, "batch": batch})
+
+    def with_sections(self, sections: Mapping[str, Section]) -> Config:
+        """Return a config with other sections, which is to be resolved again."""
+        return Config.model_construct(self.model_fields_set, **{**dict(self), **sections})
+
+
+class ResolvedConfig(Config):
+    """A config whose mesh and batch are known, as `Config.resolve` returns it; it determines a run."""
+
+    TAKEN_FROM: ClassVar[type[Config]] = Config  # public functions take what has all that one has, by `of`
+
+    def __init__(self, **sections: Any) -> None:
+        super().__init__(**sections)
+        for _, size in (*self.mesh, *self.batch):
+            _known(size)
+
+    @classmethod
+    def of(cls, config: Config) -> ResolvedConfig:
+        """Return the config; a ConfigError says that it is not resolved."""
+        return config if isinstance(config, cls) else cls(**dict(config))
+
+    if TYPE_CHECKING:
+
+        def resolve(self, world_size: Never) -> Never:  # type: ignore[override]
+            """Do not resolve a config twice."""
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
 from shardwise.attention.huggingface_masks import MaskWindow, find_mask_window
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import Config, ConfigError, ContextConfig
+from shardwise.config.resolve import ConfigError, ContextConfig, ResolvedConfig
 from shardwise.context.attention import ContextAttention
 from shardwise.context.batch import (
     POSITIONS,
@@ -31,6 +31,7 @@ from shardwise.context.batch import (
     TokenShardedBatch,
     WholeBatch,
     by_name,
+    count_targets,
     cut_batch,
     for_proof,
     main_input,
@@ -45,7 +46,6 @@ from shardwise.context.huggingface import (
     is_huggingface,
     split_inputs,
     take_num_items,
-    target_counter,
     trained_length,
 )
 from shardwise.context.length_proof import LengthProofs, ProofInputs
@@ -74,7 +74,7 @@ class AppliedContext:
     undo: list[Callable[[], None]]
 
 
-def check_context(model: nn.Module, config: Config) -> None:
+def check_context(model: nn.Module, config: ResolvedConfig) -> None:
     """Check that a model can be given attention over the `cp` axis.
 
     Args:
@@ -99,7 +99,7 @@ def check_context(model: nn.Module, config: Config) -> None:
         check_heads(num_heads, num_kv_heads, config.context, cp, config.mesh.tp)
 
 
-def check_split(model: nn.Module, config: Config, length: int) -> None:
+def check_split(model: nn.Module, config: ResolvedConfig, length: int) -> None:
     """Check that sequences of one length can be split as the config says.
 
     What a Hugging Face model's attention sees depends on its batches, so those are checked as they come.
@@ -111,19 +111,24 @@ def check_split(model: nn.Module, config: Config, length: int) -> None:
         _own_splits(model, config)(length)
 
 
-def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> AppliedContext:
+def apply_context_parallel(
+    model: nn.Module, config: ResolvedConfig, comm: Comm, shifts_labels: bool | None = None
+) -> AppliedContext:
     """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
+
+    Args:
+        shifts_labels: how the model's own loss counts targets, as in `ModelFacts`.
 
     Raises:
         ConfigError: the model cannot be given it.
     """
     if config.mesh.cp == 1:
-        return AppliedContext(WholeBatch(target_counter(model)), apply_attention(model, config.attention))
+        return AppliedContext(WholeBatch(shifts_labels), apply_attention(model, config.attention))
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
         limits = SequenceLimits() if comm.is_simulated else find_limits(model, config.mesh.cp)
-        given = _give_huggingface(model, config, attention, comm.rank, limits)
+        given = _give_huggingface(model, config, attention, comm.rank, limits, shifts_labels)
     else:
         prove = None if comm.is_simulated else prove_own(model, config.mesh.cp)
         given = _give_own(model, config, attention, comm.rank, prove)
@@ -271,7 +276,7 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Ten
 
 def _give_own(
     model: nn.Module,
-    config: Config,
+    config: ResolvedConfig,
     attention: ContextAttention,
     rank: int,
     prove: Callable[[Mapping[str, Any]], None] | None,
@@ -288,7 +293,12 @@ def _give_own(
 
 
 def _give_huggingface(
-    model: nn.Module, config: Config, attention: ContextAttention, rank: int, limits: SequenceLimits
+    model: nn.Module,
+    config: ResolvedConfig,
+    attention: ContextAttention,
+    rank: int,
+    limits: SequenceLimits,
+    shifts_labels: bool | None,
 ) -> AppliedContext:
     split_of = TokenSplits(partial(whole_layout, model), config.context, config.mesh.cp)
 
@@ -298,7 +308,7 @@ def _give_huggingface(
         return attention(q, k, v, layout, split_of(lengths), **extras)
 
     undo = apply_attention(model, config.attention, spread)
-    return AppliedContext(HuggingFaceSequences(model, rank, split_of, limits), undo)
+    return AppliedContext(HuggingFaceSequences(model, rank, split_of, limits, shifts_labels), undo)
 
 
 @dataclass(frozen=True)
@@ -324,14 +334,19 @@ class HuggingFaceSequences:
         rank: of this process along the `cp` axis.
         split_of: returns the token split of a sequence, by the lengths of its documents.
         limits: of the length of its sequences.
+        shifts_labels: as for `count_targets`.
     """
 
     def __init__(
-        self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]], limits: SequenceLimits
+        self,
+        model: nn.Module,
+        rank: int,
+        split_of: TokenSplits[tuple[int, ...]],
+        limits: SequenceLimits,
+        shifts_labels: bool | None,
     ) -> None:
-        self._model, self._limits = model, limits
+        self._model, self._limits, self._shifts_labels = model, limits, shifts_labels
         self._names = list(inspect.signature(model.forward).parameters)
-        self._count_targets = target_counter(model)
         self._rank = rank
         self._split_of = split_of
         self._lengths: set[int] = set()
@@ -353,11 +368,11 @@ class HuggingFaceSequences:
         main = main_input(inputs)
         is_new = main.shape[1] not in self._lengths
         self._lengths.add(main.shape[1])
-        cut, num_targets = cut_batch(batch, main, own.tokens), self._count_targets(inputs)
+        cut, num_targets = cut_batch(batch, main, own.tokens), count_targets(inputs, self._shifts_labels)
         return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets, is_new)
 
 
-def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:
+def _own_splits(model: nn.Module, config: ResolvedConfig) -> TokenSplits[int]:
     first = _attending(model)[0]
     attend, num_heads = first.attend, first.num_heads
     return TokenSplits(lambda length: attend.layout(length, 0, num_heads), config.context, config.mesh.cp)

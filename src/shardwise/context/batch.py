@@ -31,6 +31,7 @@ from shardwise.runtime.torch_private import pytree
 # The names that models give their tokens.
 _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds")
 POSITIONS: Final = "positions"
+IGNORED: Final = -100  # the target that transformers' losses leave out
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,24 @@ class TokenShard:
     is_new_length: bool = False
 
 
+def count_targets(inputs: Any, shifts_labels: bool | None) -> Tensor | None:
+    """Count the targets of a batch over which the model's own loss is a mean, 0-d; None where that is not known.
+
+    Args:
+        inputs: of the model, by name.
+        shifts_labels: of `ModelFacts`.
+    """
+    given = inputs if isinstance(inputs, Mapping) and shifts_labels is not None else {}
+    shifted, labels = given.get("shift_labels"), given.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    if isinstance(shifted, Tensor):
+        labels = shifted
+    elif shifts_labels and labels.dim() > 1:
+        labels = labels[..., 1:]
+    return (labels != IGNORED).sum()
+
+
 class BatchSharder(Protocol):
     """Takes a rank's share of batches."""
 
@@ -72,16 +91,16 @@ class WholeBatch:
     """Gives each rank every token of its samples.
 
     Args:
-        count_targets: as `shardwise.context.huggingface.target_counter` returns it.
+        shifts_labels: as for `count_targets`.
     """
 
-    def __init__(self, count_targets: Callable[[Any], Tensor | None]) -> None:
-        self._count_targets = count_targets
+    def __init__(self, shifts_labels: bool | None) -> None:
+        self._shifts_labels = shifts_labels
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
         """Return all of the batch; `has_more` says whether only its first item is for the model."""
         inputs = batch[0] if has_more else batch
-        return TokenShard(batch, inputs, num_targets=self._count_targets(inputs))
+        return TokenShard(batch, inputs, num_targets=count_targets(inputs, self._shifts_labels))
 
 
 class TokenShardedBatch:

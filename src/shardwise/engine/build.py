@@ -19,7 +19,7 @@ from shardwise.comm.loss import LossAccumulator, LossFn
 from shardwise.comm.mesh import CommGroups, connect
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import Watchdog, watch
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.construction.values import ParamInitializer
 from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
@@ -49,11 +49,10 @@ from shardwise.runtime.recompute import replace_forwards
 from shardwise.runtime.streams import Streams
 from shardwise.runtime.timeline import Timeline
 from shardwise.runtime.user_hooks import HooksOnce
-from shardwise.tensor.apply import split_model
+from shardwise.tensor.apply import dropout_zones, split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.layers import mappings_of
 from shardwise.tensor.loss_parallel import LazyLogitsHead, deferring_heads, settle_all
-from shardwise.tensor.plan_layout import dropout_zones
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
 from shardwise.zero.resources import ShardingResources
@@ -76,7 +75,7 @@ class EngineInputs:
     """
 
     model: nn.Module
-    config: Config
+    config: ResolvedConfig
     layout: Layout
     memory: MemoryTracker
     comm_factory: CommFactory
@@ -259,7 +258,7 @@ def _alter_modules(
         what shares batches out, and where activations are offloaded.
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
-    given = apply_context_parallel(model, config, resources.comms.context)
+    given = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels)
     _undo_at_end(cleanup, given.undo)
     tensor, tp = layout.tensor, resources.comms.tensor
     if tensor is not None:
@@ -287,7 +286,7 @@ def _alter_modules(
     return given.sequences, activations
 
 
-def _shared_forward(config: Config) -> str:
+def _shared_forward(config: ResolvedConfig) -> str:
     """Return by which key of the config ranks compute parts of one forward that may draw; "" for none."""
     if config.mesh.pp > 1:
         return "mesh.pp"

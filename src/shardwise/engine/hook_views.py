@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, Placements, PlanPlacements, gathered, parted
 from shardwise.engine.whole_values import WholeParameters, WholeResults
@@ -44,7 +44,7 @@ class SplitModelValues:
     results: WholeResults
 
     def __init__(
-        self, model: nn.Module, tensor: TensorLayout, config: Config, mappings: TpMappings, draws: KeyedDraws
+        self, model: nn.Module, tensor: TensorLayout, config: ResolvedConfig, mappings: TpMappings, draws: KeyedDraws
     ) -> None:
         comm, splits_sequence = mappings.comm, config.tensor.sequence_parallel
         placements = PlanPlacements(tensor.plan, comm, splits_sequence, lambda: mappings.num_local_tokens)

@@ -28,7 +28,9 @@ from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError, TiersConfig
+from shardwise.config.resolve import Config, ConfigError, ResolvedConfig, TiersConfig
+from shardwise.construction.opaque import beside_parameters
+from shardwise.construction.scan import check_plain, scan_model, with_own_dtype
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder
@@ -43,12 +45,10 @@ from shardwise.launch.host import (
     usable_cores,
 )
 from shardwise.launch.process_group import ensure_process_group
-from shardwise.layout.opaque import beside_parameters
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.optim.schedules import schedule_of
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
-from shardwise.tensor.plan_layout import check_plain, with_own_dtype
-from shardwise.tensor.prove_plan import proved_layout
+from shardwise.tensor.plan_layout import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -93,21 +93,22 @@ def initialize(
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     rank, store = dist.get_rank(), open_store(config.run.timeout_s)
     with all_or_none(store, rank, config.run.timeout_s, "layout"):
-        config = with_own_dtype(model, config, rank=rank).resolve(world_size)
-        check_tiers(config.tiers)
-        layout = proved_layout(model, config, plan, rank=rank)
+        facts = scan_model(model, config)
+        resolved = with_own_dtype(facts, config, rank=rank).resolve(world_size)
+        check_tiers(resolved.tiers)
+        layout = proved_layout(facts, model, resolved, plan, rank=rank)
         if weights is not None:
             check_folder(model, Path(weights), names)
-    agree_on_setup(store, rank, RankFacts.of(layout, config, beside_parameters(model)), config.run.timeout_s)
-    config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
+    agree_on_setup(store, rank, RankFacts.of(layout, resolved, beside_parameters(model)), config.run.timeout_s)
+    resolved = with_own_cores(resolved, store, rank, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
     if device.type == "cpu" and {config.tiers.params, config.tiers.grads, config.tiers.optimizer} == {"device"}:
         keep_host_memory()  # with states elsewhere memory is what is scarce, not time
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
     inputs = EngineInputs(
-        model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler, has_values=weights is None
+        model, resolved, layout, memory, comm_factory, loss_fn, optimizer, scheduler, has_values=weights is None
     )
-    with explain_out_of_memory(memory, config, where):
+    with explain_out_of_memory(memory, resolved, where):
         engine = Engine(inputs)
     return engine if weights is None else _with_weights(engine, weights, names)
 
@@ -164,8 +165,8 @@ def _device_kind(config: Config) -> Literal["cpu", "cuda"]:
 
 
 def with_own_cores(
-    config: Config, store: dist.Store | None, rank: int, usable: Sequence[int], quota: float | None
-) -> Config:
+    config: ResolvedConfig, store: dist.Store | None, rank: int, usable: Sequence[int], quota: float | None
+) -> ResolvedConfig:
     """Return the config with this rank's `tiers.cores` filled in, if `tiers.bind_cores` is set; every rank calls it.
 
     Args:

@@ -18,7 +18,7 @@ from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn
 from shardwise.comm.mesh import CommGroups
 from shardwise.comm.watchdog import Watchdog
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.hook_views import SplitModelValues
@@ -54,7 +54,7 @@ class StepState:
         is_aliased: the user has views of parameters on some rank: updates on the host come at once.
     """
 
-    config: Config
+    config: ResolvedConfig
     layout: Layout
     loss_fn: LossFn | None
     scheduler: Scheduler
@@ -140,7 +140,7 @@ class EngineParts:
     hooks_once: HooksOnce | None
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ResolvedConfig:
         """Return the resolved config, of which a drop-in may change the batch."""
         return self.state.config
 

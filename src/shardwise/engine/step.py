@@ -19,7 +19,7 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.types import StepResult
-from shardwise.layout.layout import build_layout
+from shardwise.layout.resolve import layout_of
 from shardwise.layout.zero_stages import Placement
 from shardwise.optim.schedules import advance
 from shardwise.runtime.codec_errors import relative_errors
@@ -114,7 +114,8 @@ def follow_freezing(parts: EngineParts) -> None:
         )
     trained = frozenset(parts.layout.trained_names if parts.state.num_steps > 0 else ())
     old = parts.layout
-    layout = build_layout(parts.model, parts.config, old.tensor, old.pipeline, trained, old.fused)
+    facts = old.facts.with_trained({name for name, each in parts.model.named_parameters() if each.requires_grad})
+    layout = layout_of(facts, parts.config, old.tensor, old.pipeline, trained)
     regroup(parts.states(), layout, parts.optimizer_plan.groups_of(layout))
     parts.state.layout = layout
 

@@ -3,12 +3,12 @@
 It is a pure value computed from the model's names and shapes, the resolved config and the mesh shape. It has no process
 group and no storage. The engine executes it, the planner prices it, a checkpoint records it.
 
->>> from torch import nn
 >>> from shardwise.config.resolve import Config
->>> with __import__("torch").device("meta"):
-...     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+>>> from shardwise.layout.facts import ParamEntry
+>>> from shardwise.layout.resolve import resolve_layout
+>>> params = tuple(ParamEntry(f"{unit}.weight", (), unit, (64, 64), requires_grad=True) for unit in ("0", "1"))
 >>> config = Config.from_dict({"zero": {"stage": 2}, "precision": {"param": "bf16"}})
->>> layout = build_layout(model, config.resolve(world_size=2))
+>>> layout = resolve_layout(ModelFacts("Model", ("0", "1"), params), config.resolve(world_size=2))
 >>> [group.name for group in layout.groups], layout.numel
 (['0', '1'], 8192)
 >>> at_rest = layout.bytes_at_rest()
@@ -22,38 +22,23 @@ group and no storage. The engine executes it, the planner prices it, a checkpoin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Final, Literal, TypeVar
 
-from torch import nn
-
-from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
+from shardwise.config.resolve import OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.codec import SCALE_BYTES, Codec, codec_of, is_encoded
+from shardwise.layout.facts import FusedDim, ModelFacts
 from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
-from shardwise.layout.matrices import find_matrices
-from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import (
-    ROOT,
-    FusedDim,
-    GroupSpec,
-    GroupTiers,
-    aligned_to_blocks,
-    build_groups,
-    check_blocks,
-    find_units,
-    read_parameters,
-    whole_below,
-    wide_parameters,
-)
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.param_groups import ROOT, GroupSpec, GroupTiers
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, StoredDtype, precision_policy
+from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, StoredDtype
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.wire_codec import WireCodec
-from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage, node_ranks, secondary_ranks
+from shardwise.layout.zero_stages import Placement, ZeroStage
 from shardwise.optim.rules import matrix_state_names, state_names
 
 Key = TypeVar("Key")
@@ -150,6 +135,7 @@ class Layout:
         elsewhere: the groups that only other ranks of the pipeline hold; see `of_pipeline_rank`.
         secondary_shard: ranks, next to each other, that keep what they have gathered once more among them; 0 for none.
         node_size: ranks of the shard group on a node, neighbours in it; 1 where they are unknown.
+        facts: of the model, by which it was resolved.
     """
 
     mesh: MeshShape
@@ -163,6 +149,7 @@ class Layout:
     elsewhere: tuple[GroupSpec, ...] = ()
     secondary_shard: int = 0
     node_size: int = 1
+    facts: ModelFacts = field(default=ModelFacts(), compare=False, repr=False)
 
     def of_pipeline_rank(self, index: int) -> Layout:
         """Return the layout with the groups of pipeline rank `index`; the layout itself without a pipeline."""
@@ -399,68 +386,6 @@ class Layout:
             _cross(across, tiers.params, steps_on, param_bytes)
         _cross(across, steps_on, tiers.params, param_bytes)
         return dict(across)
-
-
-@checked
-def build_layout(
-    model: nn.Module,
-    config: Config,
-    tensor: TensorLayout | None = None,
-    pipeline: PipelineLayout | None = None,
-    trained: Collection[str] = (),
-    fused: Mapping[str, FusedDim] | None = None,
-) -> Layout:
-    """Compute the layout of `model` under a resolved config.
-
-    Args:
-        model: any module; only names, shapes, dtypes and `requires_grad` are read, so meta tensors will do.
-        config: as `Config.resolve` returns it.
-        tensor: how parameters are split over the tensor-parallel group; None for one rank.
-        pipeline: the stages; None without a pipeline. The layout is that of its rank.
-        trained: parameters that keep gradients and states whether or not they are frozen now.
-        fused: the parameters that a matrix optimizer steps as several matrices, by name.
-
-    Raises:
-        ConfigError: the model has no parameters, `zero.blocks` does not fit it, or the optimizer has nothing to step.
-    """
-    mesh = MeshShape.from_config(config.mesh)
-    if mesh.tp != (1 if tensor is None else tensor.degree):
-        raise ConfigError(
-            "tp-needs-plan", f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout"
-        )
-    units = find_units(model, config.zero.blocks)
-    read = read_parameters(model, units, wide_parameters(model, config.precision))
-    if matrix_state_names(config.optimizer.name):
-        matrices, known = find_matrices(model, units), fused or {}
-        read = tuple(
-            replace(each, is_matrix=True, fused=known.get(each.name))
-            if each.unit != ROOT and matrices.issuperset((each.name, *each.aliases))
-            else each
-            for each in read
-        )
-    entries = tuple(replace(each, requires_grad=True) if each.name in trained else each for each in read)
-    if not entries:
-        raise ConfigError(
-            "no-parameters", f"{type(model).__name__} has no parameters; there is nothing to train or shard"
-        )
-    num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
-    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=pipeline is not None)
-    policy = precision_policy(config.precision)
-    splits = None if tensor is None else tensor.splits
-    stages_of = None if pipeline is None else pipeline.stages_of
-    below = whole_below(config.zero.keep_whole_below, stage, policy)
-    if policy.block_keys and splits is not None:
-        check_blocks(splits, mesh.tp, policy.block_keys[0])
-    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of, below)
-    groups = aligned_to_blocks(groups, policy)
-    groups = assign_tiers_by_rank(
-        groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
-    )
-    states = states_of(stage, policy, config.optimizer, groups)
-    secondary = secondary_ranks(config.zero.secondary_shard, num_shards, stage)
-    layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline, secondary_shard=secondary)
-    layout = replace(layout, node_size=node_ranks(config.zero.secondary_shard, num_shards) or 1)
-    return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
 
 
 def states_of(

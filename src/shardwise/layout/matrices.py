@@ -1,4 +1,4 @@
-"""This module says which parameters a matrix optimizer (Muon) steps as whole matrices, and which rank steps each.
+"""This module says which rank steps which of the parameters that an optimizer (Muon) steps as whole matrices.
 
 A matrix has one owner among the ranks that share its elements: along the axes of ZeRO's shards and of tensor
 parallelism. The owners are chosen so that all have about as much to compute, over all groups together.
@@ -17,73 +17,16 @@ import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from torch import nn
-
-from shardwise.config.resolve import ConfigError
-from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
+from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Rect
-from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.optim.muon import NUM_ITERATIONS
-
-_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_NOT_LINEAR: Final = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS)
-
-
-def find_matrices(model: nn.Module, units: Sequence[str]) -> frozenset[str]:
-    """Return the names of the parameters that a matrix optimizer steps: weights of linear layers inside blocks.
-
-    These are 2-D parameters whose names end in `weight`, and 3-D ones, which are stacks of matrices, such as those of
-    experts. Embeddings, convolutions, heads outside of the blocks and all else are left to an element-wise optimizer.
-
-    Args:
-        model: any module; its storage is not read.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    found: set[str] = set()
-    for unit in units:
-        for prefix, module in model.get_submodule(unit).named_modules(prefix=unit, remove_duplicate=False):
-            if isinstance(module, _NOT_LINEAR):
-                continue
-            for name, parameter in module.named_parameters(recurse=False):
-                is_weight = parameter.dim() == 3 or (parameter.dim() == 2 and name.endswith("weight"))
-                if is_weight and min(parameter.shape[-2:]) > 1:
-                    found.add(f"{prefix}.{name}")
-    if not found:
-        raise ConfigError(
-            "muon-no-matrix",
-            f"optimizer.name=muon steps the linear layers inside blocks, and {type(model).__name__} has none; name its "
-            "blocks in zero.blocks, or set optimizer.name=adamw",
-        )
-    return frozenset(found)
-
-
-def fused_dims(model: nn.Module, plan: TensorPlan | None) -> dict[str, FusedDim]:
-    """Return by name the weights that are several layers in one: torch's own attention's, and those of a plan.
-
-    Args:
-        model: any module; its storage is not read.
-        plan: of tensor parallelism; None where there is none.
-    """
-    attentions = {
-        f"{name}.in_proj_weight".removeprefix("."): FusedDim(0, (module.embed_dim,) * 3)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-    }
-    return attentions | {
-        f"{layer.module}.weight": FusedDim(int(layer.is_transposed), tuple(part.size for part in layer.parts))
-        for layer in (plan.layers if plan is not None else ())
-        if layer.style == "column" and len(layer.parts) > 1
-    }
 
 
 def matrices_of(place: ParamSpec) -> tuple[Rect, ...]:
     """Return the parts of a parameter that are a matrix, or a stack of them, each.
 
-    >>> from shardwise.layout.param_groups import FusedDim
+    >>> from shardwise.layout.facts import FusedDim
     >>> [str(rect) for rect in matrices_of(ParamSpec("qkv", (), (12, 4), 0, fused=FusedDim(0, (8, 2, 2))))]
     ['[0:8, 0:4]', '[8:10, 0:4]', '[10:12, 0:4]']
     """

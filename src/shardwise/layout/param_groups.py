@@ -18,22 +18,17 @@ padding):
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Final
 
-import torch
-from torch import nn
-
-from shardwise.config.resolve import ConfigError, PrecisionConfig, Tier
+from shardwise.config.resolve import ConfigError, Tier
 from shardwise.layout.codec import BLOCK_NUMEL, SMALL_NUMEL, is_encoded
-from shardwise.layout.opaque import bytes_shape, check_opaque, is_opaque
-from shardwise.layout.precision import PrecisionPolicy, buffer_dtype
+from shardwise.layout.facts import FusedDim, ParamEntry
+from shardwise.layout.precision import PrecisionPolicy
 from shardwise.layout.slicing import Chunk, intersect
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES, Placement, ZeroStage
@@ -42,14 +37,7 @@ from shardwise.layout.zero_stages import STAGES, Placement, ZeroStage
 ALIGNMENT_NUMEL: Final = 8
 # The same for opaque parameters, whose elements are bytes; what unpacks them on a GPU reads 16 at once.
 ALIGNMENT_BYTES: Final = 128
-
-
-@dataclass(frozen=True)
-class FusedDim:
-    """Say that a parameter is several matrices of these sizes side by side along a dim, such as of q, k and v."""
-
-    dim: int
-    sizes: tuple[int, ...]
+ROOT: Final = "root"
 
 
 @dataclass(frozen=True)
@@ -136,7 +124,7 @@ class GroupSpec:
         stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
         is_wide: whether all its states are in fp32 although `precision.param` is narrower.
         alignment: elements; each parameter and each shard begins at a multiple.
-        is_opaque: whether its parameters are bytes, which are never cast; see `layout/opaque.py`.
+        is_opaque: whether its parameters are bytes, which are never cast; see `construction/opaque.py`.
         is_matrix: whether the optimizer steps its parameters as whole matrices.
         is_small: whether its parameters have too few elements to be gathered for use, or to be encoded for collectives.
     """
@@ -353,168 +341,3 @@ def check_blocks(splits: Mapping[str, ParamSplit], tp: int, key: str) -> None:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-ROOT: Final = "root"
-_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass(frozen=True)
-class ParamEntry:
-    """Hold a parameter's first fully qualified name, its other names where it is tied, its unit and its shape."""
-
-    name: str
-    aliases: tuple[str, ...]
-    unit: str
-    shape: tuple[int, ...]
-    requires_grad: bool
-    is_wide: bool = False  # see `wide_parameters`
-    is_opaque: bool = False  # then the shape is that of its bytes
-    is_matrix: bool = False  # see `shardwise.layout.matrices`, and so for the next one
-    fused: FusedDim | None = None
-
-
-def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:
-    """Find the names of the modules that form units, in module order.
-
-    Args:
-        model: any module; its storage is not read.
-        patterns: class names or name patterns (`blocks.*`) of the blocks; None takes the children with parameters of
-            the outermost `ModuleList`s and `Sequential`s.
-        key: config key of the patterns, for error messages.
-
-    Raises:
-        ConfigError: a pattern matches no module, or a block is inside another.
-    """
-    if patterns is None:
-        return tuple(_children_of_containers(model, prefix=""))
-    names: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        found = [pattern for pattern in patterns if name and _matches(name, module, (pattern,))]
-        above = [each for each in names if name.startswith(each + ".")]
-        # Only the outermost modules that a pattern matches: `blocks.*` are the blocks, not the modules in them.
-        if any(not any(_matches(each, model.get_submodule(each), (pattern,)) for each in above) for pattern in found):
-            names += (name,)
-    for pattern in patterns:
-        if not any(_matches(name, model.get_submodule(name), (pattern,)) for name in names):
-            kinds = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(
-                "no-module-matches", f"{key}={pattern!r} matches no module; classes in this model: {', '.join(kinds)}"
-            )
-    for name in names:
-        for other in names:
-            if name.startswith(other + "."):
-                raise ConfigError(
-                    "block-in-block", f"{key}: block {name} is inside block {other}; name only one of the two"
-                )
-    return names
-
-
-def wide_parameters(model: nn.Module, config: PrecisionConfig) -> frozenset[str]:
-    """Return the names of the parameters that stay in fp32 although `precision.param` is narrower.
-
-    A Hugging Face model lists them in `_keep_in_fp32_modules_strict` and, for fp16, whose range is small, in
-    `_keep_in_fp32_modules` too; both are read as `from_pretrained` does. Those of a batch norm whose statistics are in
-    fp32 are added, because torch takes a narrow weight beside narrow statistics only.
-    """
-    if config.param not in ("bf16", "fp16"):
-        return frozenset()
-    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if config.param == "fp16" else [])]
-    found: set[str] = set()
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        patterns = [pattern.replace("*", ".*") for key in lists for pattern in getattr(module, key, None) or ()]
-        if isinstance(module, _BATCH_NORMS) and module.running_mean is not None:
-            patterns += [""] if buffer_dtype(module.running_mean.dtype, config) is torch.float32 else []
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if patterns else []
-        kept = (name for name in names if any(re.search(pattern, name) for pattern in patterns))
-        found.update(f"{prefix}.{name}" if prefix else name for name in kept)
-    return frozenset(found)
-
-
-def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = frozenset()) -> tuple[ParamEntry, ...]:
-    """Read every parameter once, in module order, with the one unit that holds all its names (or the root).
-
-    Args:
-        wide: names of parameters that stay in fp32.
-
-    Raises:
-        ConfigError: a parameter is not dense, is complex or packed in a way that cannot be sharded, or two share one
-            storage.
-    """
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.layout is not torch.strided:
-            raise ConfigError(
-                "sparse-parameter", f"parameter {name} is {parameter.layout} but shards are dense; use its to_dense()"
-            )
-        if parameter.is_complex():
-            raise ConfigError(
-                "parameter-dtype",
-                f"parameter {name} is {parameter.dtype} but shards are real; keep its torch.view_as_real",
-            )
-        check_opaque(name, parameter)
-    parameter_of: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(parameter), []).append(name)
-        parameter_of[id(parameter)] = parameter
-    _refuse_shared_storage(parameter_of.values(), names_of)
-    unit_of_module = {id(model.get_submodule(unit)): unit for unit in units}
-    return tuple(
-        ParamEntry(
-            name=names[0],
-            aliases=tuple(names[1:]),
-            unit=_common_unit(names, model, unit_of_module),
-            shape=bytes_shape(parameter_of[key]) if is_opaque(parameter_of[key]) else tuple(parameter_of[key].shape),
-            requires_grad=parameter_of[key].requires_grad,
-            is_wide=not wide.isdisjoint(names) and not is_opaque(parameter_of[key]),
-            is_opaque=is_opaque(parameter_of[key]),
-        )
-        for key, names in names_of.items()
-    )
-
-
-def _refuse_shared_storage(parameters: Iterable[nn.Parameter], names_of: Mapping[int, Sequence[str]]) -> None:
-    """Refuse two parameters over one storage, which would be trained apart; subclasses may have no address."""
-    name_at: dict[tuple[str, int], str] = {}
-    for parameter in parameters:
-        name = names_of[id(parameter)][0]
-        if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.numel() == 0:
-            continue
-        place = (str(parameter.device), parameter.data_ptr())
-        if place in name_at:
-            raise ConfigError(
-                "shared-storage",
-                f"parameters {name_at[place]} and {name} are two over one memory, so they would be trained apart; tie "
-                "them by assigning the one to the other's module",
-            )
-        name_at[place] = name
-
-
-def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:
-    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
-    for name, child in module.named_children():
-        if next(child.parameters(), None) is None:
-            continue
-        if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield prefix + name
-        else:
-            yield from _children_of_containers(child, f"{prefix}{name}.")
-
-
-def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
-    return any(type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _common_unit(names: Sequence[str], model: nn.Module, unit_of_module: Mapping[int, str]) -> str:
-    """Return the unit that holds all names, or the root; by identity, as a block may be in its container twice."""
-    owners = {_owner(name, model, unit_of_module) for name in names}
-    return owners.pop() if len(owners) == 1 else ROOT
-
-
-def _owner(name: str, model: nn.Module, unit_of_module: Mapping[int, str]) -> str:
-    module = model
-    for part in name.split(".")[:-1]:
-        module = module.get_submodule(part)
-        if id(module) in unit_of_module:
-            return unit_of_module[id(module)]
-    return ROOT

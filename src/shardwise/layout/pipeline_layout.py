@@ -33,6 +33,7 @@ class PipelineLayout:
         gathers_once: parameters stored as shards are gathered once a batch, and gradients reduced once; otherwise
             for each micro-batch.
         index: of this rank in the pipeline.
+        summary: a table of the stages with their costs, for people.
     """
 
     placement: StagePlacement
@@ -40,6 +41,7 @@ class PipelineLayout:
     stages_of: Mapping[str, tuple[int, ...]]
     gathers_once: bool = True
     index: int = 0
+    summary: str = ""
 
     @property
     def num_stages(self) -> int:

@@ -2,29 +2,28 @@
 
 The partition makes the largest stage as small as possible; among those that do so, the most even one is taken.
 
->>> from torch import nn
->>> from shardwise.layout.stage_units import estimate_costs
->>> from shardwise.layout.stage_units import find_stage_units
->>> model = nn.Sequential(nn.Embedding(128, 64), *(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 128))
->>> units = find_stage_units(model)
->>> partition = partition_stages(units, estimate_costs(model, units, bytes_per_element=16), num_stages=3)
+>>> shapes = [(128, 64), *[(64, 64)] * 6, (128, 64)]
+>>> params = [ParamEntry(f"{index}.weight", (), "root", shape, True) for index, shape in enumerate(shapes)]
+>>> flops = [0.0, *(2.0 * math.prod(shape) for shape in shapes[1:])]
+>>> units = [StageUnit(str(i), (str(i),), (params[i],), True, flops[i]) for i in range(8)]
+>>> partition = partition_stages(units, estimate_costs(units, bytes_per_element=16), num_stages=3)
 >>> partition.first_units, partition.stage_of("7.weight")
 (('0', '3', '6'), (2,))
 >>> print(partition.describe())
 stage  rank  units  parameters  memory MiB    time
-    0     0  0..2       16,512         0.3  0.75 x
-    1     1  3..5       12,480         0.2  1.12 x
-    2     2  6..7       12,480         0.2  1.12 x
-stage 0 takes 0.75 x the mean time, the last 1.12 x; rank 0 holds most, 1.19 x the mean memory
+    0     0  0..2       16,384         0.2  0.75 x
+    1     1  3..5       12,288         0.2  1.12 x
+    2     2  6..7       12,288         0.2  1.12 x
+stage 0 takes 0.75 x the mean time, the last 1.12 x; rank 0 holds most, 1.20 x the mean memory
 """
 
 from __future__ import annotations
 
 import difflib
-import logging
+import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,16 +31,11 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Final, Literal
 
-from torch import nn
-
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import ConfigError, ResolvedConfig
+from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.layout import states_of
-from shardwise.layout.matrices import find_matrices
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import ParamEntry, find_units, wide_parameters
-from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, precision_policy
-from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
 from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import matrix_state_names
 from shardwise.schedule.registry import placement_of
@@ -50,6 +44,21 @@ Balance = Literal["both", "time", "memory"]
 
 # Shares are whole numbers of 2^-40, so that equal blocks give equal sums in any order.
 _WHOLE: Final = 2**40
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Hold the cost of a unit.
+
+    Attributes:
+        name: name of the unit.
+        compute: forward FLOPs a token, or seconds; only shares of the sum over all units count.
+        memory_bytes: bytes of its parameters, gradients and optimizer states.
+    """
+
+    name: str
+    compute: float
+    memory_bytes: float
 
 
 @dataclass(frozen=True)
@@ -169,7 +178,7 @@ def partition_stages(
     alone. Runs of neighbouring cuts are moved by one unit until no move helps; that is nearly always the optimum.
 
     Args:
-        units: as `find_stage_units` returns them.
+        units: in the order in which they run.
         costs: the cost of each unit, in the same order.
         num_stages: stages of the whole pipeline.
         balance: what is made even: the stages' "time", the ranks' "memory", or "both".
@@ -181,7 +190,7 @@ def partition_stages(
             unknown, out of order or no place to cut.
     """
     if [unit.name for unit in units] != [cost.name for cost in costs]:
-        raise ValueError("costs are of other units; estimate_costs(model, units, ...) gives those of the units")
+        raise ValueError("costs are of other units; estimate_costs(units, ...) gives those of the units")
     placement = tuple(range(num_stages)) if placement is None else tuple(placement)
     if len(placement) != num_stages:
         raise ValueError(f"placement is of {len(placement)} stages, but num_stages={num_stages}; give each its rank")
@@ -444,43 +453,91 @@ def _to_mean(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(value * len(values) / total if total else 1.0 for value in values)
 
 
-_LOG: Final = logging.getLogger("shardwise")
+def estimate_costs(
+    units: Sequence[StageUnit],
+    bytes_per_element: float | Callable[[ParamEntry], float],
+    measured: Mapping[str, float] | None = None,
+) -> tuple[UnitCost, ...]:
+    """Estimate costs by the units' parameters: 2 FLOPs a token and element of each matrix in a product.
 
-
-def partition_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout:
-    """Partition a model into the stages of a config.
+    That is a matrix product's cost (Kaplan et al. 2020, arXiv 2001.08361, table 1). A tied matrix costs time in the
+    unit that multiplies by it, and memory in every unit that uses it. Experts count by the share of them that a token
+    is sent to. Costs that parameters do not show are left out: activations, and the scores of attention, which grow
+    with the sequence.
 
     Args:
-        model: any module; its storage is not read.
-        config: resolved, with `mesh.pp` more than 1.
-        rank: world rank whose place in the pipeline the layout has.
+        units: in the order in which they run.
+        bytes_per_element: of a parameter with its gradient and optimizer states, on one rank; a number or a function.
+        measured: seconds of a unit's forward and backward by pattern of unit names; the first that matches replaces
+            the estimate. Estimates of the other units are scaled to them.
 
     Raises:
-        ConfigError: the model has no units, or fewer than there are stages; the schedule has no such number of virtual
-            stages; or `pipeline.cut` or `pipeline.units` does not fit the model.
+        ConfigError: a pattern matches no unit, or a measured time is not a positive number.
     """
-    partition = find_partition(model, config)
-    _LOG.info("%d stages over pp=%d:\n%s", partition.num_stages, config.mesh.pp, partition.describe())
-    units = tuple(tuple(name for unit in stage for name in unit.modules) for stage in partition.stages)
-    names = {entry.name for unit in partition.units for entry in unit.params}
-    section = config.pipeline
-    return PipelineLayout(
-        placement_of(section.schedule, config.mesh.pp, section.virtual_stages),
-        units,
-        {name: partition.stage_of(name) for name in names},
-        gathers_once=section.gather == "batch" or config.zero.stage < 3,
-        index=MeshShape.from_config(config.mesh).coordinate(rank).pp,
+    in_all = set.intersection(*({each.name for each in unit.params} for unit in units)) if len(units) > 1 else set()
+    estimates = tuple(
+        UnitCost(
+            unit.name,
+            unit.flops,
+            sum(
+                math.prod(each.shape) * (bytes_per_element(each) if callable(bytes_per_element) else bytes_per_element)
+                for each in unit.params
+                if each.name not in in_all
+            )
+            + 0.0,
+        )
+        for unit in units
+    )
+    return _with_measured(estimates, measured) if measured else estimates
+
+
+def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float]) -> tuple[UnitCost, ...]:
+    for pattern, seconds in measured.items():
+        if not any(fnmatch.fnmatchcase(each.name, pattern) for each in estimates):
+            names = ", ".join(each.name for each in (estimates[0], estimates[-1]))
+            raise ConfigError(
+                "no-unit-matches", f"measured times: {pattern!r} matches no unit; units are named such as {names}"
+            )
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ConfigError(
+                "measured-time-range", f"measured times: {pattern}={seconds} s; a time is a finite number above 0"
+            )
+    times = [
+        next((seconds for pattern, seconds in measured.items() if fnmatch.fnmatchcase(each.name, pattern)), None)
+        for each in estimates
+    ]
+    pairs = [(seconds, each.compute) for seconds, each in zip(times, estimates, strict=True) if seconds is not None]
+    known_flops = sum(flops for seconds, flops in pairs if flops)
+    unmeasured_flops = sum(each.compute for seconds, each in zip(times, estimates, strict=True) if seconds is None)
+    if unmeasured_flops and not known_flops:
+        raise ConfigError(
+            "measured-no-matrices",
+            "measured times: no unit with matrices is among them; measure a block, or every unit",
+        )
+    # The time of an embedding lookup does not show how long a product takes.
+    seconds_per_flop = sum(seconds for seconds, flops in pairs if flops) / known_flops if known_flops else 0.0
+    return tuple(
+        replace(each, compute=each.compute * seconds_per_flop if seconds is None else float(seconds))
+        for seconds, each in zip(times, estimates, strict=True)
     )
 
 
-def find_partition(model: nn.Module, config: Config) -> StagePartition:
-    """Find the stages with their costs; arguments and errors are those of `partition_model`."""
+def find_partition(units: Sequence[StageUnit], config: ResolvedConfig) -> StagePartition:
+    """Partition the units of a model into the stages of a config.
+
+    Args:
+        units: in the order in which they run.
+        config: resolved.
+
+    Raises:
+        ConfigError: there are fewer units than stages, the schedule has no such number of virtual stages, or
+            `pipeline.cut` or `pipeline.unit_seconds` names no unit.
+    """
     section = config.pipeline
     placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
-    units = find_stage_units(model, section.units, section.replicate or ())
     return partition_stages(
         units,
-        estimate_costs(model, units, _bytes_per_element(model, config), section.unit_seconds),
+        estimate_costs(units, _bytes_per_element(config), section.unit_seconds),
         placement.num_stages,
         balance=section.balance,
         placement=[placement.rank_of(stage) for stage in range(placement.num_stages)],
@@ -488,14 +545,13 @@ def find_partition(model: nn.Module, config: Config) -> StagePartition:
     )
 
 
-def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry], float]:
+def _bytes_per_element(config: ResolvedConfig) -> Callable[[ParamEntry], float]:
     """Return a function: parameter -> bytes stored for each of its elements (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
-    policy, wide = precision_policy(config.precision), wide_parameters(model, config.precision)
+    policy = precision_policy(config.precision)
 
     has_matrices = bool(matrix_state_names(config.optimizer.name))
-    matrices = find_matrices(model, find_units(model, config.zero.blocks)) if has_matrices else frozenset()
 
     def sizes(policy: PrecisionPolicy, is_matrix: bool) -> dict[str, float]:
         found: Counter[tuple[str, Placement]] = Counter()
@@ -514,8 +570,7 @@ def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry
     opaque_sizes = sizes(OPAQUE, is_matrix=False)
 
     def num_bytes(entry: ParamEntry) -> float:
-        names = (entry.name, *entry.aliases)
-        own = sizes_of[not wide.isdisjoint(names), matrices.issuperset(names)]
+        own = sizes_of[config.precision.param in entry.wide_in, has_matrices and entry.is_matrix]
         own = opaque_sizes if entry.is_opaque else own
         return sum(size for role, size in own.items() if entry.requires_grad or role == "param")
 

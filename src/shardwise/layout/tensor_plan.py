@@ -5,10 +5,10 @@
 
 A feed-forward network of two matrices, the first split by its rows, the second by its columns:
 
->>> from torch import nn
->>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+>>> shapes = {"0.weight": (32, 8), "0.bias": (32,), "2.weight": (8, 32), "2.bias": (8,)}
+>>> params = [ParamEntry(name, (), "root", shape, requires_grad=True) for name, shape in shapes.items()]
 >>> plan = TensorPlan(layers=(LayerSplit("0", "column", (FusedPart(32),)), LayerSplit("2", "row", (FusedPart(32),))))
->>> splits = param_splits(model, plan, degree=2, sequence_parallel=False)
+>>> splits = param_splits(params, plan, degree=2, sequence_parallel=False)
 >>> {name: split.local_shape for name, split in splits.items()}
 {'0.weight': (16, 8), '0.bias': (16,), '2.weight': (8, 16), '2.bias': (8,)}
 """
@@ -20,9 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from torch import nn
-
 from shardwise.config.resolve import ConfigError
+from shardwise.layout.facts import FusedDim, ParamEntry
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit, check_divides
 
 PROVED: Final = "proved in float64 over"  # as notes of proofs begin
@@ -184,35 +183,31 @@ class TensorLayout:
     sequence_parallel: bool
 
 
-def tensor_layout(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> TensorLayout:
+def tensor_layout(params: Sequence[ParamEntry], plan: TensorPlan, degree: int, sequence_parallel: bool) -> TensorLayout:
     """Compute how a model's parameters are split over the tp axis.
 
     Args:
-        model: as its builder made it, on any device; only names and shapes are read.
+        params: of the whole model.
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Raises:
         ConfigError: units do not divide by `degree`, or tied parameters are split in two ways.
     """
-    return TensorLayout(plan, param_splits(model, plan, degree, sequence_parallel), degree, sequence_parallel)
+    return TensorLayout(plan, param_splits(params, plan, degree, sequence_parallel), degree, sequence_parallel)
 
 
-def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_parallel: bool) -> dict[str, ParamSplit]:
-    """Return the split of each parameter by each of its names.
-
-    `model`, `plan`, `degree`, `sequence_parallel` and the errors are those of `tensor_layout`.
-    """
+def param_splits(
+    params: Sequence[ParamEntry], plan: TensorPlan, degree: int, sequence_parallel: bool
+) -> dict[str, ParamSplit]:
+    """Return the split of each parameter by each of its names; arguments and errors are those of `tensor_layout`."""
     layers = {layer.module: layer for layer in plan.layers}
-    named: dict[int, list[str]] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        named.setdefault(id(parameter), []).append(name)
     splits: dict[str, ParamSplit] = {}
-    for names in named.values():
-        shape = tuple(parameters[names[0]].shape)
-        found = {name: _split(model, plan, layers, name, shape, degree, sequence_parallel) for name in names}
+    for entry in params:
+        names = (entry.name, *entry.aliases)
+        found = {name: _split(plan, layers, name, entry.shape, degree, sequence_parallel) for name in names}
         # A module that only registers a parameter does not decide (BERT's head registers its decoder's bias).
-        meant = {name: split for name, split in found.items() if _has_say(model, layers, name)} or found
+        decide = {name for name in names if name in entry.layer_names or name.rpartition(".")[0] in layers}
+        meant = {name: split for name, split in found.items() if name in decide} or found
         if len(set(meant.values())) > 1:
             ways = "; ".join(f"{name}: {_way(split)}" for name, split in meant.items())
             raise ConfigError(
@@ -223,8 +218,16 @@ def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_paral
     return splits
 
 
+def fused_by(plan: TensorPlan) -> dict[str, FusedDim]:
+    """Return by name the weights that are several layers in one, as a plan knows them."""
+    return {
+        f"{layer.module}.weight": FusedDim(int(layer.is_transposed), tuple(part.size for part in layer.parts))
+        for layer in plan.layers
+        if layer.style == "column" and len(layer.parts) > 1
+    }
+
+
 def _split(
-    model: nn.Module,
     plan: TensorPlan,
     layers: Mapping[str, LayerSplit],
     name: str,
@@ -275,11 +278,6 @@ def _is_on_part_of_sequence(plan: TensorPlan, module: str, is_row: bool) -> bool
 def is_within(module: str, roots: Iterable[str]) -> bool:
     """Say whether a module is one of `roots` or inside one, by name."""
     return any(not root or module == root or module.startswith(f"{root}.") for root in roots)
-
-
-def _has_say(model: nn.Module, layers: Mapping[str, LayerSplit], name: str) -> bool:
-    module = name.rpartition(".")[0]
-    return module in layers or isinstance(model.get_submodule(module), nn.Linear | nn.Embedding)
 
 
 def _way(split: ParamSplit) -> str:

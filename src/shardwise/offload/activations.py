@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.config.errors import EngineError
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.offload.counters import TransferCounters
 from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
@@ -311,7 +311,7 @@ class ActivationStore:
 
 
 def build_store(
-    config: Config, streams: Streams, buffers: StagingBuffers, traffic: TransferCounters, tracker: MemoryTracker
+    config: ResolvedConfig, streams: Streams, buffers: StagingBuffers, traffic: TransferCounters, tracker: MemoryTracker
 ) -> ActivationStore | None:
     """Return the store that `tiers.activations` asks for; None where inputs stay on the device.
 

@@ -2,7 +2,7 @@
 
 >>> from torch import nn
 >>> from shardwise.config.resolve import Config
->>> from shardwise.layout.layout import build_layout
+>>> from shardwise.construction.scan import build_layout
 >>> tiers = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme_path": "swap"}
 >>> config = Config.from_dict({"zero": {"stage": 3}, "tiers": tiers}).resolve(world_size=1)
 >>> def mib(num_blocks):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.pipeline.boundary import BoundaryEnd, Shapes, leaves_with_gradient
@@ -262,7 +262,7 @@ def execute(row: Sequence[Action], handlers: Handlers, timeline: Timeline) -> No
             handlers[action.kind](action)
 
 
-def step_schedule(config: Config, layout: Layout) -> Schedule:
+def step_schedule(config: ResolvedConfig, layout: Layout) -> Schedule:
     """Build the schedule of one optimizer step for all ranks of the pipeline, and verify it.
 
     Args:
@@ -289,7 +289,7 @@ def step_schedule(config: Config, layout: Layout) -> Schedule:
     )
 
 
-def evaluation_schedule(config: Config, layout: Layout, num_batches: int) -> Schedule:
+def evaluation_schedule(config: ResolvedConfig, layout: Layout, num_batches: int) -> Schedule:
     """Build the schedule that runs the forwards of some batches, and verify it.
 
     Args:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.loss import LossFn
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.resolve import Config, ConfigError, MeshConfig, PipelineConfig
 from shardwise.config.sections import Positive
-from shardwise.layout.stage_units import find_stage_units
+from shardwise.construction.scan import scan_model
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.recompute import call_model
@@ -60,7 +60,8 @@ def measure_units(
     calls, output = _record_calls(model, inputs)
     seconds: dict[str, float] = {}
     known: dict[Hashable, float] = {}
-    found = find_stage_units(model, units)
+    config = Config(mesh=MeshConfig(pp=2), pipeline=PipelineConfig(units=None if units is None else tuple(units)))
+    found = scan_model(model, config).stage_units
     for unit in found:
         seconds[unit.name] = 0.0
         for name in {id(model.get_submodule(name)): name for name in unit.modules}.values():

@@ -14,9 +14,10 @@ from itertools import groupby
 from typing import Any
 
 from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
+from shardwise.layout.facts import ParamEntry
 from shardwise.layout.layout import TIERS, Layout, assign_tiers, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned_to_blocks, build_groups, whole_below
+from shardwise.layout.param_groups import ROOT, GroupSpec, aligned_to_blocks, build_groups, whole_below
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import PrecisionPolicy, precision_policy
 from shardwise.layout.zero_stages import ZeroStage, effective_stage, secondary_ranks

@@ -20,7 +20,8 @@ from torch import nn
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.config.sections import Positive
-from shardwise.layout.layout import Layout, build_layout
+from shardwise.construction.scan import build_layout
+from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.runtime.format import format_bytes

@@ -20,9 +20,8 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import ConfigError, LoraConfig
-from shardwise.layout.param_groups import ParamEntry
-from shardwise.layout.stage_partition import partition_stages
-from shardwise.layout.stage_units import StageUnit, UnitCost
+from shardwise.layout.facts import ParamEntry, StageUnit
+from shardwise.layout.stage_partition import UnitCost, partition_stages
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.schedule.placement import StagePlacement

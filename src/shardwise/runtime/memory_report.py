@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.runtime.format import format_bytes
 
 
@@ -115,7 +115,7 @@ def format_table(snapshot: MemorySnapshot) -> list[tuple[str, str, str]]:
     return [(name, f"{num_bytes / 2**30:.3f}", f"{num_bytes / max(1, total_bytes):.0%}") for name, num_bytes in rows]
 
 
-def oom_advice(snapshot: MemorySnapshot, config: Config) -> list[MemoryAdvice]:
+def oom_advice(snapshot: MemorySnapshot, config: ResolvedConfig) -> list[MemoryAdvice]:
     """Return the three settings that would save most memory, fewer where fewer are left to change."""
     live_bytes = _at_worst(snapshot)
     advisers = (_advise_on_states, _advise_on_activations, _advise_on_tiers)
@@ -131,7 +131,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, config: Config) -> str:
+def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, config: ResolvedConfig) -> str:
     """Make the message for a failure of memory: one line with the fix first, then the table and the settings.
 
     Args:
@@ -159,7 +159,7 @@ def _at_worst(snapshot: MemorySnapshot) -> Mapping[Category, int]:
     return snapshot.peak_live_bytes or snapshot.live_bytes
 
 
-def _advise_on_states(live_bytes: Mapping[Category, int], config: Config) -> Iterator[MemoryAdvice]:
+def _advise_on_states(live_bytes: Mapping[Category, int], config: ResolvedConfig) -> Iterator[MemoryAdvice]:
     zero, num_shards = config.zero, config.mesh.dp_shard or 1
     if zero.stage < 3 and num_shards > 1:
         by_stage = {
@@ -183,7 +183,7 @@ def _advise_on_states(live_bytes: Mapping[Category, int], config: Config) -> Ite
         yield MemoryAdvice(("zero.overlap=false",), reason, live_bytes[Category.GATHERED] // 2)
 
 
-def _advise_on_tiers(live_bytes: Mapping[Category, int], config: Config) -> Iterator[MemoryAdvice]:
+def _advise_on_tiers(live_bytes: Mapping[Category, int], config: ResolvedConfig) -> Iterator[MemoryAdvice]:
     tiers, stage = config.tiers, config.zero.stage
     for key, tier, category, least_stage in (
         ("optimizer", tiers.optimizer, Category.OPTIMIZER, 1),
@@ -195,7 +195,7 @@ def _advise_on_tiers(live_bytes: Mapping[Category, int], config: Config) -> Iter
             return
 
 
-def _advise_on_activations(live_bytes: Mapping[Category, int], config: Config) -> Iterator[MemoryAdvice]:
+def _advise_on_activations(live_bytes: Mapping[Category, int], config: ResolvedConfig) -> Iterator[MemoryAdvice]:
     activation_bytes, recompute, batch = live_bytes[Category.ACTIVATIONS], config.recompute, config.batch
     if recompute.mode != "full" or recompute.every > 1:
         # A guess: blocks keep a few percent of their activations, but one block and the logits stay in full.

@@ -31,7 +31,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.memory_report import (
     Category,
@@ -344,7 +344,7 @@ class MemoryTracker:
 
 
 @contextmanager
-def explain_out_of_memory(tracker: MemoryTracker, config: Config, where: str) -> Iterator[None]:
+def explain_out_of_memory(tracker: MemoryTracker, config: ResolvedConfig, where: str) -> Iterator[None]:
     """Raise a failure of memory again, with what holds the memory and the settings that need less.
 
     Args:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.config.errors import CodedError
-from shardwise.config.resolve import CompileConfig, Config, ConfigError
+from shardwise.config.resolve import CompileConfig, ConfigError, ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.module_hooks import InputStore, recompute_forward, replace_forward, run_forward, run_stored
 from shardwise.runtime.torch_private import compiler_errors, in_op_mode
@@ -36,7 +36,7 @@ class CompileError(CodedError, RuntimeError):
 
 
 def replace_forwards(
-    model: nn.Module, layout: Layout, config: Config, store: InputStore | None = None
+    model: nn.Module, layout: Layout, config: ResolvedConfig, store: InputStore | None = None
 ) -> list[Callable[[], None]]:
     """Recompute and compile the forwards of a model's blocks as the config says.
 

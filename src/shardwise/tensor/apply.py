@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.comm.collectives import Comm
 from shardwise.config.resolve import ConfigError, TensorConfig
+from shardwise.dropout import ShardRegion, may_drop_by_function
 from shardwise.layout import tensor_plan
 from shardwise.layout.tensor_plan import LayerSplit, TensorLayout, TensorPlan, is_within
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
@@ -263,3 +264,24 @@ def _sizes(name: str, module: nn.Module, tensor: TensorLayout) -> list[tuple[str
         for key, value in vars(module).items()
         if type(value) is int and value > 1 and value % tensor.degree == 0 and key not in done
     ]
+
+
+def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict[str, ShardRegion]:
+    """Return by module on which part of a tensor its dropout works, for a rank of the tensor-parallel group.
+
+    Dropouts that the plan names are on split features or heads; others in a sequence-parallel stack are on a part of
+    the sequence, unless a region's own code calls them.
+
+    Args:
+        model: whose modules are searched for dropouts.
+        tp_index: of the rank in the tensor-parallel group.
+    """
+    zones = {each.module: ShardRegion(each.dim, tp_index, tensor.degree) for each in tensor.plan.dropouts}
+    stacks = tensor.plan.stacks if tensor.sequence_parallel else ()
+    regions = [region.module for region in tensor.plan.regions]
+    for name, module in model.named_modules():
+        if name in zones or not any(is_within(name, stack.modules) for stack in stacks):
+            continue
+        if isinstance(module, nn.Dropout) or (may_drop_by_function(module) and not is_within(name, regions)):
+            zones[name] = ShardRegion(1, tp_index, tensor.degree)
+    return zones

@@ -10,7 +10,7 @@ sums: in bf16, 16 parts double their rounding error, and 128 multiply it by 6.
 The head's logits are deferred until their cross entropy, which takes some tokens at a time, as those of a split head
 are (`shardwise.tensor.loss_parallel`).
 
->>> from shardwise.layout.layout import build_layout
+>>> from shardwise.construction.scan import build_layout
 >>> from shardwise.models.decoder import DecoderConfig
 >>> shape = DecoderConfig(vocab_size=64, num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4,
 ...                       ffn_size=48, max_seq_len=32)
@@ -33,7 +33,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import ConfigError, ResolvedConfig
 from shardwise.dropout import KeyedDraws, Tokens
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
@@ -57,7 +57,7 @@ _MIXING: Final = (
 )
 
 
-def chunk_model(model: nn.Module, config: Config, layout: Layout, draws: KeyedDraws) -> list[Undo]:
+def chunk_model(model: nn.Module, config: ResolvedConfig, layout: Layout, draws: KeyedDraws) -> list[Undo]:
     """Make a model's feed-forwards and its head take `context.chunk_tokens` tokens at a time.
 
     Call it after layers are split and dropouts keyed, and before forwards are wrapped for recomputation: the chunks

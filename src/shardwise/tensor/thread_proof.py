@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork, Comm
-from shardwise.config.resolve import TensorConfig
+from shardwise.config.resolve import Config, TensorConfig
+from shardwise.construction.scan import scan_model
 from shardwise.dropout.still import StillFunctions
 from shardwise.layout.tensor_plan import TensorPlan, param_splits
 from shardwise.layout.tp_sharding import ParamSplit, Rect
@@ -74,7 +75,7 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
                 parameter.add_(0.1 * torch.randn_like(parameter))
         batch = pytree.tree_map(_widened, batch)
         unused = [copy.deepcopy(whole) for _ in range(2)]  # a forward may leave in a module what cannot be copied
-        splits = param_splits(whole, plan, degree, sequence_parallel)
+        splits = param_splits(scan_model(whole, Config()).params, plan, degree, sequence_parallel)
         config = TensorConfig(sequence_parallel=sequence_parallel)
         ranks = [_part_of(whole, splits, rank) for rank in range(degree)]
         wrong = _Comparison(whole, ranks, plan, splits, batch, config).wrong()

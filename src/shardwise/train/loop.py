@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.planner.hardware import known_gpu
@@ -117,7 +117,7 @@ class Trainer:
         self._meter = StepMeter(engine)
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ResolvedConfig:
         """Return the engine's config, which is resolved."""
         return self.engine.config
 
@@ -244,7 +244,7 @@ class Trainer:
         return size
 
 
-def build_trainer(config: Config, data: PreparedData) -> Trainer:
+def build_trainer(config: ResolvedConfig, data: PreparedData) -> Trainer:
     """Build the config's model, draw its weights by parameter name or read them, and shard it.
 
     Raises:

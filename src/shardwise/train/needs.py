@@ -16,7 +16,7 @@ import torch
 
 from shardwise.checkpoint.commit import step_folders
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError, ResolvedConfig
 from shardwise.launch.host import usable_bytes
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
@@ -36,7 +36,7 @@ _GO_ON: Final = "run.on_shortage=warn runs all the same"
 
 
 def shortages(
-    config: Config, vocab_size: int, num_params: int, layout: Layout, root: Path, num_local_ranks: int
+    config: ResolvedConfig, vocab_size: int, num_params: int, layout: Layout, root: Path, num_local_ranks: int
 ) -> Iterator[ConfigError]:
     """Yield what a run lacks on this machine.
 
@@ -103,7 +103,7 @@ def sizes_cluster(num_ranks: int, memory_bytes: float) -> Cluster:
     return Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_ranks, nic_bytes_per_s=1.0)
 
 
-def planned_job(config: Config, cluster: Cluster, vocab_size: int) -> PlanJob:
+def planned_job(config: ResolvedConfig, cluster: Cluster, vocab_size: int) -> PlanJob:
     """Return a run as the planner knows it.
 
     Args:
@@ -113,7 +113,7 @@ def planned_job(config: Config, cluster: Cluster, vocab_size: int) -> PlanJob:
     return job if config.model.path is not None else replace(job, shape=replace(job.shape, vocab_size=vocab_size))
 
 
-def checkpoint_bytes(config: Config, layout: Layout, num_params: int) -> int:
+def checkpoint_bytes(config: ResolvedConfig, layout: Layout, num_params: int) -> int:
     """Return the bytes of a checkpoint; 0 for an optimizer whose states are known only when it runs."""
     if named_rule(config.optimizer.name) is None:
         return 0
@@ -127,7 +127,7 @@ def checkpoint_bytes(config: Config, layout: Layout, num_params: int) -> int:
     return sum(numels[state.of_matrices] * DTYPE_BYTES[state.dtype] for state in saved)
 
 
-def _of_memory(config: Config, vocab_size: int, num_local_ranks: int) -> Iterator[ConfigError]:
+def _of_memory(config: ResolvedConfig, vocab_size: int, num_local_ranks: int) -> Iterator[ConfigError]:
     """Yield that a rank's predicted peak is more than its device, or its share of the host, holds."""
     is_gpu = config.run.device == "cuda"
     share_bytes = usable_bytes() // num_local_ranks
@@ -151,7 +151,7 @@ def _of_memory(config: Config, vocab_size: int, num_local_ranks: int) -> Iterato
             )
 
 
-def _predicted(config: Config, vocab_size: int, held_bytes: float) -> RankMemory | None:
+def _predicted(config: ResolvedConfig, vocab_size: int, held_bytes: float) -> RankMemory | None:
     """Return the predicted memory of the fullest rank; None where the planner does not know the model."""
     num_ranks = MeshShape.from_config(config.mesh).world_size
     try:
@@ -161,7 +161,7 @@ def _predicted(config: Config, vocab_size: int, held_bytes: float) -> RankMemory
         return None
 
 
-def _relief(config: Config, memory: RankMemory) -> str:
+def _relief(config: ResolvedConfig, memory: RankMemory) -> str:
     """Name what would make the largest part of the memory smaller."""
     if memory.bytes_of(*_STATES) > memory.peak_bytes / 2:
         return "use zero.stage=3, more ranks, another tier for states, or a smaller model"
@@ -171,7 +171,7 @@ def _relief(config: Config, memory: RankMemory) -> str:
     return f"lower {' or '.join(smaller)}" + (f", or set {' and '.join(more)}" if more else "")
 
 
-def _of_disk(config: Config, checkpoint_bytes: int, root: Path) -> Iterator[ConfigError]:
+def _of_disk(config: ResolvedConfig, checkpoint_bytes: int, root: Path) -> Iterator[ConfigError]:
     """Yield that the disk has no space for the checkpoints that the run keeps."""
     num_new = _most_new(config, root)
     needed_bytes = num_new * checkpoint_bytes
@@ -193,7 +193,7 @@ def _of_disk(config: Config, checkpoint_bytes: int, root: Path) -> Iterator[Conf
         )
 
 
-def _most_new(config: Config, root: Path) -> int:
+def _most_new(config: ResolvedConfig, root: Path) -> int:
     """Return how many more checkpoints than now there are at most at once; each is whole before an old one goes."""
     chosen, steps = config.checkpoint, config.run.steps
     saved = set() if chosen.every is None else set(range(chosen.every, steps + 1, chosen.every))

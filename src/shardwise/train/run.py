@@ -30,14 +30,13 @@ from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
 from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError, ResolvedConfig
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.config.written_files import end_with, is_full, open_end
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
-from shardwise.layout.stage_partition import find_partition
 from shardwise.report.console import Escaped, LogFormatter, progress, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
@@ -140,7 +139,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
 
 
 def join(
-    config: Config,
+    config: ResolvedConfig,
     env: RankEnv,
     stop: StopFlag,
     console: Console,
@@ -175,20 +174,20 @@ def join(
     )
 
 
-def config_of(folder: Path) -> Config:
+def config_of(folder: Path) -> ResolvedConfig:
     """Return the config that `start` has written to a run's folder.
 
     Raises:
-        ConfigError: the folder holds none.
+        ConfigError: the folder holds none, or one that is not resolved.
     """
     try:
-        return Config.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
+        return ResolvedConfig.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
     except UntrustedFileError as error:
         raise ConfigError(error.code, str(error)) from None
 
 
 def run_rank(
-    config: Config,
+    config: ResolvedConfig,
     folder: Path,
     shard_path: Path,
     *,
@@ -311,8 +310,8 @@ def _begin_folder(trainer: Trainer, folder: Path, resumed: Resumed | None, conso
         take_over_metrics(config, folder, resumed)
         for note in resumed.notes:
             say(console, note)
-    if config.mesh.pp > 1:
-        say(console, find_partition(trainer.model.skeleton(), config).describe())
+    if (pipeline := trainer.engine.layout.pipeline) is not None:
+        say(console, pipeline.summary)
     trainer.model.save_tokenizer(folder / TOKENIZER_NAME, trainer.data.tokenizer)
 
 
@@ -391,7 +390,7 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
         log.error("%s", failure)
 
 
-def _resolved_here(config: Config, num_ranks: int) -> Config:
+def _resolved_here(config: Config, num_ranks: int) -> ResolvedConfig:
     """Resolve a config for ranks that are started here; where their number is wrong, say which key sets it."""
     try:
         return resolve_job(config, num_ranks, num_ranks)
@@ -400,7 +399,9 @@ def _resolved_here(config: Config, num_ranks: int) -> Config:
         raise ConfigError(error.code, f"{error}{fix}") from error.__cause__
 
 
-def _prepare(config: Config, console: Console, resume: Path | None, num_local_ranks: int) -> tuple[Config, Path, Path]:
+def _prepare(
+    config: ResolvedConfig, console: Console, resume: Path | None, num_local_ranks: int
+) -> tuple[ResolvedConfig, Path, Path]:
     """Tokenize the data and make the run's folder; return the config with its steps, the folder and the token shard."""
     if line := slow_dtype_line(config):
         say(console, line)
@@ -434,7 +435,7 @@ def _prepare(config: Config, console: Console, resume: Path | None, num_local_ra
     return config, create_folder(config, datetime.now()), data.path
 
 
-def _shortages(config: Config, data: PreparedData, num_local_ranks: int) -> Iterator[ConfigError]:
+def _shortages(config: ResolvedConfig, data: PreparedData, num_local_ranks: int) -> Iterator[ConfigError]:
     """Yield what a run with its data lacks on this machine."""
     model = job_model(config).for_tokens(data.index.vocab_size)
     root = checkpoint_root(config, Path(config.run.dir).expanduser() / "new")
@@ -443,8 +444,8 @@ def _shortages(config: Config, data: PreparedData, num_local_ranks: int) -> Iter
 
 
 def _agree_on_place(
-    config: Config, env: RankEnv, console: Console, resume: Path | None
-) -> tuple[Config, Path, Path, Path | None]:
+    config: ResolvedConfig, env: RankEnv, console: Console, resume: Path | None
+) -> tuple[ResolvedConfig, Path, Path, Path | None]:
     """Return rank 0's config, run folder, token shard and checkpoint; the other ranks get them from the store.
 
     The config of a resumed run depends on the checkpoint, and another rank may have found another checkpoint.
@@ -470,7 +471,7 @@ def _agree_on_place(
         )
     config_text, folder_text, shard_text, past = json.loads(word)
     if past is not None or resume is not None or config.run.epochs is not None:
-        config = Config.from_json(config_text)
+        config = ResolvedConfig.from_json(config_text)
     return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
 
 

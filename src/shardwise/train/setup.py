@@ -28,7 +28,16 @@ from shardwise.attention.from_config import structure_of
 from shardwise.checkpoint.commit import candidates
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.errors import system_code
-from shardwise.config.resolve import CompileConfig, Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
+from shardwise.config.resolve import (
+    CompileConfig,
+    Config,
+    ConfigError,
+    PrecisionConfig,
+    ResolvedConfig,
+    Tier,
+    read_toml,
+    set_key,
+)
 from shardwise.config.written_files import write_whole
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
@@ -115,7 +124,7 @@ def job_config(
     return Config.from_dict(merged)
 
 
-def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config:
+def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> ResolvedConfig:
     """Resolve the config, the device too, and check all that can be checked without data and ranks.
 
     Args:
@@ -139,7 +148,7 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
     return resolved
 
 
-def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
+def check_job(config: Config, world_size: int) -> tuple[ResolvedConfig, Layout]:
     """Resolve the config and check what does not depend on this machine.
 
     Raises:
@@ -187,7 +196,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
+def _refuse_too_large(layout: Layout, config: ResolvedConfig, num_local_ranks: int) -> None:
     """Refuse states that the memories which store them cannot hold even without activations."""
     device_bytes, host_bytes, nvme_bytes = (sum(layout.bytes_at_rest(tier=tier).values()) for tier in TIERS)
     host_bytes *= num_local_ranks
@@ -281,7 +290,7 @@ def wanted_device(config: Config) -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def prepare_job_data(config: Config, progress: Progress | None = None, **shown: Any) -> PreparedData:
+def prepare_job_data(config: ResolvedConfig, progress: Progress | None = None, **shown: Any) -> PreparedData:
     """Tokenize the data into the cache beside the runs' folders, unless the cache has it, and open it.
 
     `shown` are the other arguments of `prepare_data` that show what it does.
@@ -306,17 +315,17 @@ def lent_data_line(config: Config) -> str:
     )
 
 
-def with_steps(config: Config, data: PreparedData) -> Config:
+def with_steps(config: ResolvedConfig, data: PreparedData) -> ResolvedConfig:
     """Return the config with the steps that its epochs take, and a warm-up of a share of them where it has none."""
     run, scheduler, global_size = config.run, config.scheduler, config.batch.global_size or 1
     if run.epochs is None:
         return config
     num_steps = max(1, math.ceil(run.epochs * data.train.num_sequences(config.data.seq_len) / global_size))
     warmup_steps = scheduler.warmup_steps or max(1, round(_WARMUP_SHARE * num_steps))
-    return config.override([f"run.steps={num_steps}", f"scheduler.warmup_steps={warmup_steps}"])
+    return ResolvedConfig.of(config.override([f"run.steps={num_steps}", f"scheduler.warmup_steps={warmup_steps}"]))
 
 
-def create_folder(config: Config, now: datetime) -> Path:
+def create_folder(config: ResolvedConfig, now: datetime) -> Path:
     """Make the run's folder, `<run.dir>/<time>-<name>`, with the config in it; existing folders stay as they are.
 
     The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order, and of

@@ -17,12 +17,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.resolve import Config, Tier, batch_equation
+from shardwise.config.resolve import Config, ResolvedConfig, Tier, batch_equation
 from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.stage_partition import StagePartition, find_partition
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import bubble_share
@@ -31,7 +30,7 @@ from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.needs import checkpoint_bytes
 from shardwise.train.setup import check_job, layout_line, precision_line, sparse_words, wanted_device
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
-from shardwise.verify.simulate import RankJob, check_rank, resolved_for
+from shardwise.verify.simulate import RankJob, check_rank
 
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _ROLES: Final[Mapping[str, str]] = {"param": "params", "grad": "grads", "optimizer": "optimizer"}
@@ -48,14 +47,14 @@ class DryRun:
     """Holds a job and what some of its ranks hold and send; the config is resolved.
 
     Attributes:
-        partition: the stages of its pipeline; None without one.
+        stages: a table of those of its pipeline; empty without one.
         elapsed_s: seconds that all simulations took.
     """
 
-    config: Config
+    config: ResolvedConfig
     model: JobModel
     ranks: tuple[RankFigures, ...]
-    partition: StagePartition | None
+    stages: str
     elapsed_s: float
 
     @property
@@ -82,12 +81,12 @@ def dry_run(
         ConfigError: the config is wrong, as for a run, or its optimizer cannot be simulated.
     """
     start_s = time.perf_counter()
-    config, layout = check_job(config, world_size)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"device": wanted_device(config)})})
-    model = job_model(config)
+    run = config.run.model_copy(update={"device": wanted_device(config)})
+    resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
+    model = job_model(resolved)
 
     def make_batch() -> Any:
-        tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]
+        tokens = torch.zeros(resolved.batch.micro_size or 1, resolved.data.seq_len, dtype=torch.int64)  # [B, S]
         return model.batch((tokens, tokens))
 
     held = layout.bytes_at_rest()
@@ -99,11 +98,10 @@ def dry_run(
     for number, rank in enumerate(chosen, 1):
         place = f"{at_rest}; simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
         announce(place)
-        made = model.skeleton()
-        job = RankJob(made, resolved_for(made, config, rank, world_size), make_batch, rank, model.loss_fn)
+        job = RankJob(model.skeleton(), resolved, make_batch, rank, model.loss_fn)
         found.append(rank_figures(job, lambda doing, place=place: announce(f"{place}: {doing}")))  # type: ignore[misc]
-    partition = find_partition(model.skeleton(), config) if layout.pipeline is not None else None
-    return DryRun(config, model, tuple(found), partition, time.perf_counter() - start_s)
+    stages = layout.pipeline.summary if layout.pipeline is not None else ""
+    return DryRun(resolved, model, tuple(found), stages, time.perf_counter() - start_s)
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -137,7 +135,7 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Literal["stages"]) -> l
 def render(run: DryRun) -> RenderableType:
     """Draw the header and the tables of what the ranks hold and send; 80 columns are enough."""
     parts: list[RenderableType] = [_header(run)]
-    parts += [Text(run.partition.describe())] if run.partition is not None else []
+    parts += [Text(run.stages)] if run.stages else []
     parts += [_at_rest_table(run.ranks), *_moves_tables(run), _peak_table(run.ranks), _wire_table(run.ranks)]
     parts.append(Text(_footer(run), style="dim"))
     return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
@@ -253,7 +251,7 @@ def _header(run: DryRun) -> Table:
     return grid
 
 
-def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:
+def _pipeline_line(config: ResolvedConfig, pipeline: PipelineLayout) -> str:
     """Describe the schedule and its bubble if a forward and both halves of a backward take equally long."""
     schedule, placement = config.pipeline.schedule, pipeline.placement
     num_micro_batches, num_per_rank = config.batch.accumulation or 1, placement.stages_per_rank

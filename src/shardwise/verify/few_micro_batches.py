@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.format import format_s
@@ -135,7 +135,7 @@ def _num_calls(simulation: Simulation) -> Counter[tuple[str, str]]:
     return Counter((call.axis, call.op) for call in simulation.calls)
 
 
-def _with_micro_batches(config: Config, number: int) -> Config:
+def _with_micro_batches(config: ResolvedConfig, number: int) -> ResolvedConfig:
     batch = config.batch
     size = None if batch.global_size is None else batch.global_size // (batch.accumulation or 1) * number
     changed = batch.model_copy(update={"accumulation": number, "global_size": size})

@@ -18,10 +18,10 @@ from typing import Any, Final, Self
 
 from torch import nn
 
-from shardwise.config.resolve import Config, ConfigError, ContextConfig, PrecisionConfig
+from shardwise.config.resolve import Config, ConfigError, ContextConfig, PrecisionConfig, ResolvedConfig
+from shardwise.construction.scan import find_units
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.layout.param_groups import find_units
 from shardwise.layout.tp_sharding import check_length
 from shardwise.models import DecoderConfig, decoder_config
 from shardwise.models.shrink import (
@@ -239,7 +239,7 @@ def _assume_world(config: Config, world_size: int | None) -> tuple[Config, int, 
     return config, MeshShape.from_config(mesh).world_size, assumed
 
 
-def _check_run(config: Config, world_size: int, model: ModelSpec) -> Config:
+def _check_run(config: Config, world_size: int, model: ModelSpec) -> ResolvedConfig:
     """Resolve the run's config, and plan its model's layout at its own size, on meta."""
     if model.kind == "decoder":
         return check_job(config, world_size)[0]
@@ -269,7 +269,7 @@ def _shrink_model(model: ModelSpec, scale: Scale, seq_len: int) -> ModelSpec:
 
 
 def _small_config(
-    resolved: Config, folded: MeshShape, virtual_stages: int, num_steps: int, model: ModelSpec
+    resolved: ResolvedConfig, folded: MeshShape, virtual_stages: int, num_steps: int, model: ModelSpec
 ) -> tuple[Config, list[str]]:
     """Return the small run's config, and the changes from the run's besides mesh and model."""
     skeleton = build_skeleton(model)
@@ -308,7 +308,7 @@ def _small_config(
         },
     }
     sections = {name: getattr(resolved, name).model_copy(update=update) for name, update in updates.items()}
-    small = resolved.model_copy(update=sections)
+    small = resolved.with_sections(sections)
     return small, list(_replaced(resolved, small))
 
 
@@ -331,10 +331,10 @@ def _replaced(run: Config, small: Config) -> Iterator[str]:
 
 def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...] | None:
     """Return those of some patterns that a small model has modules for; None where it has none."""
-    kept = []
+    kept, modules = [], dict(model.named_modules())
     for pattern in patterns or ():
         try:
-            find_units(model, [pattern])
+            find_units(modules, [pattern])
         except ConfigError:
             continue
         kept.append(pattern)

@@ -23,7 +23,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config, ConfigError, ResolvedConfig
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import launch_local
 from shardwise.launch.process_group import LaunchError, start_process_group
@@ -120,7 +120,7 @@ def measure_quality(
     return Quality(tuple(encoded), tuple(seeds), tuple(losses["without"]), tuple(losses["with"]), num_steps)
 
 
-def _held_out_loss(config: Config, data: PreparedData) -> float:
+def _held_out_loss(config: ResolvedConfig, data: PreparedData) -> float:
     trainer = build_trainer(config, data)
     found = math.nan
     try:
@@ -131,7 +131,7 @@ def _held_out_loss(config: Config, data: PreparedData) -> float:
     return found
 
 
-def _loss_of_ranks(config: Config, num_ranks: int, environ: Mapping[str, str] | None) -> float:
+def _loss_of_ranks(config: ResolvedConfig, num_ranks: int, environ: Mapping[str, str] | None) -> float:
     """Train on processes of this machine; their logs stay where one fails."""
     folder = Path(tempfile.mkdtemp(prefix="shardwise-quality-"))
     (folder / JOB_NAME).write_text(config.model_dump_json(), encoding="utf-8")
@@ -153,7 +153,7 @@ def be_rank(env: RankEnv, folder: Path) -> None:
         CommError: a collective failed or hung.
     """
     torch.set_num_threads(1)
-    config = Config.from_dict(json.loads((folder / JOB_NAME).read_text(encoding="utf-8")))
+    config = ResolvedConfig.from_dict(json.loads((folder / JOB_NAME).read_text(encoding="utf-8")))
     start_process_group(env, "cpu", config.run.timeout_s)
     loss = _held_out_loss(config, prepare_job_data(config))
     if env.rank == 0:

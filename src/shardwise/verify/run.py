@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.context.huggingface import target_counter
+from shardwise.construction.scan import shifts_labels
+from shardwise.context.batch import count_targets
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
@@ -198,7 +199,7 @@ def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) 
 
 def _own_loss(model: nn.Module, mean: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
     """Return the sum and the count of a model's own mean over its targets; a mean over something else counts as one."""
-    num_targets = target_counter(model)(batch)
+    num_targets = count_targets(batch, shifts_labels(model))
     return (mean, 1) if num_targets is None else (mean * num_targets, num_targets)
 
 

@@ -47,10 +47,12 @@ from shardwise.config.resolve import (
     OptimizerConfig,
     PipelineConfig,
     RecomputeConfig,
+    ResolvedConfig,
     Tier,
     TiersConfig,
 )
 from shardwise.config.sections import PositiveFloat
+from shardwise.construction.scan import scan_model, with_own_dtype
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.runner import RankBatch, run_model
@@ -60,7 +62,7 @@ from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTra
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, fake_copy, fake_like, fake_tensors, pytree
 from shardwise.schedule.actions import TimedAction
-from shardwise.tensor.plan_layout import plan_layout, with_own_dtype
+from shardwise.tensor.plan_layout import layout_by, plan_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
 
 
@@ -144,11 +146,11 @@ def simulate(
     with torch.device("meta"):
         made = model if isinstance(model, nn.Module) else model()
     check("simulate", "what model() returned", made, nn.Module)
-    config = resolved_for(made, config, rank, world_size)
-    job = RankJob(made, config, make_batch, rank, loss_fn, optimizer, device_gib)
+    resolved = resolved_for(config, rank, world_size)
+    job = RankJob(made, resolved, make_batch, rank, loss_fn, optimizer, device_gib)
     with fake_tensors(), values_refused():
         engine, make_step = build_rank(job)
-        num_micro_batches = config.batch.accumulation or 1
+        num_micro_batches = resolved.batch.accumulation or 1
         # The first step makes the optimizer's states and learns the order of the blocks.
         with nullcontext() if device_gib is None else engine.memory.meter():
             engine.train_step(make_step(num_micro_batches))
@@ -160,7 +162,7 @@ class RankJob:
     """Holds what one simulated rank trains; fields as the arguments of `simulate`, the config resolved."""
 
     model: nn.Module
-    config: Config
+    config: ResolvedConfig
     make_batch: Callable[[], Any]
     rank: int
     loss_fn: LossFn | None = None
@@ -170,10 +172,11 @@ class RankJob:
 
 def build_rank(job: RankJob) -> tuple[Engine, Callable[[int], list[Any]]]:
     """Make the engine of a simulated rank, and a function that makes so many micro-batches; call it on fake tensors."""
-    config, limit_bytes = job.config, None if job.device_gib is None else int(job.device_gib * 2**30)
-    memory = MemoryTracker("cpu", limit_bytes=limit_bytes)
+    memory = MemoryTracker("cpu", limit_bytes=None if job.device_gib is None else int(job.device_gib * 2**30))
     model = _without_memory(job.model)
-    layout = plan_layout(model, config, rank=job.rank)
+    facts = scan_model(model, job.config)
+    config = with_own_dtype(facts, job.config)
+    layout = layout_by(facts, model, config, rank=job.rank)
 
     def make_step(num_micro_batches: int) -> list[Any]:
         batches = [job.make_batch() for _ in range(num_micro_batches)]
@@ -222,16 +225,15 @@ def meter_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simula
     )
 
 
-def resolved_for(model: nn.Module, config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
+def resolved_for(config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> ResolvedConfig:
     """Return the config of one rank's job, resolved for `world_size` ranks.
 
     Raises:
         ConfigError: config, model, rank and world size do not fit each other.
     """
-    config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    config = with_own_dtype(model, config).resolve(world_size)
+    resolved = (config if isinstance(config, Config) else Config.from_dict(config or {})).resolve(world_size)
     check_rank(rank, world_size)
-    return config
+    return resolved
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -260,7 +262,7 @@ def values_refused() -> Iterator[None]:
 
 
 def _what_stages_receive(
-    model: nn.Module, config: Config, pipeline: PipelineLayout, steps: Sequence[Sequence[Any]]
+    model: nn.Module, config: ResolvedConfig, pipeline: PipelineLayout, steps: Sequence[Sequence[Any]]
 ) -> dict[int, Any]:
     """Return what each stage gets from the one before it, by stage, from a forward of the whole model on one rank.
 
@@ -296,7 +298,7 @@ def _what_stages_receive(
     return examples
 
 
-def _without_pipeline(config: Config) -> Config:
+def _without_pipeline(config: ResolvedConfig) -> ResolvedConfig:
     """Return a config for the ranks that compute one sample together, without a pipeline, with the same activations."""
     mesh = MeshConfig(dp_shard=1, cp=config.mesh.cp, tp=config.mesh.tp)
     changed = {
@@ -308,7 +310,7 @@ def _without_pipeline(config: Config) -> Config:
         "recompute": RecomputeConfig(),
         "optimizer": OptimizerConfig(name="sgd"),
     }
-    return config.model_copy(update=changed).resolve(mesh.cp * mesh.tp)
+    return config.with_sections(changed).resolve(mesh.cp * mesh.tp)
 
 
 def _received(leaf: Any) -> Any:

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from shardwise.construction.opaque import as_bytes
 from shardwise.construction.shards import make_plain
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
-from shardwise.layout.opaque import as_bytes
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage, loaded

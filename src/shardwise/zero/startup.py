@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Comm
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import PrecisionConfig
+from shardwise.construction.opaque import as_bytes, quant_state, scales
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
-from shardwise.layout.opaque import as_bytes, quant_state, scales
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import buffer_dtype
 from shardwise.runtime.memory_tracker import Category, MemoryTracker

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from harness.refusals import refused
-from shardwise.context.batch import TokenShardedBatch, WholeBatch, cut_batch, main_input, take_tokens
-from shardwise.context.huggingface import target_counter
+from harness.scanned import scanned
+from shardwise.context.batch import TokenShardedBatch, WholeBatch, count_targets, cut_batch, main_input, take_tokens
 from shardwise.layout.token_ranges import zigzag
 
 LENGTH, SAMPLES = 8, 2
@@ -103,7 +103,7 @@ def test_more_inputs_than_the_model_takes_are_refused() -> None:
 
 def test_a_rank_alone_gets_the_batch_itself() -> None:
     batch = (TOKENS, torch.ones(3))
-    share = WholeBatch(lambda inputs: None).share(batch, True)
+    share = WholeBatch(None).share(batch, True)
     assert share.batch is batch
     assert share.inputs is TOKENS
     assert share.tokens is None
@@ -131,7 +131,7 @@ def test_targets_of_models_of_transformers_are_counted(
 ) -> None:
     """As the model's own mean counts them: a causal model leaves out the first label of each row."""
     model = getattr(transformers, kind)(config())
-    found = target_counter(model)({"labels": torch.tensor([[1, 2, -100], [3, -100, 4]])})
+    found = count_targets({"labels": torch.tensor([[1, 2, -100], [3, -100, 4]])}, scanned(model).shifts_labels)
     assert (None if found is None else int(found)) == expected
 
 
@@ -141,4 +141,4 @@ def test_targets_of_a_forward_that_transformers_did_not_write_are_not_counted() 
             return (super().forward(input_ids).logits.mean() - labels).square().mean()
 
     model = FocalForCausalLM(transformers.LlamaConfig(**SMALL))
-    assert target_counter(model)({"labels": torch.tensor([[1, 2, 3]])}) is None
+    assert count_targets({"labels": torch.tensor([[1, 2, 3]])}, scanned(model).shifts_labels) is None

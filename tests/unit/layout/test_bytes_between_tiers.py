@@ -12,7 +12,8 @@ from torch import nn
 
 from harness.models import CASES
 from shardwise.config.resolve import Config, Tier
-from shardwise.layout.layout import TIERS, Layout, build_layout
+from shardwise.construction.scan import build_layout
+from shardwise.layout.layout import TIERS, Layout
 
 # Through which memories the way leads.
 ROUTES: dict[tuple[str, str], tuple[str, ...]] = {

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.param_groups import ALIGNMENT_NUMEL, ROOT, GroupSpec, ParamEntry, ParamSpec, build_groups
+from shardwise.layout.facts import ParamEntry
+from shardwise.layout.param_groups import ALIGNMENT_NUMEL, ROOT, GroupSpec, ParamSpec, build_groups
 from shardwise.layout.zero_stages import Placement
 
 UNITS = ("blocks.0", "blocks.1")

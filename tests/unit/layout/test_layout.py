@@ -11,7 +11,8 @@ from torch import nn
 from harness.models import CASES
 from harness.refusals import refused
 from shardwise.config.resolve import Config, PrecisionConfig
-from shardwise.layout.layout import Layout, build_layout
+from shardwise.construction.scan import build_layout
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.precision import PrecisionPolicy, precision_policy
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from harness.refusals import refused
-from shardwise.layout.param_groups import ROOT, ParamEntry, find_units, read_parameters
+from harness.scanned import scanned
+from shardwise.layout.facts import ParamEntry
+from shardwise.layout.param_groups import ROOT
 
 
 class Block(nn.Module):
@@ -64,7 +66,7 @@ def two_blocks() -> nn.ModuleList:
     ],
 )
 def test_units_are_the_children_of_the_outermost_containers(make: Callable[[], nn.Module], units: list[str]) -> None:
-    assert find_units(make(), None) == tuple(units)
+    assert scanned(make()).units == tuple(units)
 
 
 @pytest.mark.parametrize(
@@ -79,37 +81,37 @@ def test_units_are_the_children_of_the_outermost_containers(make: Callable[[], n
     ],
 )
 def test_patterns_name_classes_or_modules(patterns: list[str], units: list[str]) -> None:
-    assert find_units(TwoTowers(), patterns) == tuple(units)
+    assert scanned(TwoTowers(), patterns).units == tuple(units)
 
 
 def test_patterns_that_do_not_fit_are_refused() -> None:
     classes = "Block, Decoder, Embedding, LayerNorm, Linear, ModuleList"
     with refused("no-module-matches", "zero.blocks='blocks.7'", classes):
-        find_units(Decoder(two_blocks()), ["Block", "blocks.7"])
+        scanned(Decoder(two_blocks()), ["Block", "blocks.7"])
     with refused("block-in-block", "zero.blocks", "blocks.1.up is inside block blocks.1"):
-        find_units(Decoder(two_blocks()), ["Block", "blocks.1.up"])
+        scanned(Decoder(two_blocks()), ["Block", "blocks.1.up"])
     with refused("no-module-matches", "'block'"):
-        find_units(Decoder(two_blocks()), ["block"])  # case matters
+        scanned(Decoder(two_blocks()), ["block"])  # case matters
 
 
 def test_of_what_one_pattern_matches_the_outermost_are_blocks() -> None:
-    assert find_units(Decoder(two_blocks()), ["blocks.*"]) == ("blocks.0", "blocks.1")
+    assert scanned(Decoder(two_blocks()), ["blocks.*"]).units == ("blocks.0", "blocks.1")
 
 
 def test_names_that_only_begin_equally_are_no_nest() -> None:
     model = nn.ModuleDict({"a": Block(), "ab": Block()})
-    assert find_units(model, ["a", "ab"]) == ("a", "ab")
-    assert [entry.unit for entry in read_parameters(model, ("a", "ab"))] == ["a"] * 3 + ["ab"] * 3
+    assert scanned(model, ["a", "ab"]).units == ("a", "ab")
+    assert [entry.unit for entry in scanned(model, ["a", "ab"]).params] == ["a"] * 3 + ["ab"] * 3
 
 
 def units_of(model: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
-    return {entry.name: (entry.unit, entry.aliases) for entry in read_parameters(model, find_units(model, None))}
+    return {entry.name: (entry.unit, entry.aliases) for entry in scanned(model).params}
 
 
 def test_parameters_come_once_in_module_order_with_their_unit() -> None:
     model = Decoder(two_blocks())
     model.blocks[1].up.bias.requires_grad_(False)
-    entries = read_parameters(model, find_units(model, None))
+    entries = scanned(model).params
     assert [entry.name for entry in entries] == [name for name, _ in model.named_parameters()]
     assert {entry.name: entry.shape for entry in entries} == {
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
@@ -149,7 +151,7 @@ def test_a_block_that_stands_twice_is_one_unit() -> None:
     """As ALBERT shares its layers: its parameters are used by that block alone."""
     block = Block()
     model = Decoder(nn.Sequential(block, nn.Tanh(), block))
-    assert find_units(model, None) == ("blocks.0",)
+    assert scanned(model).units == ("blocks.0",)
     assert units_of(model)["blocks.0.scale"][0] == "blocks.0"
 
 

@@ -12,10 +12,16 @@ from torch import nn
 
 from harness.huggingface import build_model
 from harness.refusals import refused
+from harness.scanned import stage_units_of
 from shardwise.config.resolve import Config
-from shardwise.layout.param_groups import ParamEntry
-from shardwise.layout.stage_partition import StagePartition, find_partition, partition_stages
-from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
+from shardwise.layout.facts import ParamEntry, StageUnit
+from shardwise.layout.stage_partition import (
+    StagePartition,
+    UnitCost,
+    estimate_costs,
+    find_partition,
+    partition_stages,
+)
 from shardwise.models import Decoder, preset
 
 
@@ -153,8 +159,8 @@ def test_memory_is_balanced_over_ranks(times: list[int], memory: list[int], plac
 
 def decoder_cut(name: str, num_stages: int) -> StagePartition:
     model = Decoder(preset(name), device="meta")
-    units = find_stage_units(model)
-    return partition_stages(units, estimate_costs(model, units, bytes_per_element=2), num_stages)
+    units = stage_units_of(model)
+    return partition_stages(units, estimate_costs(units, bytes_per_element=2), num_stages)
 
 
 def test_bloom_176b_counts_embedding_and_head_as_layers() -> None:
@@ -163,8 +169,8 @@ def test_bloom_176b_counts_embedding_and_head_as_layers() -> None:
 
     with torch.device("meta"):
         model = BloomForCausalLM(BloomConfig(vocab_size=250_880, hidden_size=14_336, n_layer=70, n_head=112))
-    units = find_stage_units(model)
-    costs = estimate_costs(model, units, bytes_per_element=2)
+    units = stage_units_of(model)
+    costs = estimate_costs(units, bytes_per_element=2)
     gigabytes = {cost.name: round(cost.memory_bytes / 1e9, 1) for cost in costs}
     assert gigabytes["transformer.word_embeddings"] == gigabytes["lm_head"] == 7.2  # a GB of 10^9
     assert gigabytes["transformer.h.0"] == gigabytes["transformer.h.69"] == 4.9
@@ -191,8 +197,8 @@ def small_model() -> nn.Module:
 def test_estimates() -> None:
     model = small_model()
     model[3].requires_grad_(False)
-    units = find_stage_units(model)
-    costs = estimate_costs(model, units, lambda entry: 16 if entry.requires_grad else 2)
+    units = stage_units_of(model)
+    costs = estimate_costs(units, lambda entry: 16 if entry.requires_grad else 2)
     assert costs == (
         UnitCost("0", 0.0, 640.0),
         UnitCost("1", 32.0, 320.0),
@@ -200,7 +206,7 @@ def test_estimates() -> None:
         UnitCost("3", 48.0, 48.0),
         UnitCost("4", 120.0, 1120.0),
     )
-    assert estimate_costs(model, units, 16)[3] == UnitCost("3", 48.0, 384.0)
+    assert estimate_costs(units, 16)[3] == UnitCost("3", 48.0, 384.0)
 
 
 @pytest.mark.parametrize(("stage", "narrow", "wide"), [(0, 18, 16), (1, 6 + 12 / 2, 8 + 8 / 2)])
@@ -211,7 +217,7 @@ def test_what_stays_in_fp32_takes_what_the_layout_gives_it(stage: int, narrow: f
     model._keep_in_fp32_modules_strict = ["1", "4"]
     mesh = {"pp": 2, "dp_shard": 2}
     sections = {"mesh": mesh, "zero": {"stage": stage}, "precision": {"param": "bf16"}, "batch": {"accumulation": 2}}
-    cut = find_partition(model, Config.from_dict(sections).resolve(world_size=4))
+    cut = find_partition(stage_units_of(model), Config.from_dict(sections).resolve(world_size=4))
     costs = {cost.name: cost.memory_bytes for cost in cut.costs}
     assert costs == {"0": 40 * narrow, "1": 20 * wide, "2": 8 * narrow, "3": 24 * narrow, "4": 70 * 4}
 
@@ -219,7 +225,7 @@ def test_what_stays_in_fp32_takes_what_the_layout_gives_it(stage: int, narrow: f
 def test_a_tied_head_computes_where_it_stands() -> None:
     with torch.device("meta"):
         model = build_model("gpt2")
-    first, *_, head = estimate_costs(model, find_stage_units(model), bytes_per_element=1)
+    first, *_, head = estimate_costs(stage_units_of(model), bytes_per_element=1)
     assert (first.compute, first.memory_bytes) == (0, (41 + 32) * 16)
     assert (head.compute, head.memory_bytes) == (2 * 41 * 16, 41 * 16)
 
@@ -227,7 +233,7 @@ def test_a_tied_head_computes_where_it_stands() -> None:
 def test_experts_count_by_the_share_that_a_token_is_sent_to() -> None:
     with torch.device("meta"):
         model = build_model("mixtral")
-    block = estimate_costs(model, find_stage_units(model), bytes_per_element=1)[1]
+    block = estimate_costs(stage_units_of(model), bytes_per_element=1)[1]
     experts = 16 * (2 * 24 * 16 + 16 * 24)
     dense = 2 * 16 * 16 + 2 * 8 * 16 + 16 * 16  # query, out; key, value; router
     assert block.compute == 2 * (dense + experts * 2 / 16)
@@ -236,13 +242,13 @@ def test_experts_count_by_the_share_that_a_token_is_sent_to() -> None:
 
 def test_measured_times_replace_estimates() -> None:
     model = small_model()
-    units = find_stage_units(model)
-    costs = estimate_costs(model, units, 1, measured={"1": 0.5, "0": 0.25, "[0-3]": 0.75})
+    units = stage_units_of(model)
+    costs = estimate_costs(units, 1, measured={"1": 0.5, "0": 0.25, "[0-3]": 0.75})
     assert [cost.compute for cost in costs[:4]] == [0.25, 0.5, 0.75, 0.75]
     assert costs[4].compute == pytest.approx((0.5 + 0.75) / (32 + 48) * 120)
-    every = estimate_costs(model, units, 1, measured={"*": 2.0})
+    every = estimate_costs(units, 1, measured={"*": 2.0})
     assert [cost.compute for cost in every] == [2.0] * 5
-    assert [cost.memory_bytes for cost in every] == [cost.memory_bytes for cost in estimate_costs(model, units, 1)]
+    assert [cost.memory_bytes for cost in every] == [cost.memory_bytes for cost in estimate_costs(units, 1)]
 
 
 @pytest.mark.parametrize(
@@ -257,15 +263,15 @@ def test_measured_times_replace_estimates() -> None:
 def test_measured_times_that_say_nothing_are_refused(measured: dict[str, float], refusal: tuple[str, ...]) -> None:
     model = small_model()
     with refused(*refusal):
-        estimate_costs(model, find_stage_units(model), 1, measured=measured)
+        estimate_costs(stage_units_of(model), 1, measured=measured)
 
 
 def test_stage_of_takes_every_name_of_a_parameter() -> None:
     model = small_model()
     model[4].weight = nn.Parameter(torch.zeros(10, 4))
     model[4].weight = model[0].weight
-    units = find_stage_units(model)
-    cut = partition_stages(units, estimate_costs(model, units, 1), 3, pinned=["1", "3"])
+    units = stage_units_of(model)
+    cut = partition_stages(units, estimate_costs(units, 1), 3, pinned=["1", "3"])
     assert cut.stage_of("0.weight") == cut.stage_of("4.weight") == (0, 2)
     assert cut.stage_of("4.bias") == (2,)
     assert cut.stage_of("2.weight") == (1,)

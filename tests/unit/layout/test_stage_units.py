@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from harness.huggingface import FAMILIES, build_model
 from harness.refusals import refused
-from shardwise.layout.stage_units import StageUnit, find_stage_units
+from harness.scanned import stage_units_of
+from shardwise.layout.facts import StageUnit
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.runtime.torch_private import pytree
 
@@ -92,7 +93,7 @@ class Stack(nn.Module):
     ],
 )
 def test_units_of_hugging_face_models(family: str, expected: str) -> None:
-    assert shown(find_stage_units(on_meta(family))) == expected
+    assert shown(stage_units_of(on_meta(family))) == expected
 
 
 # ALBERT runs one block many times.
@@ -126,7 +127,7 @@ class Replay:
 @pytest.mark.parametrize("family", RUN_ONCE)
 def test_units_run_once_a_forward_in_their_order(family: str) -> None:
     model = build_model(family).eval()
-    units = find_stage_units(model)
+    units = stage_units_of(model)
     replay = Replay(model, units)
     with torch.no_grad():
         model(**FAMILIES[family].batch(0, 2, torch.float32))
@@ -138,7 +139,7 @@ def test_units_run_once_a_forward_in_their_order(family: str) -> None:
 @pytest.mark.parametrize("family", [name for name in RUN_ONCE if name != "switch"])
 def test_the_last_unit_before_a_cut_returns_all_that_is_needed(family: str) -> None:
     model = build_model(family, **({"output_router_logits": False} if family == "mixtral" else {})).eval()
-    units = find_stage_units(model)
+    units = stage_units_of(model)
     replay = Replay(model, units)
     batch = FAMILIES[family].batch(0, 2, torch.float32)
     with torch.no_grad():
@@ -151,7 +152,7 @@ def test_the_last_unit_before_a_cut_returns_all_that_is_needed(family: str) -> N
 
 
 def test_units_of_the_decoder() -> None:
-    units = find_stage_units(decoder())
+    units = stage_units_of(decoder())
     assert shown(units) == "embed | blocks.0 | blocks.1 | blocks.2 | norm | head"
     assert [entry.name for unit in units for entry in unit.params] == [name for name, _ in decoder().named_parameters()]
     assert units[0].params[0].shape == (32, 8)
@@ -160,20 +161,18 @@ def test_units_of_the_decoder() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tied_parameter_is_in_every_unit_that_uses_it(tied: bool) -> None:
-    *_, head = find_stage_units(decoder(tie_embeddings=tied))
+    *_, head = stage_units_of(decoder(tie_embeddings=tied))
     assert [(entry.name, entry.aliases) for entry in head.params] == [
         ("embed.weight", ("head.weight",)) if tied else ("head.weight", ())
     ]
-    embedding, *_, head = find_stage_units(on_meta("llama", tie_word_embeddings=tied))
+    embedding, *_, head = stage_units_of(on_meta("llama", tie_word_embeddings=tied))
     assert (embedding.params[0].name == head.params[0].name) is tied
 
 
 def test_every_parameter_is_in_a_unit() -> None:
     for family in FAMILIES:
         model = on_meta(family)
-        names = {
-            name for unit in find_stage_units(model) for each in unit.params for name in (each.name, *each.aliases)
-        }
+        names = {name for unit in stage_units_of(model) for each in unit.params for name in (each.name, *each.aliases)}
         assert names == {name for name, _ in model.named_parameters(remove_duplicate=False)}, family
 
 
@@ -182,12 +181,12 @@ def test_a_pooler_and_a_head_are_not_parted() -> None:
 
     with torch.device("meta"):
         model = BertForPreTraining(BertConfig(**FAMILIES["bert"].options))
-    assert shown(find_stage_units(model)).endswith("| bert.encoder.layer.2 | bert.pooler cls")
+    assert shown(stage_units_of(model)).endswith("| bert.encoder.layer.2 | bert.pooler cls")
 
 
 def test_every_entry_of_a_sequential_is_a_unit() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    units = find_stage_units(model)
+    units = stage_units_of(model)
     assert shown(units) == "0 | 1 | 2"
     assert [len(unit.params) for unit in units] == [2, 0, 4]
 
@@ -230,13 +229,13 @@ def test_every_entry_of_a_sequential_is_a_unit() -> None:
     ],
 )
 def test_units_of_other_models(model: nn.Module, expected: str) -> None:
-    assert shown(find_stage_units(model)) == expected
+    assert shown(stage_units_of(model)) == expected
 
 
 def test_patterns_name_the_units() -> None:
     model = Stack({"embed": nn.Linear(1, 1), "project": nn.Linear(1, 1)}, {"norm": nn.Linear(1, 1)})
-    assert shown(find_stage_units(model, ["project", "Block"])) == "embed | project | blocks.0 | blocks.1 | norm"
-    assert shown(find_stage_units(model, ["blocks"])) == "embed+project blocks | norm"
+    assert shown(stage_units_of(model, ["project", "Block"])) == "embed | project | blocks.0 | blocks.1 | norm"
+    assert shown(stage_units_of(model, ["blocks"])) == "embed+project blocks | norm"
 
 
 def test_what_is_put_among_the_embedding_is_not_parted_from_it() -> None:
@@ -247,9 +246,9 @@ def test_what_is_put_among_the_embedding_is_not_parted_from_it() -> None:
 
     language = Stack({"embed": nn.Linear(1, 1)}, {})
     language.config = Config()
-    assert shown(find_stage_units(language)) == "embed | blocks.0 | blocks.1"
+    assert shown(stage_units_of(language)) == "embed | blocks.0 | blocks.1"
     whole = nn.ModuleDict({"vision": nn.Linear(1, 1), "language": language, "head": nn.Linear(1, 1)})
-    assert shown(find_stage_units(whole)) == "vision language.embed language.blocks.0 | language.blocks.1 | head"
+    assert shown(stage_units_of(whole)) == "vision language.embed language.blocks.0 | language.blocks.1 | head"
 
 
 class Loose(Stack):
@@ -300,23 +299,23 @@ def test_models_that_cannot_be_cut_are_refused(
     model: nn.Module, patterns: list[str] | None, refusal: tuple[str, ...]
 ) -> None:
     with refused(*refusal):
-        find_stage_units(model, patterns)
+        stage_units_of(model, patterns)
 
 
 def test_what_no_unit_has_is_in_all_stages() -> None:
-    units = find_stage_units(Loose())
+    units = stage_units_of(Loose())
     assert all("places" in {entry.name for entry in unit.params} for unit in units)
-    units = find_stage_units(Between(), ["Block"], ["bridge"])
+    units = stage_units_of(Between(), ["Block"], ["bridge"])
     assert [unit.name for unit in units] == ["low.0", "high.0"]
     assert all("bridge.weight" in {entry.name for entry in unit.params} for unit in units)
     with refused("replicate-in-units", "low.0"):
-        find_stage_units(Between(), ["Block", "bridge"], ["low.0"])
+        stage_units_of(Between(), ["Block", "bridge"], ["low.0"])
 
 
 def test_a_function_twice_is_no_repeat() -> None:
     relu = nn.ReLU()
     model = nn.Sequential(nn.Linear(1, 1), relu, nn.Linear(1, 1), relu)
-    assert shown(find_stage_units(model)) == "0 | 1 | 2 | 3"
+    assert shown(stage_units_of(model)) == "0 | 1 | 2 | 3"
 
 
 def test_storage_is_not_needed() -> None:
@@ -324,4 +323,4 @@ def test_storage_is_not_needed() -> None:
         model = Stack({"embed": nn.Linear(1, 1)}, {})
     assert isinstance(model.embed, nn.Module)
     assert all(isinstance(each, Tensor) and each.is_meta for each in model.parameters())
-    assert shown(find_stage_units(model)) == "embed | blocks.0 | blocks.1"
+    assert shown(stage_units_of(model)) == "embed | blocks.0 | blocks.1"

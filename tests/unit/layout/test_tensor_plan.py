@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from harness.refusals import refused
+from harness.scanned import scanned
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan, param_splits
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 
@@ -39,7 +40,7 @@ PLAN = TensorPlan(LAYERS, REGIONS, STACKS)
 
 
 def splits(plan: TensorPlan = PLAN, *, is_tied: bool = False, sequence_parallel: bool = False) -> dict[str, ParamSplit]:
-    return param_splits(Model(is_tied), plan, 2, sequence_parallel)
+    return param_splits(scanned(Model(is_tied)).params, plan, 2, sequence_parallel)
 
 
 def test_layers_are_split_by_their_style_and_the_rest_is_whole() -> None:
@@ -86,7 +87,7 @@ def test_a_module_that_only_registers_a_tied_parameter_has_no_say() -> None:
 
     head = nn.Linear(8, 13)
     model = nn.ModuleDict({"first": Registers(head), "head": head})
-    found = param_splits(model, TensorPlan((LAYERS[-1],)), 2, sequence_parallel=False)
+    found = param_splits(scanned(model).params, TensorPlan((LAYERS[-1],)), 2, sequence_parallel=False)
     assert found["first.bias"] == found["head.bias"] == ParamSplit((13,), 2, 0, (FusedPart(13, is_padded=True),))
 
 

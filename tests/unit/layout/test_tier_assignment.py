@@ -13,7 +13,8 @@ from torch import nn
 
 from harness.models import CASES
 from shardwise.config.resolve import Config, Tier, TiersConfig
-from shardwise.layout.layout import TIERS, Layout, StateSpec, assign_tiers, build_layout
+from shardwise.construction.scan import build_layout
+from shardwise.layout.layout import TIERS, Layout, StateSpec, assign_tiers
 from shardwise.layout.param_groups import GroupSpec, GroupTiers, ParamSpec
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import shardwise
 from harness.refusals import refused
+from harness.scanned import stage_units_of
 from shardwise import LayerList, LayerSpec
-from shardwise.layout.stage_units import find_stage_units
 
 
 def tied_model() -> LayerList:
@@ -105,7 +105,7 @@ def test_it_is_built_without_memory() -> None:
 
 
 def test_every_entry_is_a_unit_of_a_pipeline() -> None:
-    units = find_stage_units(tied_model())
+    units = stage_units_of(tied_model())
     assert [(unit.name, [entry.name for entry in unit.params]) for unit in units] == [
         ("0", ["0.weight"]),
         ("1", ["1.weight", "1.bias"]),

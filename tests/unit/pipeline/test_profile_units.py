@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.refusals import refused
+from harness.scanned import stage_units_of
 from shardwise import Config, measure_units
 from shardwise.layout.stage_partition import find_partition
 
@@ -36,7 +37,7 @@ def test_a_slow_unit_gets_a_stage_of_its_own() -> None:
     assert seconds["1"] == seconds["2"]  # like units are timed once
     pipeline = {"unit_seconds": seconds, "balance": "time"}
     config = Config.from_dict({"mesh": {"pp": 2}, "pipeline": pipeline}).resolve(2)
-    assert find_partition(model, config).first_units == ("0", "1")
+    assert find_partition(stage_units_of(model), config).first_units == ("0", "1")
 
 
 def test_the_loss_counts_for_the_last_unit_and_gradients_stay() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Config
-from shardwise.layout.layout import build_layout
+from shardwise.construction.scan import build_layout
 from shardwise.runtime.recompute import replace_forwards
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 
 from harness.emulated_ranks import emulate, slices
 from harness.refusals import refused
+from harness.scanned import scanned
 from harness.unknown_models import ScaledEmbedding
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, SplitDropout, TensorPlan, param_splits
 from shardwise.layout.tp_sharding import FusedPart
@@ -231,7 +232,7 @@ def test_bert() -> None:
     }
     assert styles(plan, "cls") == {".predictions.decoder": "head"}
     assert plan.stacks[0].last == "bert.encoder.layer.1"
-    splits = param_splits(model, plan, 2, sequence_parallel=False)
+    splits = param_splits(scanned(model).params, plan, 2, sequence_parallel=False)
     assert splits["cls.predictions.bias"] == splits["cls.predictions.decoder.bias"]
     assert splits["cls.predictions.bias"].local_shape == (21,)
 
@@ -288,7 +289,9 @@ def test_every_matrix_is_split_or_known_to_be_whole(family: str, degree: int) ->
 
 def assert_owned(model: nn.Module, degree: int) -> None:
     """Every element of every parameter is held by as many ranks as its share says."""
-    for name, split in param_splits(model, find(model, degree), degree, sequence_parallel=False).items():
+    for name, split in param_splits(
+        scanned(model).params, find(model, degree), degree, sequence_parallel=False
+    ).items():
         held, said = torch.zeros(2, *split.global_shape)
         for rank in range(degree):
             for share in split.shares(rank):
@@ -364,7 +367,7 @@ def assert_right(
     for param in model.parameters():
         nn.init.normal_(param, std=0.3)
     plan = find(model, degree, sequence_parallel=sequence_parallel)
-    splits = param_splits(model, plan, degree, sequence_parallel)
+    splits = param_splits(scanned(model).params, plan, degree, sequence_parallel)
     with float64_throughout():
         losses, grads = emulate(model, plan, splits, loss_of, sequence_parallel)
         loss = loss_of(model)

@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.refusals import refused
 from shardwise.config.resolve import Config
-from shardwise.layout.layout import build_layout
+from shardwise.construction.scan import build_layout
 from shardwise.train import job_model
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, build_groups
+from shardwise.layout.facts import ParamEntry
+from shardwise.layout.param_groups import ROOT, GroupSpec, build_groups
 from shardwise.layout.slicing import Rect
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.layout.zero_stages import STAGES, ZeroStage

@@ -25,6 +25,7 @@ from torch import nn
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import ConfigError
 from shardwise.config.sections import Ranks
+from shardwise.construction.scan import check_plain
 from shardwise.layout.tensor_plan import (
     LayerSplit,
     SharedInput,
@@ -39,9 +40,8 @@ from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.tensor.autoplan.feature_groups import FlowAnalysis, LayerSet
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.autoplan.trace import ModelTrace, ModuleCall, TracedOp, record
-from shardwise.tensor.plan_layout import check_plain
+from shardwise.tensor.plan_layout import check_provable, propose_fix, small_copy, warn, with_proof
 from shardwise.tensor.plan_table import NO_TENSOR
-from shardwise.tensor.prove_plan import check_provable, propose_fix, small_copy, warn, with_proof
 from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
 
 Attributes = tuple[tuple[str, str, int], ...]

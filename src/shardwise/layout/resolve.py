@@ -1,0 +1,144 @@
+"""Resolve a layout: by the facts of a model, a config and a plan of tensor parallelism, on every axis.
+
+>>> params = tuple(ParamEntry(f"{unit}.weight", (), unit, (64, 64), requires_grad=True) for unit in ("0", "1"))
+>>> config = Config.from_dict({"zero": {"stage": 2}, "precision": {"param": "bf16"}})
+>>> layout = resolve_layout(ModelFacts("Model", ("0", "1"), params), config.resolve(world_size=2))
+>>> [group.name for group in layout.groups], layout.numel
+(['0', '1'], 8192)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
+
+from shardwise.config.resolve import ConfigError, ResolvedConfig
+from shardwise.layout.facts import ModelFacts, ParamEntry
+from shardwise.layout.layout import Layout, assign_tiers_by_rank, states_of
+from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
+from shardwise.layout.param_groups import aligned_to_blocks, build_groups, check_blocks, whole_below
+from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.layout.precision import precision_policy
+from shardwise.layout.stage_partition import find_partition
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, fused_by, tensor_layout
+from shardwise.layout.zero_stages import effective_stage, node_ranks, secondary_ranks
+from shardwise.optim.rules import matrix_state_names
+from shardwise.schedule.registry import placement_of
+
+_LOG: Final = logging.getLogger("shardwise")
+
+
+def resolve_layout(
+    facts: ModelFacts, config: ResolvedConfig, plan: TensorPlan | None = None, *, rank: int = 0
+) -> Layout:
+    """Compute the layout of a model on every axis.
+
+    Args:
+        plan: how layers are split; without tensor parallelism only what it says of fused weights counts.
+        rank: whose stages are the layout's own, in a pipeline.
+
+    Raises:
+        ConfigError: the model has no parameters, there is no such rank, sizes do not divide, the model cannot be cut
+            into the stages, or the optimizer has nothing to step.
+    """
+    mesh = MeshShape.from_config(config.mesh)
+    if not 0 <= rank < mesh.world_size:
+        raise ConfigError(
+            "rank-out-of-range", f"rank={rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}"
+        )
+    pipeline = tensor = None
+    if mesh.pp > 1:
+        pipeline = _pipeline_layout(facts, config, mesh.coordinate(rank).pp)
+    if plan is not None:
+        facts = facts.with_fused(fused_by(plan))
+        if mesh.tp > 1:
+            _LOG.info("split over tp=%d:\n%s", mesh.tp, plan)
+            tensor = tensor_layout(facts.params, plan, mesh.tp, config.tensor.sequence_parallel)
+    return layout_of(facts, config, tensor, pipeline)
+
+
+def layout_of(
+    facts: ModelFacts,
+    config: ResolvedConfig,
+    tensor: TensorLayout | None = None,
+    pipeline: PipelineLayout | None = None,
+    trained: Collection[str] = (),
+) -> Layout:
+    """Compute the layout of a model of which it is known how it is split and cut.
+
+    Args:
+        tensor: how parameters are split over the tensor-parallel group; None for one rank.
+        pipeline: the stages; None without a pipeline. The layout is that of its rank.
+        trained: parameters that keep gradients and states whether or not they are frozen now.
+
+    Raises:
+        ConfigError: the model has no parameters, or the optimizer has nothing to step.
+    """
+    mesh = MeshShape.from_config(config.mesh)
+    if mesh.tp != (1 if tensor is None else tensor.degree):
+        raise ConfigError(
+            "tp-needs-plan", f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout"
+        )
+    entries = _entries(facts, config, trained)
+    num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
+    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=pipeline is not None)
+    policy, units = precision_policy(config.precision), facts.units
+    splits = None if tensor is None else tensor.splits
+    stages_of = None if pipeline is None else pipeline.stages_of
+    below = whole_below(config.zero.keep_whole_below, stage, policy)
+    if policy.block_keys and splits is not None:
+        check_blocks(splits, mesh.tp, policy.block_keys[0])
+    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of, below)
+    groups = aligned_to_blocks(groups, policy)
+    groups = assign_tiers_by_rank(
+        groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
+    )
+    states = states_of(stage, policy, config.optimizer, groups)
+    secondary = secondary_ranks(config.zero.secondary_shard, num_shards, stage)
+    node_size = node_ranks(config.zero.secondary_shard, num_shards) or 1
+    layout = Layout(
+        *(mesh, units, groups, stage, policy, states, tensor, pipeline),
+        secondary_shard=secondary,
+        node_size=node_size,
+        facts=facts,
+    )
+    return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
+
+
+def _entries(facts: ModelFacts, config: ResolvedConfig, trained: Collection[str]) -> list[ParamEntry]:
+    """Return the parameters as the config has them stored and stepped."""
+    has_matrices = bool(matrix_state_names(config.optimizer.name))
+    if has_matrices and not any(entry.is_matrix for entry in facts.params):
+        raise ConfigError(
+            "muon-no-matrix",
+            f"optimizer.name=muon steps the linear layers inside blocks, and {facts.kind} has none; name its "
+            "blocks in zero.blocks, or set optimizer.name=adamw",
+        )
+    if not facts.params:
+        raise ConfigError("no-parameters", f"{facts.kind} has no parameters; there is nothing to train or shard")
+    return [
+        replace(
+            entry,
+            requires_grad=entry.requires_grad or entry.name in trained,
+            is_wide=config.precision.param in entry.wide_in,
+            is_matrix=has_matrices and entry.is_matrix,
+            fused=entry.fused if has_matrices and entry.is_matrix else None,
+        )
+        for entry in facts.params
+    ]
+
+
+def _pipeline_layout(facts: ModelFacts, config: ResolvedConfig, index: int) -> PipelineLayout:
+    partition, section = find_partition(facts.stage_units, config), config.pipeline
+    summary = partition.describe()
+    _LOG.info("%d stages over pp=%d:\n%s", partition.num_stages, config.mesh.pp, summary)
+    return PipelineLayout(
+        placement_of(section.schedule, config.mesh.pp, section.virtual_stages),
+        tuple(tuple(name for unit in stage for name in unit.modules) for stage in partition.stages),
+        {entry.name: partition.stage_of(entry.name) for unit in partition.units for entry in unit.params},
+        gathers_once=section.gather == "batch" or config.zero.stage < 3,
+        index=index,
+        summary=summary,
+    )

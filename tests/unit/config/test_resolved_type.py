@@ -1,0 +1,49 @@
+"""Whether a config is resolved is in its type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from mypy import api
+
+from harness.refusals import refused
+from shardwise import Config, build_layout, plan_layout
+from shardwise.config.resolve import ResolvedConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """from shardwise.config.resolve import Config, ResolvedConfig
+resolved: ResolvedConfig = Config()
+Config().resolve(2).model_copy().resolve(2)
+"""
+
+
+def test_a_config_is_resolved_once(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    options = ["--follow-imports=silent", "--config-file", str(ROOT / "pyproject.toml")]
+    found, _, _ = api.run([*options, "--cache-dir", str(ROOT / ".mypy_cache" / "of_tests"), str(program)])
+    codes = [(line.split(":")[1], line.rpartition("[")[2]) for line in found.splitlines() if ": error:" in line]
+    assert codes == [("2", "assignment]"), ("3", "arg-type]")], found
+
+
+def test_what_a_resolved_config_has_written_is_resolved() -> None:
+    config = Config.from_dict({"zero": {"stage": 3}}).resolve(4)
+    for again in (ResolvedConfig.from_json(config.to_json()), ResolvedConfig.of(Config.from_json(config.to_json()))):
+        assert (type(again), again) == (ResolvedConfig, config)
+    with refused("config-not-resolved", "resolve(world_size)"):
+        ResolvedConfig.from_json(Config().to_json())
+    model = torch.nn.Linear(2, 2)
+    for lay_out in (plan_layout, build_layout):
+        assert lay_out(model, Config.from_json(config.to_json())) == lay_out(model, config)
+        with refused("config-not-resolved", "resolve(world_size)"):
+            lay_out(model, Config())
+
+
+def test_resolved_or_not_configs_of_equal_values_are_equal() -> None:
+    config = Config().resolve(2)
+    plain = Config.from_json(config.to_json())
+    assert config == plain
+    assert hash(config) == hash(plain)
+    assert config != Config()
+    assert type(config.override(["zero.stage=1"])) is Config  # other values are to be checked again
