@@ -353,7 +353,8 @@ class HuggingFaceSequences:
         main = main_input(inputs)
         is_new = main.shape[1] not in self._lengths
         self._lengths.add(main.shape[1])
-        cut, num_targets = cut_batch(batch, main, own.tokens), self._count_targets(inputs)
+        cut = cut_batch(batch, main, own.tokens)
+        num_targets = self._count_targets(inputs) if self._count_targets is not None else None
         return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets, is_new)
 
 

@@ -75,13 +75,14 @@ class WholeBatch:
         count_targets: as `shardwise.context.huggingface.target_counter` returns it.
     """
 
-    def __init__(self, count_targets: Callable[[Any], Tensor | None]) -> None:
+    def __init__(self, count_targets: Callable[[Any], Tensor | None] | None) -> None:
         self._count_targets = count_targets
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
         """Return all of the batch; `has_more` says whether only its first item is for the model."""
         inputs = batch[0] if has_more else batch
-        return TokenShard(batch, inputs, num_targets=self._count_targets(inputs))
+        num_targets = self._count_targets(inputs) if self._count_targets is not None else None
+        return TokenShard(batch, inputs, num_targets=num_targets)
 
 
 class TokenShardedBatch:

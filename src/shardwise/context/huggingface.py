@@ -288,18 +288,18 @@ def _shifts_labels(inner: Any) -> bool:
     )
 
 
-def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
+def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None] | None:
     """Return a function that counts the targets of a batch over which the model's own loss is a mean, 0-d.
 
-    The function returns None where the count is not known. It is known for models of transformers whose loss is a
-    cross-entropy of integer `labels`.
+    It returns None where the count is not known. It is known for models of transformers whose loss is a cross-entropy
+    of integer `labels`; for all others there is no function.
     """
     base: Any = getattr(model, "get_base_model", None)  # of a model with PEFT's adapters
     shifts = _mean_shifts(base() if callable(base) else model)
 
     def count(inputs: Any) -> Tensor | None:
-        given = inputs if isinstance(inputs, Mapping) and shifts is not None else {}
-        shifted, labels = given.get("shift_labels"), given.get("labels")
+        known = inputs if isinstance(inputs, Mapping) else {}
+        shifted, labels = known.get("shift_labels"), known.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
         if isinstance(shifted, Tensor):
@@ -308,7 +308,7 @@ def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
             labels = labels[..., 1:]
         return (labels != _IGNORED).sum()
 
-    return count
+    return None if shifts is None else count
 
 
 def take_num_items(inputs: Any) -> tuple[Any, Any]:

@@ -32,8 +32,8 @@ from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
 from shardwise.schedule.registry import recipe_of
+from shardwise.zero.order import PrefetchOrder, RecordedOrder
 from shardwise.zero.param_group import ParamGroup
-from shardwise.zero.prefetch import PrefetchOrder, RecordedOrder
 from shardwise.zero.sharding_state import ShardingState
 
 

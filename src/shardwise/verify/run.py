@@ -32,7 +32,7 @@ from shardwise.launch.process_group import start_process_group
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate, MeshShape
 from shardwise.optim.muon import FUSED, IS_MATRIX
-from shardwise.optim.optimizers import build_optimizer
+from shardwise.optim.rules import build_optimizer
 from shardwise.optim.schedules import own_scheduler
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error
@@ -198,7 +198,8 @@ def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) 
 
 def _own_loss(model: nn.Module, mean: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
     """Return the sum and the count of a model's own mean over its targets; a mean over something else counts as one."""
-    num_targets = target_counter(model)(batch)
+    count = target_counter(model)
+    num_targets = count(batch) if count is not None else None
     return (mean, 1) if num_targets is None else (mean * num_targets, num_targets)
 
 

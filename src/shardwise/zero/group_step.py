@@ -26,7 +26,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.offload.step_pipeline import StepChunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
-from shardwise.optim.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
+from shardwise.optim.rules import lacks_some_momentum, scale_in_step, stepped_unfused
 from shardwise.runtime.state_shards import FlatState, ScalarState, TensorFlatState
 from shardwise.runtime.torch_private import step_hooks
 from shardwise.runtime.user_hooks import reads_first_argument

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -77,6 +78,7 @@ class ShardedOptimizer:
         self._stored: dict[ParamGroup, StoredStep] = {}  # whose states the library keeps
         self._step_of: dict[ParamGroup, GroupStep] = {}
         self.steps: list[GroupStep] = []
+        self._tracked: dict[int, weakref.ref[Tensor]] = {}  # states that the tracker knows, by identity
         self.whole: WholeParameters | None = None
         self._inner_groups: list[tuple[dict[str, Any], list[str]]] = []
         self._has_shapes = False  # the pieces, which are whole, have the parameters' shapes
@@ -151,8 +153,13 @@ class ShardedOptimizer:
 
     def track_states(self) -> None:
         """Report new states to the memory tracker."""
+        before, self._tracked = self._tracked, {}
         for value in self.kept_tensors():
-            self._resources.tracker.track(value, Category.OPTIMIZER)
+            known = before.get(id(value))
+            if known is None or known() is not value:
+                self._resources.tracker.track(value, Category.OPTIMIZER)
+                known = weakref.ref(value)
+            self._tracked[id(value)] = known
 
     def _take(self, groups: Sequence[ParamGroup]) -> None:
         kept: dict[ParamGroup, list[ParamPiece]] = {}
@@ -299,7 +306,8 @@ class ShardedOptimizer:
                 shared.append((grads.norm.sharing, final_gradient(group, self._gradients)))
         if shared:
             sum_over_sharers(shared, self._resources.comms.tensor)
-        self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
+        if self._holders:
+            self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
         squares, stage = [], self._resources.comms.pipeline.rank
         for group, grads in held:
             if self._holders.get(group, (stage,))[0] != stage:

@@ -2,7 +2,7 @@
 
 A unit is unsharded before its forward and its backward, and the next one in order is prefetched. The order is
 only a hint, taken from the last forward: a wrong guess costs a wait or some memory for a while, never an error.
-Reductions start in one fixed order (`shardwise.zero.reduction_order`), so that ranks whose models take different paths
+Reductions start in one fixed order (`shardwise.zero.order`), so that ranks whose models take different paths
 still meet.
 """
 
@@ -26,9 +26,16 @@ from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradState
+from shardwise.zero.order import (
+    LockstepError,
+    Names,
+    PrefetchOrder,
+    RecordedOrder,
+    ReductionOrder,
+    RunningReductions,
+    StaticOrder,
+)
 from shardwise.zero.param_group import ParamGroup
-from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
-from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, LentGroups, Phase, RemoteParams, Unit, check_members
 
@@ -304,13 +311,15 @@ class ShardingState:
         if self._holds_unreduced:
             self.reductions.start_backward()
             self._reduce_all()
-        self.reducing.finish()  # what a schedule has started: it goes on over the replicas by itself
+        if self.reducing.groups:
+            self.reducing.finish()  # what a schedule has started: it goes on over the replicas by itself
         for group in self.reductions.groups:
             if group.grads is not None and group.grads.state is GradState.PARTIAL:
                 group.begin_reduce()
                 group.grads.reduce_replicas()
                 self.reducing.add(group)
-        self.reducing.finish()
+        if self.reducing.groups:
+            self.reducing.finish()
 
     def reduce(self, groups: Collection[ParamGroup], is_last: bool) -> None:
         """Start to reduce groups at a schedule's request; `is_last` if they get no more gradients before the step."""

@@ -8,11 +8,13 @@ more of them exists in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from shardwise.optim.rules import OptimizerRule
 from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.state_shards import FlatState, ScalarState
 from shardwise.runtime.streams import Event
-from shardwise.runtime.torch_private import is_fake
+from shardwise.runtime.torch_private import is_fake, version
 from shardwise.zero.group_step import (
     GroupStep,
     HostUpdate,
@@ -39,13 +41,107 @@ from shardwise.zero.group_step import (
     Wanted,
     final_gradient,
 )
-from shardwise.zero.lent_states import LentStates
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import GroupState, ParamPiece
 
 _GRAD: Final = "grad"
 _MASTER: Final = "master"
 _PARAM: Final = "param"
+
+Read = Callable[[str], Tensor]
+
+
+class LentStates(dict[str, Any]):
+    """Shows a user the states of one parameter's piece, where torch's optimizer has its own.
+
+    `optimizer.state[parameter]` is a dict as ever: its tensors are read from where they are stored once they are asked
+    for. What was changed, replaced or cleared there is taken over before the next step, read or save.
+
+    Args:
+        read: returns a state's values, as they are or as a copy.
+    """
+
+    def __init__(self, names: Iterable[str], read: Read) -> None:
+        super().__init__(dict.fromkeys(names))
+        self._read = read
+        self._lent: dict[str, tuple[Tensor, int]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is None:
+            value = self._read(name)
+            self._lent[name] = (value, version(value))
+            super().__setitem__(name, value)
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a state, or the default."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a state, which starts afresh then."""
+        value = self.get(name, *default)
+        super().pop(name, *default)
+        return value
+
+    def values(self) -> Any:
+        """Return all states."""
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        """Return all states with their names."""
+        return [(name, self[name]) for name in self]
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Return a state, which is the default from now on where there is none."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the last state, which starts afresh then."""
+        name = list(self)[-1]
+        return name, self.pop(name)
+
+    def copy(self) -> dict[str, Any]:
+        """Return the states in a dict of their own."""
+        return dict(self.items())
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # `dict(states)` and `{**states}` ask for each state where this is not dict's own
+
+    def __eq__(self, other: object) -> bool:
+        return self.copy() == other
+
+    __hash__ = None
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return self.copy() | dict(other)
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return dict(other) | self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A copy or a file has the values, not the engine. Of dicts, torch.load takes this one from a file.
+        return OrderedDict, (), None, None, iter(self.items())
+
+    def take_changes(self) -> Mapping[str, Any]:
+        """Return the states that were changed or replaced since the last call; all are read again from then on."""
+        changed: dict[str, Any] = {}
+        for name in self:
+            value = super().__getitem__(name)
+            lent, seen = self._lent.get(name, (None, 0))
+            if value is not None and (value is not lent or version(lent) != seen):
+                changed[name] = value
+            super().__setitem__(name, None)
+        self._lent.clear()
+        return changed
+
 
 StepPlan = tuple[ParamPiece, Options, float, bool]
 """A piece that is stepped, its options, how many steps it has taken, and whether it has no state yet."""
