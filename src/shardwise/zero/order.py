@@ -251,6 +251,9 @@ class ReductionOrder(Generic[Group]):
 
     Attributes:
         groups: those with gradients, in the order of their reductions.
+        running: the reductions that are under way.
+        is_last: those that start now are the last ones before the step.
+        has_unreduced: gradients wait that a backward has left unreduced.
         late: those that got a gradient after their reduction in this backward; they are reduced once more at its end.
         final: those whose gradients a schedule has reduced for the last time before the step.
     """
@@ -259,6 +262,9 @@ class ReductionOrder(Generic[Group]):
         self.groups: list[Group] = []
         self.late: list[Group] = []
         self.final: set[Group] = set()
+        self.running = RunningReductions()
+        self.is_last = True
+        self.has_unreduced = False
         self._position: dict[Group, int] = {}
         self._done: set[Group] = set()
         self._num_taken = 0
@@ -269,6 +275,14 @@ class ReductionOrder(Generic[Group]):
         self.groups = list(groups)
         self._position = {group: position for position, group in enumerate(self.groups)}
         self._done &= set(self.groups)
+
+    def expect(self, is_last: bool) -> None:
+        """Note whether the reductions from now on are the last ones before the step."""
+        self.is_last = is_last
+
+    def leave(self, has_unreduced: bool) -> None:
+        """Note whether gradients wait for a reduction that a later backward, or `finish`, starts."""
+        self.has_unreduced = has_unreduced
 
     def start_backward(self) -> None:
         """Expect the gradients of every group."""

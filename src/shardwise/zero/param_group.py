@@ -218,7 +218,7 @@ class ParamGroup(FlatBuffer):
             return tiers.place("device", f"{spec.name}.exact", numel, self.full.dtype, Category.PARAMETERS)
         return self.shard
 
-    def hook_gradients(self, receiver: Callable[[], GradientEvents | None]) -> list[GradientHandle]:
+    def hook_gradients(self, receiver: Callable[[], GradientEvents | None]) -> None:
         """Hand the parameters' gradients to a receiver, after the hooks of users; see `hook_gradient`."""
         comms, this = self._resources.comms, weakref.ref(self)
 
@@ -231,7 +231,6 @@ class ParamGroup(FlatBuffer):
             hook_gradient(parameter, receiver, whole_parameter(param, comms.tensor, comms.context, make_present))
             for parameter, param in zip(self.parameters, self.spec.params, strict=True)
         ]
-        return self.gradient_handles
 
     def prefetch(self) -> None:
         """Start what `unshard` would have to wait for on the host, if the last step is over."""
