@@ -92,7 +92,10 @@ HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 FP32 = {"param": "fp32"}
 CASES = (
     *(Case(f"stage {stage}", 2, zero(stage)) for stage in (0, 1, 2)),
-    *(Case(f"stage 3, recompute {mode}", 2, zero(3, recompute={"mode": mode})) for mode in ("none", "full", "selective")),
+    *(
+        Case(f"stage 3, recompute {mode}", 2, zero(3, recompute={"mode": mode}))
+        for mode in ("none", "full", "selective")
+    ),
     Case("stage 3, four ranks, bf16", 4, zero(3, precision={"param": "bf16"}), num_micro_batches=3),
     Case("stage 3, replicas", 4, zero(3, mesh={"dp_replicate": 2})),
     Case("stage 3, no overlap", 2, {"zero": {"stage": 3, "overlap": False}}),
@@ -113,7 +116,13 @@ CASES = (
     Case("states in bf16", 2, zero(2, precision={"param": "fp32", "states": "bf16"}), "decoder"),
     Case("Muon", 2, zero(3, optimizer={"name": "muon", "lr": 1e-2, "clip_norm": 0.05}), "decoder"),
     *(
-        Case(f"saves, states {states}, {act.__name__}", 1, zero(2, precision={**FP32, "states": states}), "decoder", act=act)
+        Case(
+            f"saves, states {states}, {act.__name__}",
+            1,
+            zero(2, precision={**FP32, "states": states}),
+            "decoder",
+            act=act,
+        )
         for states, act in (("master", save_async), ("int8", save_async), ("master", save_now), ("int8", save_now))
     ),
     Case("state access", 2, zero(3), act=read_state),

@@ -84,7 +84,7 @@ def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accum
     tiers = {**PLACES[where], "nvme_path": str(tmp_path) if has_files else None}
     device = LateDevice()
     # Chunks of files are whole blocks.
-    with mock.patch("shardwise.zero.group_step.CHUNK_NUMEL", 2048 if has_files else 256), device.installed():
+    with mock.patch("shardwise.zero.stored_step.CHUNK_NUMEL", 2048 if has_files else 256), device.installed():
         found = train({**common, "tiers": tiers})
     assert device.num_late > 0
     assert found[0] == expected[0]

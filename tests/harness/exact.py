@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.training import make_config
 from shardwise import Engine, initialize
 from shardwise.offload import tiers
-from shardwise.zero import group_step
+from shardwise.zero import stored_step
 
 WIDTH: Final = 128
 NUM_BLOCKS: Final = 4
@@ -130,7 +130,7 @@ def train(
     given["batch"] = {"micro_size": micro_size, "accumulation": accumulation}
     plan = SPLIT_PLAN if mesh.get("tp", 1) > 1 else None
     with (
-        mock.patch.object(group_step, "CHUNK_NUMEL", CHUNK_NUMEL),
+        mock.patch.object(stored_step, "CHUNK_NUMEL", CHUNK_NUMEL),
         mock.patch.object(tiers, "CHUNK_NUMEL", CHUNK_NUMEL),
         initialize(
             SplitModel() if is_split else ExactModel(),

@@ -29,7 +29,7 @@ from shardwise import Engine, initialize
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.memory_tracker import Category
-from shardwise.zero import group_step
+from shardwise.zero import stored_step
 
 # tiers of parameters, gradients and optimizer
 WHERE: Final = {
@@ -212,7 +212,7 @@ def after_damage(folder: Path, damage: Any) -> dict[str, Tensor] | Exception:
     """The states after some steps, with damage done to a file of codes between them; or the error."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_step, "CHUNK_NUMEL", CHUNK_NUMEL)
+        patch.setattr(stored_step, "CHUNK_NUMEL", CHUNK_NUMEL)
         engine = make_engine(folder)
         try:
             take_steps(engine, 0, 1, 1)

@@ -736,13 +736,13 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path) -> None:
             engine.save(root, extra=[object()] if rank == 1 else None)
         engine.save(root)
         if rank == 1:
-            engine.parts.sharded.forget_states = None  # something unforeseen
+            engine.parts.sharded.prepare_states = None  # something unforeseen
         with pytest.raises(TypeError, match="not callable") if rank == 1 else refused("rank-failed", "rank 1"):
             engine.load(root)
         with refused("states-mixed"):
             engine.save(root / "half")
         if rank == 1:
-            del engine.parts.sharded.forget_states
+            del engine.parts.sharded.prepare_states
         engine.load(root)
         take_steps(engine, 1)
 

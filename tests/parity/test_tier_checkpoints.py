@@ -24,8 +24,8 @@ from shardwise import Engine, initialize
 from shardwise.checkpoint import file_ranges as spans
 from shardwise.offload import tiers
 from shardwise.optim.rules import RULES
-from shardwise.zero import group_step as streamed
 from shardwise.zero import param_group as params
+from shardwise.zero import stored_step as streamed
 
 pytestmark = pytest.mark.begin
 

@@ -18,7 +18,7 @@ from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import Engine, initialize
 from shardwise.optim.rules import RULES
-from shardwise.zero import group_step as streamed
+from shardwise.zero import stored_step as streamed
 
 NUM_STEPS = 4
 PRECISIONS = {

@@ -92,7 +92,7 @@ class Saver:
         self._timeout_s = timeout_s
         self._staging = StagingMemory(device)
         self._thread: threading.Thread | None = None
-        self._failure: CheckpointError | None = None
+        self.failure: CheckpointError | None = None
         self._num_saves = 0
         self._cleaned: set[Path] = set()
         self._has_said_so = False
@@ -135,7 +135,7 @@ class Saver:
         Raises:
             CheckpointError: the save has failed on some rank.
         """
-        failure, self._failure = self._failure, None
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
 
@@ -195,13 +195,13 @@ class Saver:
         try:
             self._save(number, request, failure)
         except CheckpointError as error:
-            self._failure = error
+            self.failure = error
         except BaseException as error:
             text = f"{_subject(request)} failed: {type(error).__name__}: {error}"
-            self._failure = CheckpointError(code_of(error, "save-failed"), text)
-            self._failure.__cause__ = error
-        if self._failure is not None:
-            log.error("%s", self._failure)  # the program may end, and not hear of it
+            self.failure = CheckpointError(code_of(error, "save-failed"), text)
+            self.failure.__cause__ = error
+        if self.failure is not None:
+            log.error("%s", self.failure)  # the program may end, and not hear of it
 
     def _save(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
         rounds = StoreBarrier(

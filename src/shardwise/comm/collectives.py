@@ -496,16 +496,15 @@ class Comm(ABC):
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
         started.as_work().wait()  # on CUDA the stream waits, not the host
-        found, copied = values, Event(None)
         if self.device.type == "cuda":
-            found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            found.copy_(values, non_blocking=True)
-            copied = Event.record(self.device)
-        with self.comm_log.running(call):  # on CUDA, here the host waits
-            copied.wait_on_host()
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            on_host.copy_(values, non_blocking=True)
+            copied, values = Event.record(self.device), on_host
+            with self.comm_log.running(call):  # here the host waits
+                copied.wait_on_host()
         if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
             return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
-        return found.tolist()
+        return values.tolist()
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Collective:
         return self.checked(self.comm_log.add(op, name, self._ranks, buffer, passes))

@@ -154,12 +154,16 @@ class BatchCheck:
         ranks: of the world, that share the model's layers or the layers' matrices.
         rank: of this process in the world.
         config: of the run; with `check_collectives` all batches are compared, and not only those of the first step.
+
+    Attributes:
+        has_others: other ranks compute the same forwards.
     """
 
     def __init__(self, store: dist.Store | None, ranks: tuple[int, ...], rank: int, config: RunConfig) -> None:
         self._meeting = (
             RankExchange(store, ranks, rank, config.timeout_s) if store is not None and len(ranks) > 1 else None
         )
+        self.has_others = self._meeting is not None
         self._compares_all = config.check_collectives
         self._num_compared = 0
 

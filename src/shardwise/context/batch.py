@@ -100,7 +100,8 @@ class WholeBatch:
     def share(self, batch: Any, has_more: bool) -> TokenShard:
         """Return all of the batch; `has_more` says whether only its first item is for the model."""
         inputs = batch[0] if has_more else batch
-        return TokenShard(batch, inputs, num_targets=count_targets(inputs, self._shifts_labels))
+        num_targets = None if self._shifts_labels is None else count_targets(inputs, self._shifts_labels)
+        return TokenShard(batch, inputs, num_targets=num_targets)
 
 
 class TokenShardedBatch:

@@ -25,11 +25,10 @@ from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.hook_views import SplitModelValues
-from shardwise.engine.parts import EngineParts, StepState
+from shardwise.engine.parts import EngineParts, EngineStatus, StepState
 from shardwise.engine.pipeline_runner import PipelineRunner, make_stages
 from shardwise.engine.runner import SequentialRunner, StepRunner
 from shardwise.engine.state_api import note_engine
-from shardwise.engine.status import EngineStatus
 from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
 from shardwise.layout.layout import Layout
@@ -204,7 +203,7 @@ def _make_parts(
         resources=resources,
         comm_factory=comm_factory,
         watchdog=watchdog,
-        status=EngineStatus(resources.tiers.worker.check),
+        status=EngineStatus(resources.tiers.worker.outcome),
         check_batch=BatchCheck(store, one_sample, rank, config.run),
         losses=LossAccumulator(comms),
         scaler=LossScaler(config.precision),

@@ -154,7 +154,8 @@ class Engine:
         self.runner.check_direct("engine.step")
         self.parts.status.check()
         check_accumulated(self.parts, partial)
-        self.checkpoints.saver.poll()
+        if self.checkpoints.saver.failure is not None:
+            self.checkpoints.saver.poll()
         with self.parts.failures_explained():
             return update(self.parts, self.runner.forward)
 
@@ -175,7 +176,8 @@ class Engine:
             CheckpointError: a save in the background has failed; nothing was done, call it again to take the step.
         """
         self.parts.status.check()
-        self.checkpoints.saver.poll()
+        if self.checkpoints.saver.failure is not None:
+            self.checkpoints.saver.poll()
         with self.parts.failures_explained():
             return self.runner.train(micro_batches(self.parts, batches))
 

@@ -1,4 +1,4 @@
-"""What an engine is made of: parts that stay for its life, and the state of its step, which changes."""
+"""What an engine is made of: parts that stay for its life, its status, and the state of its step, which changes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,27 +20,161 @@ from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn
 from shardwise.comm.mesh import CommGroups
 from shardwise.comm.watchdog import Watchdog
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.hook_views import SplitModelValues
-from shardwise.engine.status import EngineStatus, StopRequests
 from shardwise.engine.types import Scheduler
 from shardwise.layout.layout import Layout
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.tiers import Tiers
-from shardwise.offload.worker import HostWorkError
+from shardwise.offload.worker import HostWorkError, WorkerOutcome
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.torch_private import in_backward
 from shardwise.runtime.user_hooks import HooksOnce
 from shardwise.tensor.loss_parallel import LazyLogitsHead
+from shardwise.zero.memory_release import MemoryRelease
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerPlan
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.state_access import EngineState
+
+
+class Integrity(Enum):
+    """Says what a load or a step that was cut off has left mixed, and so what must be loaded."""
+
+    WHOLE = "whole"
+    WEIGHTS_MIXED = "weights mixed"  # the weights of one step: any whole checkpoint
+    ALL_MIXED = "all mixed"  # optimizer states too: a checkpoint that has them
+
+
+@dataclass
+class StopRequests:
+    """Knows which ranks were asked to stop; they add what they know to a sum over the ranks that is taken anyway.
+
+    Attributes:
+        is_asked: says whether this rank was.
+        num_asked: ranks that were, at the last sum.
+        rank_sum: the sum of their numbers, so the rank where it is one.
+    """
+
+    is_asked: Callable[[], bool] = bool
+    num_asked: int = 0
+    rank_sum: int = 0
+
+    def to_sum(self, rank: int) -> tuple[float, float]:
+        """Return what this rank adds to the sum."""
+        is_asked = self.is_asked()
+        return float(is_asked), float(is_asked * rank)
+
+    def take(self, summed: Sequence[float]) -> list[float]:
+        """Take the sum of `to_sum` from the end of a vector, and return the others."""
+        *others, num_asked, rank_sum = summed
+        self.num_asked, self.rank_sum = int(num_asked), int(rank_sum)
+        return others
+
+
+class EngineStatus:
+    """Tracks whether an engine is open, its states whole and in place, its gradients complete.
+
+    >>> status = EngineStatus(WorkerOutcome())
+    >>> status.begin_load(with_states=False)
+    >>> status.integrity.value
+    'weights mixed'
+    >>> status.end_load(with_states=False)
+    >>> status.check()
+
+    Each method that changes it is one transition. `check` and `check_present` raise where it does not allow a call.
+
+    Args:
+        on_host: what has become of the work of the thread that works on the host.
+
+    Attributes:
+        is_in_backward: a backward is under way, or has raised.
+        away: the states that are offloaded until `reload`; None where all are in place.
+    """
+
+    def __init__(self, on_host: WorkerOutcome) -> None:
+        self._on_host = on_host
+        self._is_closed = self.is_in_backward = False
+        self.away: MemoryRelease | None = None
+        self.integrity = Integrity.WHOLE
+
+    def close(self) -> bool:
+        """Close it for good, and say whether it was open."""
+        was_open, self._is_closed = not self._is_closed, True
+        return was_open
+
+    def begin_backward(self) -> None:
+        """Note that gradients are incomplete until `end_backward`."""
+        self.is_in_backward = True
+
+    def end_backward(self) -> None:
+        """Note that gradients are complete, or have been dropped."""
+        self.is_in_backward = False
+
+    def release(self, states: MemoryRelease) -> None:
+        """Note that states are away."""
+        self.away = states
+
+    def restore(self) -> None:
+        """Bring the states back that are away."""
+        if self.away is not None:
+            self.away.restore()
+            self.away = None
+
+    def mix(self) -> None:
+        """Note that some states are of one step and others of another, until all are loaded."""
+        self.integrity = Integrity.ALL_MIXED
+
+    def begin_load(self, with_states: bool) -> None:
+        """Note that what is loaded is mixed until `end_load`; `with_states` if optimizer states are loaded too."""
+        if with_states:
+            self.mix()
+        elif self.integrity is Integrity.WHOLE:
+            self.integrity = Integrity.WEIGHTS_MIXED
+
+    def end_load(self, with_states: bool) -> None:
+        """Note that all is read; weights alone cannot repair what is mixed in the optimizer's states."""
+        if with_states or self.integrity is Integrity.WEIGHTS_MIXED:
+            self.integrity = Integrity.WHOLE
+
+    def check_present(self, params_suffice: bool = False) -> None:
+        """Raise where the engine is closed or states are away; parameters are enough where they `params_suffice`.
+
+        Raises:
+            EngineError: it names what is away.
+        """
+        if self._is_closed:
+            raise EngineError("engine-closed", "the engine is closed; call shardwise.initialize for a new one")
+        if self.away is not None:
+            self.away.refuse(params_suffice)
+
+    def check(self, params_suffice: bool = False) -> None:
+        """Raise where the engine can be used only after another call; parameters may suffice as in `check_present`.
+
+        Raises:
+            EngineError: it names that call.
+            HostWorkError: the thread that works on the host has failed.
+        """
+        self.check_present(params_suffice)
+        if self.is_in_backward and not in_backward():
+            raise EngineError(
+                "gradients-incomplete",
+                "the last backward raised and left gradients incomplete; call engine.zero_grad() first",
+            )
+        if self.integrity is not Integrity.WHOLE:
+            raise EngineError(
+                "states-mixed",
+                "states are mixed, since the last load or step was cut off midway; load a checkpoint that is whole",
+            )
+        if self._on_host.failure is not None:
+            self._on_host.check()
 
 
 @dataclass
@@ -149,40 +285,46 @@ class EngineParts:
         """Return which slice of each state each rank holds now."""
         return self.state.layout
 
-    @property
+    @cached_property
     def comms(self) -> CommGroups:
         """Return the communicators of all axes."""
         return self.resources.comms
 
-    @property
+    @cached_property
     def comm(self) -> Comm:
         """Return the ranks that take the same optimizer step."""
         return self.resources.comms.all
 
-    @property
+    @cached_property
     def memory(self) -> MemoryTracker:
         """Return the tracker of the device."""
         return self.resources.tracker
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Return the device on which the engine computes."""
         return self.resources.tracker.device
 
-    @property
+    @cached_property
     def tiers(self) -> Tiers:
         """Return where states are stored."""
         return self.resources.tiers
 
-    @property
+    @cached_property
     def timeline(self) -> Timeline:
         """Return the record of what this rank does when."""
         return self.resources.timeline
 
-    @property
+    @cached_property
     def optimizer(self) -> Optimizer:
         """Return torch's optimizer over this rank's shards."""
         return self.sharded.optimizer
+
+    @cached_property
+    def data_place(self) -> tuple[int, int]:
+        """Return which of the micro-batches that are computed at a time this rank computes, and how many they are."""
+        mesh = self.layout.mesh
+        return mesh.data_index(self.comm_factory.rank), mesh.num_data_ranks
 
     def states(self) -> EngineState:
         """Return what holds the states of this rank, once no update of them is under way."""

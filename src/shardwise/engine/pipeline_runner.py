@@ -32,8 +32,8 @@ from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
 from shardwise.schedule.registry import recipe_of
+from shardwise.zero.order import PrefetchOrder, RecordedOrder
 from shardwise.zero.param_group import ParamGroup
-from shardwise.zero.prefetch import PrefetchOrder, RecordedOrder
 from shardwise.zero.sharding_state import ShardingState
 
 
@@ -387,7 +387,7 @@ class PipelineAdapter:
     def select_stage(self, stage: int) -> None:
         """Prepare a stage's computation: select its order of blocks, and the root's parameters that it uses."""
         self._sharding.order = self._orders[stage]
-        self._sharding.units[0].stage = stage
+        self._sharding.units[0].compute(stage)
 
     def save_record(self, stage: int, micro_batch: int) -> None:
         """Keep what units remember of a forward whose backward comes after those of other forwards."""
@@ -403,7 +403,7 @@ class PipelineAdapter:
         self._records.clear()
         self._reduced_stages.clear()
         self._kept_for.clear()
-        self._sharding.units[0].stage = None
+        self._sharding.units[0].compute(None)
 
     def _groups_of(self, stage: int) -> list[ParamGroup]:
         return [group for group in self._sharding.groups if stage in group.spec.stages]

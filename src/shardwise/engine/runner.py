@@ -23,8 +23,8 @@ from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
 from shardwise.runtime.batch_errors import refuse_misfit
+from shardwise.runtime.module_hooks import call_model
 from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
-from shardwise.runtime.recompute import call_model
 from shardwise.runtime.torch_private import pytree
 from shardwise.tensor.apply import explain_shapes
 from shardwise.tensor.loss_parallel import settle_all
@@ -75,13 +75,15 @@ class RankBatch:
             first_sample: how many samples of this step this rank has before it.
             number: of its forward in the step, from 0.
         """
-        parts.check_batch(batch, is_first_step=parts.state.num_steps == 0)
+        if parts.check_batch.has_others:
+            parts.check_batch(batch, is_first_step=parts.state.num_steps == 0)
         if number == 0:
             agree_on_hooks(parts)
         has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
         given, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
         share = parts.sequences.share(to_device(given, parts.device), has_more)
-        check_num_items(parts.model, num_items, share.num_targets)
+        if num_items is not None:
+            check_num_items(parts.model, num_items, share.num_targets)
         inputs = to_device(share.inputs, parts.device, torch_dtype(parts.layout.precision.param))
         return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number)
 
@@ -135,9 +137,8 @@ def _numbers_for(parts: EngineParts, taken: RankBatch, args: Sequence[Any] = ())
     if not (parts.model.training and taken.num_samples):
         whole = parts.split_values
         return nullcontext() if whole is None else whole.parameters.shown_in_forward()
-    mesh = parts.layout.mesh
-    data_rank = mesh.data_index(parts.comm_factory.rank)
-    first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples
+    data_rank, num_data_ranks = parts.data_place
+    first_sample = taken.first_sample * num_data_ranks + data_rank * taken.num_samples
     tokens, length = taken.share.tokens, _length(args or taken.share.inputs)
     return parts.draws.at(parts.state.num_steps, taken.number, first_sample, taken.num_samples, tokens, length)
 
@@ -170,7 +171,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
             f"engine.forward got {len(args)} inputs without names under mesh.cp={cp}, which cuts them by name; pass "
             "keyword arguments",
         )
-    parts.check_batch((args, kwargs), is_first_step=parts.state.num_steps == 0)
+    if parts.check_batch.has_others:
+        parts.check_batch((args, kwargs), is_first_step=parts.state.num_steps == 0)
     if parts.state.num_forwards == 0:
         agree_on_hooks(parts)
     if cp > 1:

@@ -108,7 +108,7 @@ def gathered_groups(
         ConfigError: a parameter was written through its `data`, and `write` is False.
     """
     parts.status.check_present(params_suffice=not write)
-    parts.tiers.worker.check()
+    parts.tiers.worker.outcome.check()
     sharding = parts.sharding
     chosen = sharding.groups if groups is None else groups
     _check_memory_to_gather(parts, chosen)

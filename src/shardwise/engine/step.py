@@ -226,7 +226,7 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
     overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum) or parts.losses.is_plain
     on_nonfinite = parts.config.run.on_nonfinite
     is_taken = (has_loss and not overflowed) or (on_nonfinite == "ignore" and not parts.scaler.is_dynamic)
-    can_skip = on_nonfinite == "skip" or (has_loss and parts.scaler.can_shrink)
+    can_skip = on_nonfinite == "skip" or (has_loss and parts.scaler.is_dynamic and parts.scaler.can_shrink)
     skipped = count == 0 or (can_skip and not is_taken)
     if not (is_taken or skipped):
         _fail_nonfinite(parts, loss_sum, grad_norm, forward)
@@ -240,7 +240,7 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
         parts.note_update()
         parts.sharding.refresh(parts.sharded.step(to_mean * clip, used, parts.timeline), parts.state.is_aliased)
         advance(parts.state.scheduler)
-    if count:
+    if count and parts.scaler.is_dynamic:
         parts.scaler.update(overflowed)
     parts.state.num_steps += 1
     loss, errors = (loss_sum / (count or 1.0) if parts.losses.plain.is_loss_known else math.nan), _codec_errors(parts)
@@ -369,7 +369,8 @@ def _end_step(parts: EngineParts) -> None:
     parts.sharding.end_step()
     parts.losses.clear()
     parts.timeline.close_step()
-    parts.resources.codec_errors.prepare(parts.state.num_steps)
+    if parts.resources.codec_errors.every:
+        parts.resources.codec_errors.prepare(parts.state.num_steps)
 
 
 def _fail_nonfinite(parts: EngineParts, loss_sum: float, grad_norm: float, forward: Callable[[Any], object]) -> None:

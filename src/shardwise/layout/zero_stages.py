@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Final
 
 from shardwise.config.resolve import ConfigError, TiersConfig
@@ -42,17 +43,17 @@ class ZeroStage:
     grads: Placement
     optimizer: Placement
 
-    @property
+    @cached_property
     def unshard_for_use(self) -> bool:
         """Say whether parameters are gathered before each use and released after it."""
         return self.params is Placement.SHARD
 
-    @property
+    @cached_property
     def reduce_each_backward(self) -> bool:
         """Say whether gradients are reduced in every backward, not only in the last one before the step."""
         return self.grads is Placement.SHARD
 
-    @property
+    @cached_property
     def unshard_after_step(self) -> bool:
         """Say whether the step updates a shard of parameters that are stored whole, so they are gathered after it."""
         return self.optimizer is Placement.SHARD and self.params is Placement.REPLICATE

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from shardwise.layout.codec import BLOCK_NUMEL as CODEC_BLOCK
 from shardwise.layout.codec import Encoded
 from shardwise.optim.elementwise import StepTensors
-from shardwise.optim.optimizers import fused_grad_scale
-from shardwise.optim.rules import OptimizerRule
+from shardwise.optim.rules import OptimizerRule, fused_grad_scale
 from shardwise.runtime.codec_errors import CodecErrors
 
 # Elements that one call of a kernel steps: few enough for a core's cache, many enough for the cost of a call to vanish.

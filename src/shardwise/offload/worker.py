@@ -92,11 +92,14 @@ class HostWorker:
         device: the engine's device, which is current in the thread.
         cores: to which the thread and those that torch starts for it are bound; None for those of the process.
         is_inline: run everything at once on the calling thread, as for fake tensors, whose mode is set for one thread.
+
+    Attributes:
+        outcome: whether something has failed so far.
     """
 
     def __init__(self, device: torch.device, cores: tuple[int, ...] | None = None, is_inline: bool = False) -> None:
         self._is_inline = is_inline
-        self._outcome = WorkerOutcome()
+        self.outcome = WorkerOutcome()
         self._last: Task | None = None
 
         def begin() -> None:
@@ -111,20 +114,12 @@ class HostWorker:
         if self._threads is None:
             future: Future[None] = Future()
             with unseen_by_op_modes():
-                _do(work, self._outcome)
+                _do(work, self.outcome)
             future.set_result(None)
         else:
-            future = self._threads.submit(_do, work, self._outcome)
-        self._last = Task(future, self._outcome)
+            future = self._threads.submit(_do, work, self.outcome)
+        self._last = Task(future, self.outcome)
         return self._last
-
-    def check(self) -> None:
-        """Raise if something has failed so far, without waiting.
-
-        Raises:
-            HostWorkError: with the failure as its cause.
-        """
-        self._outcome.check()
 
     def wait_idle(self) -> None:
         """Return once all is done.
@@ -139,8 +134,8 @@ class HostWorker:
         """Wait until all is done or skipped; return what has failed and forget it: the states must be written again."""
         if self._last is not None:
             self._last.end()
-        outcome = replace(self._outcome)
-        self._outcome.failure, self._outcome.is_reported = None, False
+        outcome = replace(self.outcome)
+        self.outcome.failure, self.outcome.is_reported = None, False
         return outcome
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Final
 from shardwise.config.resolve import Config, ConfigError, Dtype, is_config, read_toml
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, preset
-from shardwise.optim.optimizers import optimizer_kind
+from shardwise.optim.rules import optimizer_kind
 from shardwise.planner.candidates import SearchSpace, divisors
 from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster

@@ -34,12 +34,12 @@ class CodecErrors:
 
     def __init__(self, every: int = 0) -> None:
         self.is_on = every == 1
-        self._every = every
+        self.every = every
         self._found: list[tuple[int, Tensor, Tensor]] = []
 
     def prepare(self, num_steps: int) -> None:
         """Begin the step after `num_steps`."""
-        self.is_on = self._every > 0 and (num_steps + 1) % self._every == 0
+        self.is_on = self.every > 0 and (num_steps + 1) % self.every == 0
         self._found.clear()
 
     def add(self, name: str, exact: Tensor, decoded: Tensor) -> None:

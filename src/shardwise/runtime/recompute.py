@@ -65,13 +65,6 @@ def replace_forwards(
     return undo
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model: a dict holds keyword arguments, a tuple or list positional ones, anything else is the only one."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
-
-
 # Names of the cache into which Hugging Face's blocks write.
 _CACHE_ARGUMENTS: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
 

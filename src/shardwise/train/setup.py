@@ -45,7 +45,7 @@ from shardwise.launch.host import usable_bytes
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
-from shardwise.optim.optimizers import optimizer_kind
+from shardwise.optim.rules import optimizer_kind
 from shardwise.planner.configs import strategy_of
 from shardwise.planner.results import layout_words
 from shardwise.report.page import leaves

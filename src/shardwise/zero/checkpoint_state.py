@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError
@@ -39,14 +39,12 @@ from shardwise.layout.slicing import LocalTensor, intersect
 from shardwise.optim.rules import needed_states
 from shardwise.runtime.optimizer_probe import inner_optimizers
 from shardwise.runtime.state_shards import PARAM, FlatState, ScalarState, StateShard, TensorFlatState, is_flat
+from shardwise.zero.group_step import Wanted, odd_states
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import EngineState
-from shardwise.zero.stored_state import place_state
-from shardwise.zero.whole_states import odd_states
-from shardwise.zero.whole_step import WholeStep
+from shardwise.zero.whole_step import WholeParameters
 
 Range = tuple[int, int]
-Wanted = ScalarState | torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarSt
         for part in _parts(states, group) if group.grads is not None else ():
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
-                yield from _of_piece(_in_flats(states.sharded.states_of(piece), part), part)
+                yield from _of_piece(_in_flats(states.sharded.step_of(piece).states_of(piece), part), part)
 
 
 def _refuse_inner_states(optimizer: Optimizer) -> None:
@@ -144,7 +142,7 @@ def _refuse_inner_states(optimizer: Optimizer) -> None:
             )
 
 
-def _held_by_owner(states: EngineState, whole: WholeStep) -> Iterator[StateShard | ScalarState]:
+def _held_by_owner(states: EngineState, whole: WholeParameters) -> Iterator[StateShard | ScalarState]:
     for name, spec in whole.places.items():
         view = whole.views[name]
         in_optimizer = states.sharded.optimizer.state.get(view, {})
@@ -190,15 +188,10 @@ def odd_optimizer_states(states: EngineState) -> Iterator[tuple[str, Tensor]]:
     """
     sharded = states.sharded
     is_writer = _writes_first_element if sharded.whole is None else _writes_what_it_owns
-    odd = sharded.odd_names() if sharded.whole is None else set[str]()
-    for name, view in sharded.views().items():
-        if not is_writer(states, name):
-            continue
-        in_optimizer = sharded.optimizer.state.get(view, {})
-        odd_here = odd | dict(odd_states(in_optimizer, view)).keys()
-        for key, value in in_optimizer.items():
-            if key in odd_here and isinstance(value, Tensor) and value.dim():
-                yield f"{name}/{key}", value
+    for step in sharded.steps:
+        for name, state, value in step.odd_states():
+            if is_writer(states, name):
+                yield f"{name}/{state}", value
 
 
 def place_odd_state(states: EngineState, where: str, value: Tensor) -> None:
@@ -234,11 +227,12 @@ def check_optimizer_states(
         if current is None:
             continue
         needed = needed_states(sharded.optimizer, {**current, **given.get(id(current), {})})
-        kept, wrong = sharded.states_of(piece), []
+        step = sharded.step_of(piece)
+        kept, wrong = step.states_of(piece), []
         if needed is not None:
             wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
-            lacking = needed - sharded.stored_names(piece) if sharded.keeps_states(piece) else ()
-            wrong += [f"has a {state}, which the tier of the optimizer cannot store" for state in sorted(lacking)]
+            lacking = sorted(step.cannot_store(piece, needed))
+            wrong += [f"has a {state}, which the tier of the optimizer cannot store" for state in lacking]
         for state, each in names.items():
             is_number = isinstance(each, ScalarState)
             # Of an optimizer that we do not know, what it has says so, if it has stepped.
@@ -271,22 +265,7 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
         wanted: by parameter and state: its number; or for a tensor as long as the parameter a dtype of its own, or None
             for the parameter's.
     """
-    sharded = states.sharded
-    if sharded.whole is not None:
-        sharded.forget_whole([name for name in sharded.whole.views if not wanted.get(name)])
-        for name, view in sharded.whole.views.items():
-            _prepare_all(sharded.optimizer, view, wanted.get(name, {}))
-        return
-    sharded.forget_states([each for each in sharded.pieces if not wanted.get(each.name)])
-    for piece in sharded.pieces:
-        names = wanted.get(piece.name, {})
-        if sharded.keeps_states(piece):  # they are there, and wait to be filled
-            numbers = {name: each.value for name, each in names.items() if isinstance(each, ScalarState)}
-            if names:
-                sharded.expect_states(piece, numbers, filled=names.keys() - numbers.keys())
-            continue
-        _prepare_all(sharded.optimizer, piece.view, names)
-    sharded.track_states()
+    states.sharded.prepare_states(wanted)
 
 
 def adopt_masters(states: EngineState) -> None:
@@ -330,22 +309,3 @@ def _in_flats(values: Mapping[str, Any], part: StateShardPart) -> dict[str, Flat
                 "tensors: use an optimizer that has such states alone",
             )
     return flats
-
-
-def _prepare_all(optimizer: Optimizer, view: nn.Parameter, names: Mapping[str, Wanted]) -> None:
-    kept = optimizer.state[view] if names else {}
-    for name in [name for name in kept if name not in names]:
-        del kept[name]
-    for name, each in names.items():
-        _prepare(optimizer, view, name, each)
-
-
-def _prepare(optimizer: Optimizer, view: nn.Parameter, name: str, wanted: Wanted) -> None:
-    current = optimizer.state[view].get(name)
-    if isinstance(wanted, ScalarState):
-        is_python = wanted.dtype in ("int", "float")
-        value = wanted.value if is_python else torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype))
-        place_state(optimizer, view, name, value)
-    elif not (isinstance(current, Tensor) and current.shape == view.shape and wanted in (None, current.dtype)):
-        dtype = view.dtype if wanted is None else wanted
-        optimizer.state[view][name] = torch.zeros(view.shape, dtype=dtype, device=view.device)

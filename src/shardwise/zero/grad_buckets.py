@@ -13,7 +13,7 @@ so it runs in every backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from functools import partial
 from typing import Final
@@ -34,7 +34,43 @@ from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
 from shardwise.runtime.state_shards import FlatState
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.shared_grads import NormShare
+from shardwise.zero.shared_grads import SharedGradRanges
+
+
+class NormShare:
+    """Says which of a group's gradients this rank counts in the norm, so that each element counts once.
+
+    Args:
+        held: the range of the flat buffer whose gradients the rank holds, in elements.
+        counted: the range within it that the rank counts: a slice of its own where all data ranks hold the same.
+
+    Attributes:
+        sharing: what the held range has in common with the tensor-parallel group.
+    """
+
+    def __init__(self, spec: GroupSpec, held: slice, counted: slice, tensor: Comm) -> None:
+        self.sharing = SharedGradRanges.of(spec, held, tensor.rank, tensor.world_size)
+        self._spec = spec
+        self._share = partial(SharedGradRanges.of, spec, counted, tensor.rank, tensor.world_size)
+        self._owned = self._share().owned
+        self._range = slice(counted.start - held.start, counted.stop - held.start)
+
+    def count(self, names: Collection[str]) -> None:
+        """Count the gradients of these parameters alone: those that the optimizer holds."""
+        left_out = [
+            (param.offset, param.offset + param.numel) for param in self._spec.params if param.name not in names
+        ]
+        self._owned = self._share(left_out).owned
+
+    def square_of(self, gradient: Tensor) -> Tensor:
+        """Return the sum of the squares of this rank's gradients, fp64 and 0-d.
+
+        What tensor-parallel ranks share counts on its owner alone.
+        """
+        gradient = gradient[self._range]
+        parts = [gradient] if self._owned is None else [gradient[low:high] for low, high in self._owned]
+        squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
+        return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
 
 
 class GradState(Enum):

@@ -1,312 +1,441 @@
-"""Step the groups whose optimizer's states the library stores: off the device, or encoded (`precision.states`).
+"""Step param groups: one interface for whatever steps a group and wherever its optimizer's states are stored.
 
-Each state is flat over the rank's slice of the group. On the device all of a slice is stepped at once; off it, chunk by
-chunk on the host. A chunk brings together what its step needs from all tiers: gradient, master, the optimizer's states;
-and what it makes: the parameters, narrowed. Encoded states are decoded, stepped and encoded a few blocks at a time: no
-more of them exists in fp32.
+`ShardedOptimizer` has a list of these and asks none of them what it is:
+
+- `TorchStep`: torch's optimizer steps views of the masters, on the device, and keeps the states.
+- `StoredStep` (`shardwise.zero.stored_step`): the library keeps the states, off the device or encoded, and steps them.
+- `MatrixStep` (`shardwise.zero.matrix_step`): owners orthogonalize whole matrices; one of the others keeps the states.
+- `WholeStep` (`shardwise.zero.whole_step`): torch's optimizer steps whole parameters at their owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from importlib.util import find_spec
-from typing import Any, Final
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
-from shardwise.layout.precision import StatesDtype
-from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
-from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
-from shardwise.offload.storage import DeviceStorage, StateStorage
-from shardwise.offload.tiers import Tiers
+from shardwise.offload.step_pipeline import StepChunk
+from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
-from shardwise.optim.rules import OptimizerRule
-from shardwise.runtime.codec_errors import CodecErrors
-from shardwise.runtime.state_shards import FlatState
-from shardwise.runtime.streams import Event
-from shardwise.runtime.torch_private import is_fake
-from shardwise.zero.lent_states import LentStates
+from shardwise.optim.rules import lacks_some_momentum, scale_in_step, stepped_unfused
+from shardwise.runtime.state_shards import FlatState, ScalarState, TensorFlatState
+from shardwise.runtime.torch_private import step_hooks
+from shardwise.runtime.user_hooks import reads_first_argument
 from shardwise.zero.param_group import ParamGroup
-from shardwise.zero.stored_state import GroupState, ParamPiece
-
-_GRAD: Final = "grad"
-_MASTER: Final = "master"
-_PARAM: Final = "param"
+from shardwise.zero.stored_state import ParamPiece, place_state
 
 Options = Mapping[str, Any]
+OptionsOf = Callable[[ParamPiece], Options | None]
+FirstStates = Callable[[Mapping[str, nn.Parameter]], None]
+Wanted = ScalarState | torch.dtype | None
+"""A state that a checkpoint has: a number, or a tensor of a dtype of its own, or of the parameter's."""
 
 
-StepPlan = tuple[ParamPiece, Options, float, bool]
-"""A piece that is stepped, its options, how many steps it has taken, and whether it has no state yet."""
-
-
-@dataclass
-class StepCounts:
-    """Tracks how often a piece has been stepped, whether it has states, and whether it ever will."""
-
-    num_steps: float = 0.0
-    is_present: bool = False
-    is_trained: bool = True
-
-
-@dataclass(eq=False)
-class GroupStep:
-    """Holds the optimizer's states of one group, off the device or encoded, and steps them.
+@dataclass(frozen=True)
+class HostUpdate:
+    """Is an update of one group that the host takes in the background.
 
     Attributes:
-        pieces: the parameters' pieces in this rank's slice.
-        rule: steps as the optimizer does.
-        dtype: of `precision.states`.
-        has_states_at_once: whether the optimizer has states before its first step.
-        errors: measures what encoding rounds off.
-        shown: torch's optimizer, whose `state` shows a user the states.
-        states: by the optimizer's names.
+        chunks: what is stepped; none where no parameter of the group is used.
+        end: given the task of the last chunk, returns the one that ends when all is stored.
     """
 
     group: ParamGroup
+    chunks: Sequence[StepChunk]
+    end: Callable[[Task], Task]
+
+
+@dataclass(eq=False)
+class OptimizerUpdate:
+    """Is one step of the optimizer, which all of its `GroupStep`s take part in.
+
+    Attributes:
+        factor: turns accumulated sums into the clipped mean gradient.
+        used: whether each parameter, by name, got a gradient on some rank; the others stay, as in plain torch.
+        gradients: of groups, on the device, until their steps take them.
+        options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
+    """
+
+    factor: float
+    used: dict[str, bool]
+    gradients: dict[ParamGroup, Tensor]
+    hooks: StepHooks
+    options_of: OptionsOf
+
+    def take(self, group: ParamGroup) -> Tensor | None:
+        """Take a group's summed gradient, brought to the device; None if no backward has reached it."""
+        gradient = self.gradients.pop(group, None)
+        return group.grads.gradient() if gradient is None and group.grads is not None else gradient
+
+    def means(self) -> Callable[[ParamPiece], Tensor]:
+        """Return what gives a piece's mean gradient, as long as that function lives; it takes those of whole groups."""
+        means: dict[ParamGroup, Tensor] = {}
+
+        def mean_of(piece: ParamPiece) -> Tensor:
+            group = piece.group
+            if group not in means:
+                group.await_step()
+                total = self.take(group)
+                assert total is not None, "a parameter that was used on some rank has a gradient on all"
+                means[group] = total.mul_(self.factor)
+            return means[group][piece.start : piece.stop]
+
+        return mean_of
+
+
+def final_gradient(group: ParamGroup, gradients: Mapping[ParamGroup, Tensor]) -> FlatState:
+    """Return a group's gradients, final and where they are now: in `gradients`, or where they are stored."""
+    assert group.grads is not None, "the group is trained"
+    group.grads.await_taken()
+    on_device = gradients.get(group)
+    return group.grads.storage if on_device is None else TensorFlatState(on_device)
+
+
+class GroupStep(ABC):
+    """Steps param groups, and knows where the optimizer's states of their pieces are.
+
+    Attributes:
+        pieces: what this rank has of the parameters.
+    """
+
     pieces: Sequence[ParamPiece]
-    rule: OptimizerRule
-    tiers: Tiers
-    dtype: StatesDtype
-    has_states_at_once: bool
-    errors: CodecErrors
-    shown: Optimizer
-    states: dict[str, GroupState] = field(default_factory=dict)
-    _counts: dict[str, StepCounts] = field(default_factory=dict)
-    _initial: dict[str, float] = field(default_factory=dict)
 
-    def prepare(self, options_of: Callable[[ParamPiece], Options | None]) -> None:
-        """Allocate the states that the optimizer's options ask for; skip pieces for which `options_of` returns None."""
-        for piece in self.pieces:
-            self._counts[piece.name] = StepCounts(is_trained=False)
-            if (options := options_of(piece)) is not None:
-                self.train(piece, options)
+    @abstractmethod
+    def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
+        """Update the masters on the device; return what the host is still to do, in the background."""
 
-    def train(self, piece: ParamPiece, options: Options) -> None:
-        """Step a piece from now on, under options of the optimizer."""
-        self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once)
-        for name, value in self.rule.first_values(options).items():
-            self._initial[name] = value
-            if name not in self.states:
-                self.states[name] = GroupState(name, self.group, self.pieces, self.dtype, self.tiers)
-            if value:  # new storage has zeros
-                _fill(self.states[name].of_piece(piece), value)
-        self._show(piece)
+    def reads_stored(self, group: ParamGroup) -> bool:
+        """Say whether the step reads a group's gradient where it is stored, not on the device."""
+        return False
 
-    @property
-    def is_away(self) -> bool:
-        """Say whether the states are stored off the device, so that `chunks` step them."""
-        return self.group.spec.tiers.optimizer != "device"
+    def show(self, update: OptimizerUpdate) -> None:
+        """Show the hooks before torch's step the gradients that torch's optimizer does not get."""
+        return
 
-    def step(
-        self,
-        gradient: Tensor,
-        factor: float,
-        used: Mapping[str, bool],
-        options_of: Callable[[ParamPiece], Options | None],
-    ) -> None:
-        """Update the masters on the device with `factor` times the gradient.
+    def change_weights(self, change: Callable[[], object]) -> None:
+        """Call a function that writes the parameters which torch's optimizer has."""
+        return
 
-        Args:
-            factor: turns accumulated sums into the clipped mean gradient.
-            used: whether each parameter, by name, got a gradient; the others stay.
-            options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
-        """
-        numel = self.group.master.numel
-        tensors = {name: state.whole.read(0, numel) for name, state in self.states.items()}
-        tensors |= {_GRAD: gradient, _MASTER: self.group.master.read(0, numel)}
-        self._step_range(self._plans(used, options_of), factor, 0, numel, tensors)
+    @abstractmethod
+    def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
+        """Return what is kept of a piece now, by name: flat states as long as the piece, numbers, other."""
 
-    def chunks(
-        self, factor: float, used: Mapping[str, bool], options_of: Callable[[ParamPiece], Options | None]
-    ) -> list[StepChunk]:
-        """Return the chunks that step the masters with `factor` times the gradients, and update the parameters.
+    @abstractmethod
+    def flat_state(self, piece: ParamPiece, state: str) -> FlatState:
+        """Return where a state as long as the piece is; make it, of zeros, if it is not there."""
 
-        The step counts as taken: the caller must submit all of them.
-
-        Args:
-            factor: turns accumulated sums into the clipped mean gradient.
-            used: whether each parameter, by name, got a gradient; the others stay.
-            options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
-        """
-        group, grads = self.group, self.group.grads
-        if grads is None or not any(used[piece.name] for piece in self.pieces):
-            return []
-        plans = self._plans(used, options_of)
-        parts = {_GRAD: ChunkInput(grads.storage, is_written=False), _MASTER: ChunkInput(group.master)}
-        if group.master is not group.shard:
-            parts[_PARAM] = ChunkInput(group.shard, is_read=False)
-        parts |= {name: ChunkInput(state.whole) for name, state in self.states.items()}
-        after = Event.record(self.tiers.device)
-        found = []
-        numel = group.master.numel
-        length = even_chunk_numel(numel, SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL)
-        for start in range(0, numel, length or 1):
-            stop = min(start + length, numel)
-            work = partial(self._step_range, plans, factor, start, stop)
-            found.append(StepChunk(parts, start, stop, work, after, grads.taking))
-        return found
-
-    def end(self, last: Task) -> Task:
-        """Return the task that ends when all of an update is stored; `last` is the task of its last chunk."""
-        written = self.group.shard
-        return self.tiers.worker.submit(written.wait_arrived) if isinstance(written, DeviceStorage) else last
-
-    def states_of(self, piece: ParamPiece) -> dict[str, FlatState | Tensor]:
-        """Return the states of a piece: flat states, and the number of steps; nothing before the first step."""
-        counts = self._counts[piece.name]
-        if not counts.is_present:
-            return {}
-        found: dict[str, FlatState | Tensor] = {"step": torch.tensor(counts.num_steps)} if self.rule.has_counter else {}
-        flats = {name: state.of_piece(piece) for name, state in self.states.items()}
-        return found | {name: flat.part(0, flat.numel) for name, flat in flats.items()}
-
-    def take_changes(self) -> None:
-        """Take over what a user has changed in the optimizer's `state` since the last step, read or save."""
-        needed = {*self.states, *(["step"] if self.rule.has_counter else [])}
-        for piece in self.pieces:
-            if not self._counts[piece.name].is_present:
-                continue
-            given = self.shown.state.get(piece.view, {})
-            changed = given.take_changes() if isinstance(given, LentStates) else given
-            is_whole = needed <= given.keys()
-            if changed or not is_whole:
-                self.tiers.wait_idle()
-                if not is_whole:
-                    self.forget_states(piece)
-                for name, value in changed.items():
-                    self.write_state(piece, name, value)
-            self._show(piece)
-
-    def _show(self, piece: ParamPiece) -> None:
-        state = self.shown.state
-        if not self._counts[piece.name].is_present:
-            state.pop(piece.view, None)
-        elif not isinstance(state.get(piece.view), LentStates):
-            state[piece.view] = LentStates(self.states_of(piece), partial(self._lend, piece))
-
-    def _lend(self, piece: ParamPiece, name: str) -> Tensor:
-        """Return a state's values once no step of it is under way."""
-        self.tiers.wait_idle()
-        found = self.states_of(piece)[name]
-        return found if isinstance(found, Tensor) else found.read(0, found.numel)
-
+    @abstractmethod
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
-        """Write one state of a piece, which has states from then on.
+        """Write one state of a piece; make it if it is not there.
 
         Args:
             state: the optimizer's name of the state.
             value: a number, or 1-D and as long as the piece.
-
-        Raises:
-            ConfigError: the optimizer keeps no such state.
         """
-        if state in self.states:
-            self.states[state].of_piece(piece).write(0, torch.as_tensor(value).view(-1))
-        elif state != "step":
-            known, kind = ", ".join(["step", *self.states]), self.rule.kind.__name__
-            raise ConfigError("unknown-state", f"{kind} keeps no state {state} of {piece.name}; there are {known}")
-        self.expect_states(piece, {state: float(value)} if state == "step" else {})
 
-    def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
-        """Mark a piece as one that has states, whose tensors the caller fills."""
-        counts = self._counts[piece.name]
-        counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
-        self._show(piece)
+    def cannot_store(self, piece: ParamPiece, states: Collection[str]) -> Collection[str]:
+        """Return those of some states of a piece that have no place here."""
+        return ()
 
-    def forget_states(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
-        """Reset a piece to its states before the first step, except `filled`, which the caller writes."""
-        is_trained = self._counts[piece.name].is_trained
-        self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
-        for name in self.states.keys() - filled:
-            _fill(self.states[name].of_piece(piece), self._initial[name])
-        self._show(piece)
+    @abstractmethod
+    def train(self, names: Collection[str], options_of: OptionsOf) -> None:
+        """Step these parameters from now on, those that there are pieces of: the optimizer has just got them."""
+
+    @abstractmethod
+    def reset(self, names: Collection[str]) -> None:
+        """Reset these parameters to the states before the first step: mostly none."""
+
+    @abstractmethod
+    def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
+        """Have exactly the wanted states, by parameter: numbers are set, tensors are ready to be filled."""
+
+    def take_changes(self) -> None:
+        """Take over what a user has changed in the `state` of torch's optimizer."""
+        return
+
+    def odd_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield parameter, name and value of the states that are tensors of another shape, such as factors."""
+        return iter(())
 
     def storages(self) -> list[StateStorage]:
-        """Return the storages of all states."""
-        return [storage for state in self.states.values() for storage in state.storages]
+        """Return what stores the states that the library keeps itself."""
+        return []
+
+    def kept_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that torch's optimizer keeps itself."""
+        return iter(())
 
     def close(self) -> None:
-        """Free the states."""
-        for state in self.states.values():
-            state.close()
-        self.states.clear()
+        """Free the states that the library keeps itself."""
+        return
 
-    def _plans(self, used: Mapping[str, bool], options_of: Callable[[ParamPiece], Options | None]) -> list[StepPlan]:
-        """Return what is stepped, and count the step."""
-        self.take_changes()
-        # The options are copied now: the learning rate changes before the worker thread reads them.
-        options: dict[int, Options] = {}
-        plans = []
-        for piece in self.pieces:
-            if not used[piece.name] or (current := options_of(piece)) is None:
-                continue
-            snapshot = options.setdefault(id(current), _snapshot(current))
-            counts = self._counts[piece.name]
-            plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
-            counts.num_steps, counts.is_present = counts.num_steps + 1, True
-            for state in self.states.values():
-                state.settle(piece)
-            self._show(piece)
-        return plans
 
-    def _step_range(
-        self, plans: Sequence[StepPlan], factor: float, start: int, stop: int, tensors: Mapping[str, Tensor]
+class TorchStep(GroupStep):
+    """Lets torch's optimizer step parameters that it sees, and keep their states.
+
+    Args:
+        first_states: gives views the states that the optimizer has before its first step, if it has any.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[ParamGroup],
+        pieces: Sequence[ParamPiece],
+        first_states: FirstStates,
     ) -> None:
-        if is_fake(tensors[_MASTER]):
-            return  # no values to step, and no tracker counts the step's buffers
-        found: list[StepPiece] = []
-        end = 0
-        for piece, options, num_steps, is_first in plans:
-            first, last = max(piece.start, start), min(piece.stop, stop)
-            low, high = first - start, last - start
-            if low < high:
-                self._narrow(tensors, end, low)
-                end = high
-                states = {
-                    name: state.to_step(piece, first, last, tensors[name][low:high])
-                    for name, state in self.states.items()
-                }
-                param = tensors[_PARAM][low:high] if _PARAM in tensors else None
-                master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
-                found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
-        self._narrow(tensors, end, stop - start)
-        by_kernel = tensors[_MASTER].is_cuda and not self.errors.is_on
-        left = _step_on_gpu(self.rule, found, factor) if by_kernel else found
-        step_pieces(self.rule, left, factor, self.tiers.step_threads if self.is_away else None, self.errors)
+        self.pieces = pieces
+        self._optimizer = optimizer
+        self._groups = groups
+        self._first_states = first_states
 
-    @staticmethod
-    def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:
-        """Copy the masters of padding and of parameters that are not stepped to the output, since it was not read."""
-        if _PARAM in tensors and low < high:
-            tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
+    @property
+    def views(self) -> Mapping[str, nn.Parameter]:
+        """Return what the optimizer steps, by name of the parameter."""
+        return {piece.name: piece.view for piece in self.pieces}
+
+    def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
+        gradients = {group: update.gradients.pop(group) for group in self._groups if group in update.gradients}
+        self._step(gradients, update)
+        gradients.clear()
+        for group in self._groups:  # stored off the device: one at a time is brought there
+            if group.grads is not None and group.grads.is_away and (brought := group.grads.gradient()) is not None:
+                self._step({group: brought}, update)
+        return []
+
+    def _step(self, gradients: Mapping[ParamGroup, Tensor], update: OptimizerUpdate) -> None:
+        optimizer, used = self._optimizer, update.used
+        stepped = [piece.view for piece in self.pieces if used[piece.name] and piece.group in gradients]
+        is_mixed = lacks_some_momentum(optimizer, stepped)
+        is_scaled = not (is_mixed or update.hooks.are_there) and scale_in_step(optimizer, update.factor)
+        if not is_scaled:
+            for gradient in gradients.values():
+                gradient.mul_(update.factor)
+        for piece in self.pieces:
+            slices = gradients.get(piece.group) if used[piece.name] else None
+            piece.view.grad = slices[piece.start : piece.stop].view(piece.view.shape) if slices is not None else None
+        try:
+            with stepped_unfused(optimizer) if is_mixed else nullcontext():
+                update.hooks.step_torch()
+        finally:
+            if is_scaled:
+                del optimizer.grad_scale  # type: ignore[attr-defined]
+        for piece in self.pieces:
+            piece.view.grad = None
+
+    def change_weights(self, change: Callable[[], object]) -> None:
+        change()
+
+    def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
+        shape, states = piece.view.shape, self._optimizer.state.get(piece.view, {})
+        # Of a piece of one element, a count in a tensor of one element looks like a flat state.
+        odd = self._odd_names() if shape.numel() == 1 else ()
+        return {
+            name: TensorFlatState(value.detach().view(-1))
+            if isinstance(value, Tensor) and value.dim() and value.shape == shape and name not in odd
+            else value
+            for name, value in states.items()
+        }
+
+    def _odd_names(self) -> set[str]:
+        """Return the names of states that are tensors of another shape than one of the views."""
+        states = self._optimizer.state
+        return {name for view in self.views.values() for name, _ in odd_states(states.get(view, {}), view)}
+
+    def odd_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        odd = self._odd_names()
+        for name, view in self.views.items():
+            for state, value in self._optimizer.state.get(view, {}).items():
+                if state in odd and isinstance(value, Tensor) and value.dim():
+                    yield name, state, value
+
+    def flat_state(self, piece: ParamPiece, state: str) -> FlatState:
+        states = self._optimizer.state[piece.view]
+        if state not in states:
+            states[state] = torch.zeros_like(piece.view, requires_grad=False)
+        return TensorFlatState(states[state])
+
+    def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
+        place_state(self._optimizer, piece.view, state, value)
+
+    def train(self, names: Collection[str], options_of: OptionsOf) -> None:
+        self._first_states({name: view for name, view in self.views.items() if name in names})
+
+    def reset(self, names: Collection[str]) -> None:
+        views = {name: view for name, view in self.views.items() if name in names}
+        for view in views.values():
+            self._optimizer.state.pop(view, None)
+        self._first_states(views)
+
+    def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
+        views = self.views
+        self.reset([name for name in views if not wanted.get(name)])
+        for name, view in views.items():
+            states = wanted.get(name, {})
+            kept = self._optimizer.state[view] if states else {}
+            for state in [state for state in kept if state not in states]:
+                del kept[state]
+            for state, value in states.items():
+                self._prepare_one(view, state, value)
+
+    def _prepare_one(self, view: nn.Parameter, state: str, wanted: Wanted) -> None:
+        current = self._optimizer.state[view].get(state)
+        if isinstance(wanted, ScalarState):
+            is_python = wanted.dtype in ("int", "float")
+            value = wanted.value if is_python else torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype))
+            place_state(self._optimizer, view, state, value)
+        elif not (isinstance(current, Tensor) and current.shape == view.shape and wanted in (None, current.dtype)):
+            dtype = view.dtype if wanted is None else wanted
+            self._optimizer.state[view][state] = torch.zeros(view.shape, dtype=dtype, device=view.device)
+
+    def kept_tensors(self) -> Iterator[Tensor]:
+        states = self._optimizer.state
+        for view in self.views.values():
+            if view in states:
+                yield from (value for value in states[view].values() if isinstance(value, Tensor))
 
 
-def _step_on_gpu(rule: OptimizerRule, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:
-    """Step by one kernel a piece where Triton is installed; return the pieces that the kernel does not know."""
-    if find_spec("triton") is None:
-        return pieces
-    from shardwise.zero import triton_step  # it needs Triton
-
-    can_step = partial(triton_step.can_step, rule.kind)
-    for piece in filter(can_step, pieces):
-        triton_step.step_piece(rule.kind, piece, factor)
-    return [piece for piece in pieces if not can_step(piece)]
+def odd_states(states: Mapping[str, Any], view: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """Yield the states that are tensors of other shapes than their parameter, such as factors."""
+    for key, value in states.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != view.shape:
+            yield key, value
 
 
-def _fill(flat: FlatState, value: float) -> None:
-    for low in range(0, flat.numel, CHUNK_NUMEL):
-        numel = min(CHUNK_NUMEL, flat.numel - low)
-        flat.write(low, torch.full((numel,), value, dtype=flat.dtype))
+class StepHooks:
+    """Calls torch's step, and lets hooks of other code change gradients that torch's optimizer does not see.
+
+    Hooks after the step that do not read the optimizer may read the model, so they wait until its parameters are new.
+
+    Args:
+        optimizer: torch's, on which the hooks are registered.
+
+    Attributes:
+        is_stepping: the engine calls the optimizer's step; no other code may.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.is_stepping = False
+        self._optimizer = optimizer
+        this = weakref.ref(self)
+
+        def before(*_: Any) -> None:
+            hooks = this()
+            if hooks is None:
+                return
+            if not hooks.is_stepping:
+                raise EngineError(
+                    "optimizer-step-direct",
+                    "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",
+                )
+            hooks.take()
+
+        self._handle = optimizer.register_step_pre_hook(before)
+        self._shown: list[tuple[ParamPiece, FlatState, float]] = []
+        self._changed: set[ParamGroup] = set()
+        self._used: dict[str, bool] = {}
+
+    def step_torch(self) -> None:
+        """Call the step of torch's optimizer."""
+        self.is_stepping = True
+        try:
+            with self._late_ones_held():
+                self._optimizer.step()
+        finally:
+            self.is_stepping = False
+
+    @property
+    def are_there(self) -> bool:
+        """Say whether other code has registered hooks."""
+        return self._has_own or bool(step_hooks(self._optimizer)[2])
+
+    @property
+    def _has_own(self) -> bool:
+        return len(step_hooks(self._optimizer)[0]) > 1
+
+    def refuse(self) -> None:
+        """Raise where hooks would not see the gradients of matrices.
+
+        Raises:
+            ConfigError: there are hooks.
+        """
+        if self._has_own:
+            raise ConfigError(
+                "step-hook-of-matrices",
+                "a hook before the optimizer's step sees no gradients of matrices that Muon steps; remove the hook, "
+                "and change gradients by engine.write(name, value, 'grad') before engine.step()",
+            )
+
+    def show(self, pieces: Sequence[ParamPiece], total: FlatState, update: OptimizerUpdate) -> None:
+        """Show the mean gradients of a group's pieces in torch's step; what hooks take away is used no longer.
+
+        Args:
+            total: the gradients of the group, summed.
+        """
+        step_hooks(self._optimizer)[0].move_to_end(self._handle.id)  # it calls `take`
+        self._used = update.used
+        shown = [(piece, total, update.factor) for piece in pieces if update.used[piece.name]]
+        for piece, flat, factor in shown:
+            piece.view.grad = _mean(piece, flat, factor)
+        self._shown += shown
+
+    def take(self) -> None:
+        """Store the gradients that hooks have changed, of all of a group."""
+        shown, self._shown = self._shown, []
+        left = [(piece, flat, factor, piece.view.grad) for piece, flat, factor in shown]
+        for piece, flat, factor, gradient in left:
+            piece.view.grad = None
+            if gradient is None:
+                self._used[piece.name] = False
+            elif not torch.equal(gradient, _mean(piece, flat, factor)):
+                self._changed.add(piece.group)
+        for piece, flat, _, gradient in left:
+            if piece.group in self._changed and gradient is not None:
+                flat.write(piece.start, gradient.detach().reshape(-1))
+
+    @contextmanager
+    def _late_ones_held(self) -> Iterator[None]:
+        """Keep the hooks after the step that do not read the optimizer from running: `call_late` does."""
+        hooks = step_hooks(self._optimizer)[1]
+        held = {key: hook for key, hook in hooks.items() if not reads_first_argument(hook)}
+        for key in held:
+            del hooks[key]
+        try:
+            yield
+        finally:
+            hooks.update(held)
+            for key in sorted(hooks) if held else ():
+                hooks.move_to_end(key)
+
+    def call_late(self) -> None:
+        """Call the hooks that a step holds."""
+        for hook in list(step_hooks(self._optimizer)[1].values()):
+            if not reads_first_argument(hook):
+                hook(self._optimizer, (), {})
+
+    def factor(self, group: ParamGroup, factor: float) -> float:
+        """Return what is still to be multiplied with a group's gradients."""
+        return 1.0 if group in self._changed else factor
+
+    def forget(self) -> None:
+        """Forget what hooks have seen and changed: a step has ended."""
+        self._shown.clear()
+        self._changed.clear()
+
+    def close(self) -> None:
+        """Remove the hook of the library."""
+        self._handle.remove()
 
 
-def _snapshot(options: Options) -> Options:
-    """Copy the options, tensors too: a scheduler writes into a learning rate that is a tensor."""
-    return {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items() if key != "params"
-    }
+def _mean(piece: ParamPiece, flat: FlatState, factor: float) -> Tensor:
+    view = piece.view
+    return (flat.read(piece.start, piece.stop).to(view.device, view.dtype) * factor).view(view.shape)

@@ -7,8 +7,8 @@ matrix is put together from the same numbers in every layout, so the layout does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -17,67 +17,108 @@ from torch import Tensor
 from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, rounds_of
 from shardwise.layout.slicing import Rect
-from shardwise.optim.muon import advance_momentum, apply_update, compute_dtype, orthogonalize, update_scale
+from shardwise.offload.storage import StateStorage
+from shardwise.optim.muon import (
+    MOMENTUM,
+    advance_momentum,
+    apply_update,
+    compute_dtype,
+    orthogonalize,
+    update_scale,
+)
 from shardwise.runtime.state_shards import FlatState
+from shardwise.zero.group_step import GroupStep, HostUpdate, OptimizerUpdate, Options, OptionsOf, Wanted
 from shardwise.zero.owner_exchange import OwnerExchange
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import ParamPiece
-
-Options = Mapping[str, Any]
 
 # Elements of the matrices that one rank steps in a round: it holds them, and their updates, at the same time.
 ROUND_NUMEL: Final = 2**26
 
 
-@dataclass(frozen=True)
-class MatrixPieces:
-    """Bundles what a step does to this rank's pieces.
-
-    Attributes:
-        gradient_of: returns the final gradient of a piece, on the device, which may be overwritten.
-        momentum_of: returns where the momentum of a piece is stored.
-        options_of: returns the options of a piece; None for a piece that is not stepped.
-    """
-
-    gradient_of: Callable[[ParamPiece], Tensor]
-    momentum_of: Callable[[ParamPiece], FlatState]
-    options_of: Callable[[ParamPiece], Options | None]
-
-
-class MatrixStep:
+class MatrixStep(GroupStep):
     """Steps the groups of matrices of one rank.
 
     Args:
         groups: all of the engine's groups with gradients, the same on each rank that shares them.
-        pieces: what this rank holds of the parameters.
+        keepers: what keeps the momentum of each group of matrices, and would step it as vectors.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], pieces: Sequence[ParamPiece], comms: CommGroups) -> None:
+    def __init__(
+        self, groups: Sequence[ParamGroup], keepers: Mapping[ParamGroup, GroupStep], comms: CommGroups
+    ) -> None:
         assert comms.matrices is not None, "an optimizer of matrices has a group of ranks for them"
         self._comm, tp = comms.matrices, comms.tensor.world_size
         self._groups = groups
-        self._pieces = {piece.name: piece for piece in pieces if piece.group.spec.is_matrix}
-        self._exchange = OwnerExchange(groups, self._pieces, self._comm, tp)
+        self._keepers = keepers
+        self.pieces = [piece for keeper in keepers.values() for piece in keeper.pieces]
+        self._piece_of = {piece.name: piece for piece in self.pieces}
+        self._exchange = OwnerExchange(groups, self._piece_of, self._comm, tp)
         owned = assign_owners([group.spec for group in groups], tp)
         self._rounds = rounds_of(owned, ROUND_NUMEL)
 
-    def step(self, used: Mapping[str, bool], parts: MatrixPieces) -> None:
-        """Take one step. All ranks that share matrices call it.
+    def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
+        # What is stored off the device is brought there, and written back.
+        mean_of = update.means()
+        for owned in self._rounds:
+            if matrices := [matrix for matrix in owned if update.used[matrix.place.name]]:
+                self._step_round(matrices, mean_of, update.options_of)
+        for group in self._keepers:  # of which no parameter was used
+            update.gradients.pop(group, None)
+        return []
 
-        Args:
-            used: whether each parameter, by name, got a gradient on some rank; the others stay.
-            parts: what is done to this rank's pieces.
-        """
-        for each in self._rounds:
-            if matrices := [matrix for matrix in each if used[matrix.place.name]]:
-                self._step_round(matrices, parts)
+    def reads_stored(self, group: ParamGroup) -> bool:
+        return self._keepers[group].reads_stored(group)
 
-    def _step_round(self, matrices: Sequence[OwnedMatrix], parts: MatrixPieces) -> None:
+    def show(self, update: OptimizerUpdate) -> None:
+        update.hooks.refuse()
+
+    def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
+        return self._keepers[piece.group].states_of(piece)
+
+    def flat_state(self, piece: ParamPiece, state: str) -> FlatState:
+        return self._keepers[piece.group].flat_state(piece, state)
+
+    def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
+        self._keepers[piece.group].write_state(piece, state, value)
+
+    def cannot_store(self, piece: ParamPiece, states: Collection[str]) -> Collection[str]:
+        return self._keepers[piece.group].cannot_store(piece, states)
+
+    def train(self, names: Collection[str], options_of: OptionsOf) -> None:
+        for keeper in self._keepers.values():
+            keeper.train(names, options_of)
+
+    def reset(self, names: Collection[str]) -> None:
+        for keeper in self._keepers.values():
+            keeper.reset(names)
+
+    def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
+        for keeper in self._keepers.values():
+            keeper.prepare(wanted)
+
+    def take_changes(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.take_changes()
+
+    def storages(self) -> list[StateStorage]:
+        return [storage for keeper in self._keepers.values() for storage in keeper.storages()]
+
+    def kept_tensors(self) -> Iterator[Tensor]:
+        return chain.from_iterable(keeper.kept_tensors() for keeper in self._keepers.values())
+
+    def close(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.close()
+
+    def _step_round(
+        self, matrices: Sequence[OwnedMatrix], mean_of: Callable[[ParamPiece], Tensor], options_of: OptionsOf
+    ) -> None:
         dtype = {matrix.place.name: self._wire_dtype(matrix) for matrix in matrices}
         ahead = {
-            matrix.place.name: self._advance(piece, parts).to(dtype[matrix.place.name])
+            matrix.place.name: self._advance(piece, mean_of, options_of(piece)).to(dtype[matrix.place.name])
             for matrix in matrices
-            if (piece := self._pieces.get(matrix.place.name)) is not None
+            if (piece := self._piece_of.get(matrix.place.name)) is not None
         }
         of_name = {matrix.place.name: matrix for matrix in matrices}
         brought = self._exchange.bring(matrices, ahead, dtype, "momentum of matrices")
@@ -85,15 +126,15 @@ class MatrixStep:
         del brought, ahead
         scales = {matrix.place.name: _scale_of(matrix) for matrix in matrices}
         for name, update in self._exchange.give_back(matrices, updates, dtype, "updates of matrices"):
-            piece = self._pieces[name]
-            if (options := parts.options_of(piece)) is not None:
+            piece = self._piece_of[name]
+            if (options := options_of(piece)) is not None:
                 _apply(piece, update, scales[name], options)
 
     def _wire_dtype(self, matrix: OwnedMatrix) -> torch.dtype:
         return compute_dtype(self._groups[matrix.group].master.dtype, self._comm.device)
 
-    def _advance(self, piece: ParamPiece, parts: MatrixPieces) -> Tensor:
-        options, gradient, stored = parts.options_of(piece), parts.gradient_of(piece), parts.momentum_of(piece)
+    def _advance(self, piece: ParamPiece, mean_of: Callable[[ParamPiece], Tensor], options: Options | None) -> Tensor:
+        gradient, stored = mean_of(piece), self.flat_state(piece, MOMENTUM)
         if options is None:
             return gradient
         kept = stored.read(0, stored.numel)

@@ -20,8 +20,7 @@ from shardwise.config.arguments import described
 from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import Layout
 from shardwise.optim.muon import IS_MATRIX, MuonWithAdamW
-from shardwise.optim.optimizers import build_optimizer, optimizer_kind
-from shardwise.optim.rules import matrix_state_names, rule_of_kind
+from shardwise.optim.rules import build_optimizer, matrix_state_names, optimizer_kind, rule_of_kind
 from shardwise.runtime.optimizer_probe import StepScope, inner_optimizers, other_states, step_scope
 from shardwise.runtime.precision import torch_dtype
 

@@ -2,7 +2,7 @@
 
 A unit is unsharded before its forward and its backward, and the next one in order is prefetched. The order is
 only a hint, taken from the last forward: a wrong guess costs a wait or some memory for a while, never an error.
-Reductions start in one fixed order (`shardwise.zero.reduction_order`), so that ranks whose models take different paths
+Reductions start in one fixed order (`shardwise.zero.order`), so that ranks whose models take different paths
 still meet.
 """
 
@@ -14,23 +14,37 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
-from shardwise.runtime.gradient_hooks import GradientHandle
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
 from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradState
+from shardwise.zero.order import (
+    LockstepError,
+    Names,
+    PrefetchOrder,
+    RecordedOrder,
+    ReductionOrder,
+    StaticOrder,
+)
 from shardwise.zero.param_group import ParamGroup
-from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
-from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, LentGroups, Phase, RemoteParams, Unit, check_members
+from shardwise.zero.unit import (
+    LEGAL,
+    BackwardPass,
+    GradientWatch,
+    HostUpdates,
+    LentGroups,
+    Phase,
+    RemoteParams,
+    Unit,
+    check_members,
+)
 
 
 class ShardingState:
@@ -43,6 +57,7 @@ class ShardingState:
         phase: what the engine does with the model; `LEGAL` has the transitions.
         is_serving: the engine runs the model, or reads the loss of its output.
         has_foreign_gradients: a backward that the engine did not start has given gradients.
+        backward: the backward that is under way, or was the last one.
         kept: groups that stay whole until a schedule reshards them.
         held: groups that stay whole inside `gathered`.
         reductions: the order in which groups are reduced, and how far this backward has come in it.
@@ -50,11 +65,10 @@ class ShardingState:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, resources: ShardingResources) -> None:
-        self._release_claim = claim(model)
+        self._undo = [claim(model)]  # hooks too
         self.phase = Phase.IDLE
-        self._after_backward: Callable[[], None] | None = None
-        self._will_reduce = self._is_last = True
         self.is_serving = self.has_foreign_gradients = False
+        self.backward = BackwardPass()
         self.groups: list[ParamGroup] = []
         self.units = [Unit(name) for name in (ROOT, *layout.held_units)]
         may_differ = layout.stage.unshard_for_use and layout.pipeline is None and resources.comms.shards.world_size > 1
@@ -63,34 +77,29 @@ class ShardingState:
         self.kept: set[ParamGroup] = set()
         self.held: set[ParamGroup] = set()
         self.reductions: ReductionOrder[ParamGroup] = ReductionOrder()
-        self.reducing = RunningReductions()
         self._model = model
         self._resources = resources
-        self._timeline = resources.timeline
         resources.timeline.is_recording = False  # until the model runs
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
-        self._began_in, self._num_in_backward = Phase.IDLE, 0  # the backward that is under way, or the last one
-        self._is_inner = self._has_gradients = self._holds_unreduced = False
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
         self._lent = LentGroups()
-        self._handles: list[RemovableHandle] = []
-        self._gradient_handles: dict[ParamGroup, list[GradientHandle]] = {}
         self.watch = watch = GradientWatch(model, resources.events.zero_grad)
         self._classes = parameter_classes(weakref.ref(self), watch.on_read, watch.on_write)
         try:
             for unit in self.units:
                 self.regroup(unit.name, layout)
         except Exception:
-            self._release_claim()
+            self._undo[0]()
             raise
         held_stages = layout.pipeline.held if layout.pipeline is not None else ()
         self.absent = RemoteParams(model, layout, sorted(held_stages))
         blocks = {unit: model.get_submodule(unit.name) for unit in self.units if not unit.is_root}
-        self._handles += hook_unit(model, self, self.units[0], inner=blocks.values())
+        handles = hook_unit(model, self, self.units[0], inner=blocks.values())
         for unit, module in blocks.items():
-            self._handles += hook_unit(module, self, unit)
+            handles += hook_unit(module, self, unit)
+        self._undo += [handle.remove for handle in handles]
 
     def regroup(self, unit_name: str, layout: Layout) -> None:
         """Replace a unit's groups by those of `layout`; those that differ give their parameters back."""
@@ -100,7 +109,7 @@ class ShardingState:
         try:
             for spec, group in list(groups.items()):
                 if spec not in specs:
-                    for handle in self._gradient_handles.pop(group, ()):
+                    for handle in group.gradient_handles:
                         handle.remove()
                     group.release()
                     del groups[spec]
@@ -109,7 +118,7 @@ class ShardingState:
                 if spec not in groups:
                     groups[spec] = self._make_group(spec, layout)
         finally:  # where this fails half way, `close` gives back the groups that there are, and no others
-            unit.groups = tuple(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
+            unit.hold(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
             self.groups = [group for each in self.units for group in each.groups]
             self.reductions.set_groups(
                 group for each in reversed(self.units) for group in each.groups if group.grads is not None
@@ -120,7 +129,7 @@ class ShardingState:
         group = ParamGroup(spec, layout, members, self._resources, self._classes)
         self._place_of.update({id(parameter): (group, index) for index, parameter in enumerate(members)})
         if group.grads is not None:
-            self._gradient_handles[group] = group.hook_gradients(weakref.ref(self))
+            group.hook_gradients(weakref.ref(self))
         return group
 
     def check_model(self) -> None:
@@ -159,7 +168,7 @@ class ShardingState:
             group.unguard()
         if not is_recomputed:
             self._prefetch_units()
-        unit.forward_start_s = self._timeline.now()
+        unit.begin_forward(self._resources.timeline.now())
 
     def _enter_forward(self, unit: Unit) -> None:
         if not unit.is_root:
@@ -169,7 +178,7 @@ class ShardingState:
         if torch.is_grad_enabled() and any(each.awaits_backward for each in self.units):
             self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
-        self._timeline.is_recording = torch.is_grad_enabled()
+        self._resources.timeline.is_recording = torch.is_grad_enabled()
         self._resources.events.before_model()
         self.order.start_forward()
 
@@ -179,7 +188,7 @@ class ShardingState:
         Args:
             backward_follows: True if hooks will report one, False if none can follow, None if one may follow unseen.
         """
-        self._timeline.add(ActionKind.FORWARD, unit.name, unit.forward_start_s)
+        self._resources.timeline.add(ActionKind.FORWARD, unit.name, unit.forward_start_s)
         if backward_follows is False and (waiting := deferred(outputs)):
             # Within an engine's call they are left to the loss; otherwise they are computed while parameters are there.
             backward_follows = None if self.is_serving else False
@@ -213,8 +222,7 @@ class ShardingState:
 
     def expect_input_gradients(self, unit: Unit, are_tracked: bool) -> None:
         """Note a forward: a unit's backward ends only after its inputs have their gradients, if they are tracked."""
-        unit.num_awaited_inputs += are_tracked
-        unit.has_untracked_forward |= not are_tracked
+        unit.expect_inputs(are_tracked)
 
     def pre_backward(self, unit: Unit) -> None:
         """Make a unit's parameters available, and start to gather the previous unit's."""
@@ -232,18 +240,15 @@ class ShardingState:
             group.unguard()  # to a recomputation, which runs inside the module's own hooks
         if not begins:
             return
-        unit.backward_start_s = self._timeline.now()
+        unit.begin_backward(self._resources.timeline.now())
         self._reduce_before(unit)
         # The root's backward may begin after that of a block whose output is the model's.
-        if self._num_in_backward == 0:
+        if self.backward.count_units(not unit.is_root) == 0:
             self._prefetch_units()
-        self._num_in_backward += not unit.is_root
 
     def on_input_gradients(self, unit: Unit) -> None:
         """Note that the inputs of one forward have their gradients."""
-        unit.num_awaited_inputs -= 1
-        unit.has_all_inputs = unit.num_awaited_inputs == 0 and not unit.has_untracked_forward
-        if unit.has_all_inputs and not unit.is_root:
+        if unit.note_inputs() and not unit.is_root:
             # Every node of its backward has run: parameters without a gradient have none on this rank.
             self.reductions.mark_done(*unit.groups)
             for group in self._ready():
@@ -262,9 +267,9 @@ class ShardingState:
         group, index = self._place_of[id(parameter)]
         assert group.grads is not None, "the parameter is trained"
         self._begin_backward()
-        self.has_foreign_gradients |= self._began_in is not Phase.PRE_BACKWARD
+        self.has_foreign_gradients |= self.backward.began_in is not Phase.PRE_BACKWARD
         self.reductions.note_gradient(group)
-        group.grads.add(index, gradient, self._will_reduce)
+        group.grads.add(index, gradient, self.backward.will_reduce)
         if group.grads.arrivals.is_complete:
             unit = self._unit_of[group.spec.unit]
             if self._is_over(unit):
@@ -285,12 +290,9 @@ class ShardingState:
 
     def _close_backward(self, unit: Unit) -> None:
         """Release a unit's parameters and record its backward, if one has begun."""
-        if unit.backward_start_s is not None:
-            self._timeline.add(ActionKind.BACKWARD, unit.name, unit.backward_start_s)
-            unit.backward_start_s = None
-            self._num_in_backward -= not unit.is_root
-        unit.num_awaited_inputs = 0
-        unit.has_all_inputs = unit.has_untracked_forward = False
+        if (start_s := unit.end_backward()) is not None:
+            self._resources.timeline.add(ActionKind.BACKWARD, unit.name, start_s)
+            self.backward.count_units(-(not unit.is_root))
         unit.reshard()
 
     def _enter(self, phase: Phase) -> None:
@@ -300,27 +302,29 @@ class ShardingState:
 
     def finish(self) -> None:
         """Reduce what backwards have left unreduced, so that a step may follow."""
-        self._is_last = True
-        if self._holds_unreduced:
+        self.reductions.expect(is_last=True)
+        if self.reductions.has_unreduced:
             self.reductions.start_backward()
             self._reduce_all()
-        self.reducing.finish()  # what a schedule has started: it goes on over the replicas by itself
+        if self.reductions.running.groups:
+            self.reductions.running.finish()  # what a schedule has started: it goes on over the replicas by itself
         for group in self.reductions.groups:
             if group.grads is not None and group.grads.state is GradState.PARTIAL:
                 group.begin_reduce()
                 group.grads.reduce_replicas()
-                self.reducing.add(group)
-        self.reducing.finish()
+                self.reductions.running.add(group)
+        if self.reductions.running.groups:
+            self.reductions.running.finish()
 
     def reduce(self, groups: Collection[ParamGroup], is_last: bool) -> None:
         """Start to reduce groups at a schedule's request; `is_last` if they get no more gradients before the step."""
-        self._is_last = is_last
+        self.reductions.expect(is_last)
         for group in self.reductions.groups:
             if group in groups:
                 self._reduce(group)
                 if is_last:
                     self.reductions.final.add(group)
-        self._holds_unreduced = self.reductions.has_open
+        self.reductions.leave(self.reductions.has_open)
 
     def refresh(self, stepping: Mapping[ParamGroup, Task], at_once: bool) -> None:
         """Make every group take over its update; `stepping` are those under way on the host, `at_once` awaits them."""
@@ -355,7 +359,8 @@ class ShardingState:
             is_last: it is the last before the step.
             will_reduce: ranks sum its gradients.
         """
-        self._is_last, self._will_reduce = is_last, will_reduce
+        self.reductions.expect(is_last)
+        self.backward.expect(will_reduce)
         self.expect_gradients()
         for group in self.units[0].used_groups:
             group.wait()
@@ -393,11 +398,12 @@ class ShardingState:
     def abandon(self) -> None:
         """Leave a pass that did not reach its end."""
         self._enter(Phase.IDLE)
-        self._holds_unreduced = self.has_foreign_gradients = False
+        self.has_foreign_gradients = False
+        self.reductions.leave(has_unreduced=False)
         self.reductions.late.clear()
         self.reductions.final.clear()
         self.kept.clear()
-        self.reducing.finish()
+        self.reductions.running.finish()
         self._end_units()
         self.reshard_all()
         self._resources.comms.drain()
@@ -427,23 +433,22 @@ class ShardingState:
             keep_values: False leaves the parameters without values, on meta.
         """
         self.abandon()
-        for handle in self._handles:
+        release_claim, *remove_hooks = self._undo
+        for remove in remove_hooks:
+            remove()
+        for handle in [handle for group in self.groups for handle in group.gradient_handles]:
             handle.remove()
-        for taken in self._gradient_handles.values():
-            for each in taken:
-                each.remove()
         for unit in self.units:
             for group in unit.groups:
                 group.release(keep_values, at_once=False)  # a script may have the optimizer's pieces
-            unit.groups = ()
+            unit.hold(())
         self.absent.close()
         self.groups.clear()
         self.reductions.set_groups(())
-        self._gradient_handles.clear()
         self._place_of.clear()
         self._unannounced.clear()
         self._updates = HostUpdates()
-        self._release_claim()
+        release_claim()
 
     def _prefetch_units(self) -> None:
         for name in self.order.next_units():
@@ -484,61 +489,54 @@ class ShardingState:
         if self.phase is Phase.BACKWARD:
             return
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
-        self._is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
-        if self.phase is Phase.IDLE and not self._is_inner:
-            self._after_backward = self._resources.events.before_backward()
-        self._began_in = self.phase
+        is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
+        if self.phase is Phase.IDLE and not is_inner:
+            self.backward.call_after(self._resources.events.before_backward())
+        began_in = self.phase
         for group in self.groups:
             group.follow_writes()  # before a step in this backward
         # What is frozen around another engine's step has no gradients to reduce.
-        self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(
-            any(group.trains()) for group in self.reductions.groups
-        )
+        has_gradients = began_in is Phase.PRE_BACKWARD or any(any(group.trains()) for group in self.reductions.groups)
+        self.backward.begin(began_in, is_inner, has_gradients)
         self._enter(Phase.BACKWARD)
         self.reductions.start_backward()
         self.order.start_backward()
         on_backward_end(self._end_backward)
 
-    @property
-    def _reduces(self) -> bool:
-        """Say whether the backward that has begun reduces gradients."""
-        return self._will_reduce and self._has_gradients and not self._is_inner
-
     def _reduce_before(self, unit: Unit) -> None:
         """Reduce, in lockstep, what comes before a unit when its backward begins, so that all ranks use one order."""
-        if self.order.is_lockstep and self._reduces and not unit.is_root:
+        if self.order.is_lockstep and self.backward.reduces and not unit.is_root:
             for group in self.reductions.take_before(unit.groups):
                 self._reduce(group)
 
     def _ready(self) -> Sequence[ParamGroup]:
         """Return the groups to reduce now; in lockstep none, as units decide."""
-        return () if self.order.is_lockstep or not self._reduces else self.reductions.take_ready()
+        return () if self.order.is_lockstep or not self.backward.reduces else self.reductions.take_ready()
 
     def _reduce(self, group: ParamGroup) -> None:
         group.begin_reduce()
         if group.grads is not None:
-            group.grads.reduce(self._is_last)
+            group.grads.reduce(self.reductions.is_last)
         if not self._resources.overlap:
             group.finish_reduce()
-        self.reducing.add(group)
+        self.reductions.running.add(group)
 
     def _end_backward(self) -> None:
         self._pass(self.order.end_backward())
-        self._enter(self._began_in)
-        self._holds_unreduced = self.reductions.has_open
-        if self._reduces:
+        self._enter(self.backward.began_in)
+        self.reductions.leave(self.reductions.has_open)
+        if self.backward.reduces:
             self._reduce_all()
         self._end_units()
-        if not self._is_inner:
+        if not self.backward.is_inner:
             self.reshard_all()
-        after_backward, self._after_backward = self._after_backward, None
-        if after_backward is not None:
-            after_backward()
+        if (after := self.backward.take_after()) is not None:
+            after()
 
     def _end_units(self) -> None:
         for unit in self.units:
             self._close_backward(unit)
-        self._num_in_backward = 0
+        self.backward.end()
         for group in self.reductions.groups:
             if group.grads is not None:
                 group.grads.arrivals.end_backward()
@@ -548,13 +546,13 @@ class ShardingState:
             self._reduce(group)
         late = self.reductions.late
         if self.order.is_lockstep:  # until the last backward, what came late waits in its bucket for the next one
-            late = self.reductions.late_on_any(self._resources.comms.model) if self._is_last else []
+            late = self.reductions.late_on_any(self._resources.comms.model) if self.reductions.is_last else []
         for group in self.reductions.groups:
             if group in late:
                 self._reduce(group)
         self.reductions.late.clear()
-        self.reducing.finish()
-        self._holds_unreduced = self.order.is_lockstep and not self._is_last
+        self.reductions.running.finish()
+        self.reductions.leave(self.order.is_lockstep and not self.reductions.is_last)
         self._resources.pool.trim()
 
     def on_released_use(self, parameter: nn.Parameter) -> Tensor:

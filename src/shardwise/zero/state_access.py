@@ -48,7 +48,7 @@ from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.stored_state import ParamPiece, place_state
 from shardwise.zero.tp_params import gather_param, owned_part, shard_param, synchronize_shares
 from shardwise.zero.whole_states import StateKind, kinds_of, read_whole
-from shardwise.zero.whole_step import WholeStep
+from shardwise.zero.whole_step import WholeParameters
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -141,7 +141,7 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
     return local
 
 
-def _read_of_owner(states: EngineState, whole: WholeStep, place: ParamLocation, state: str) -> Tensor | None:
+def _read_of_owner(states: EngineState, whole: WholeParameters, place: ParamLocation, state: str) -> Tensor | None:
     """Return a state of a parameter that one rank steps whole."""
     kinds = _kinds(states, place)
     if not kinds and _may_come(states, state):
@@ -433,7 +433,7 @@ def write_optimizer_state(states: EngineState, place: ParamLocation, value: Tens
     if piece is None or slot is None:
         return
     is_cut = value.dim() and value.numel() == place.spec.numel  # else a number, or such as a factor
-    states.sharded.write_state(piece, state, value[slot.start : slot.stop] if is_cut else value)
+    states.sharded.step_of(piece).write_state(piece, state, value[slot.start : slot.stop] if is_cut else value)
 
 
 def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
@@ -444,7 +444,7 @@ def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
 def own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
     """Return what the optimizer keeps on this rank of a parameter, by name."""
     piece = _own_piece(states, place)
-    return states.sharded.states_of(piece) if piece is not None else {}
+    return states.sharded.step_of(piece).states_of(piece) if piece is not None else {}
 
 
 def _kinds(states: EngineState, place: ParamLocation) -> dict[str, StateKind]:

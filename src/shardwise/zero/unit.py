@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -55,6 +55,54 @@ LEGAL: Final[Mapping[Phase, frozenset[Phase]]] = {
 
 
 @dataclass(eq=False)
+class BackwardPass:
+    """Holds what is known of the backward that is under way, or was the last one.
+
+    Attributes:
+        began_in: the phase to which it goes back.
+        num_units: blocks whose backward is under way.
+        will_reduce: ranks sum the gradients of the engine's next backwards.
+        is_inner: a forward or a loss runs it, or another is to run through it: it gives no gradients.
+        reduces: it reduces gradients.
+        after: called when it has ended.
+    """
+
+    began_in: Phase = Phase.IDLE
+    num_units: int = 0
+    will_reduce: bool = True
+    is_inner: bool = False
+    reduces: bool = False
+    after: Callable[[], None] | None = None
+
+    def expect(self, will_reduce: bool) -> None:
+        """Note what the engine's next backward is to do."""
+        self.will_reduce = will_reduce
+
+    def begin(self, began_in: Phase, is_inner: bool, has_gradients: bool) -> None:
+        """Begin a backward; `has_gradients` if it may give gradients to parameters that are trained."""
+        self.began_in, self.is_inner = began_in, is_inner
+        self.reduces = self.will_reduce and has_gradients and not is_inner
+
+    def call_after(self, after: Callable[[], None] | None) -> None:
+        """Note what is to be called when it has ended."""
+        self.after = after
+
+    def count_units(self, change: int) -> int:
+        """Count blocks whose backward begins or, less than 0, ends; return how many were under way."""
+        before, self.num_units = self.num_units, self.num_units + change
+        return before
+
+    def end(self) -> None:
+        """Note that no block's backward is under way."""
+        self.num_units = 0
+
+    def take_after(self) -> Callable[[], None] | None:
+        """Return what is to be called, once."""
+        after, self.after = self.after, None
+        return after
+
+
+@dataclass(eq=False)
 class Unit:
     """Holds the groups of one module, and what is known of its passes.
 
@@ -85,6 +133,39 @@ class Unit:
     def awaits_backward(self) -> bool:
         """Say whether a graph through the unit waits for its backward."""
         return self.num_awaited_inputs > 0 or self.has_untracked_forward
+
+    def expect_inputs(self, are_tracked: bool) -> None:
+        """Note a forward: its backward ends only after its inputs have their gradients, if they are tracked."""
+        self.num_awaited_inputs += are_tracked
+        self.has_untracked_forward |= not are_tracked
+
+    def note_inputs(self) -> bool:
+        """Note that the inputs of one forward have their gradients; say whether those of all have."""
+        self.num_awaited_inputs -= 1
+        self.has_all_inputs = self.num_awaited_inputs == 0 and not self.has_untracked_forward
+        return self.has_all_inputs
+
+    def begin_forward(self, now_s: float) -> None:
+        """Note when a forward begins."""
+        self.forward_start_s = now_s
+
+    def begin_backward(self, now_s: float) -> None:
+        """Note when the backward begins."""
+        self.backward_start_s = now_s
+
+    def end_backward(self) -> float | None:
+        """Expect nothing of the forwards so far any more; return when their backward began, if it has."""
+        start_s, self.backward_start_s = self.backward_start_s, None
+        self.num_awaited_inputs, self.has_all_inputs, self.has_untracked_forward = 0, False, False
+        return start_s
+
+    def compute(self, stage: int | None) -> None:
+        """Note which stage of a pipeline computes now."""
+        self.stage = stage
+
+    def hold(self, groups: Iterable[ParamGroup]) -> None:
+        """Replace the groups."""
+        self.groups = tuple(groups)
 
     @property
     def used_groups(self) -> tuple[ParamGroup, ...]:

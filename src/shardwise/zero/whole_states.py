@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.merged import exchange_texts, merge_parts
-from shardwise.zero.whole_step import WholeStep
+from shardwise.zero.whole_step import WholeParameters
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class StateKind:
         return getattr(torch, self.dtype)
 
 
-def kinds_of(whole: WholeStep, optimizer: Optimizer, name: str) -> dict[str, StateKind]:
+def kinds_of(whole: WholeParameters, optimizer: Optimizer, name: str) -> dict[str, StateKind]:
     """Return the states of a parameter, which ranks learn from its owner. All ranks that share tensors call it."""
     view = whole.views.get(name)
     own = {} if view is None else {key: asdict(kind) for key, kind in _own_kinds(optimizer, view)}
@@ -50,19 +49,14 @@ def kinds_of(whole: WholeStep, optimizer: Optimizer, name: str) -> dict[str, Sta
     }
 
 
-def read_whole(whole: WholeStep, optimizer: Optimizer, name: str, state: str, kind: StateKind, numel: int) -> Tensor:
+def read_whole(
+    whole: WholeParameters, optimizer: Optimizer, name: str, state: str, kind: StateKind, numel: int
+) -> Tensor:
     """Return a tensor state from its owner, 1-D. All ranks that share tensors call it."""
     view = whole.views.get(name)
     own = None if view is None else optimizer.state[view][state].detach().to(whole.comm.device)
     length = numel if kind.shape is None else torch.Size(kind.shape).numel()
     return merge_parts(whole.comm, own, 0, length, kind.torch_dtype, f"{state} of {name}")
-
-
-def odd_states(states: dict[str, Any], view: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    """Yield the states that are tensors of other shapes than their parameter, such as factors."""
-    for key, value in states.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != view.shape:
-            yield key, value
 
 
 def _own_kinds(optimizer: Optimizer, view: nn.Parameter) -> Iterator[tuple[str, StateKind]]:

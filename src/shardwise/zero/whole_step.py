@@ -7,28 +7,29 @@ masters are in the pieces alone, so what is written there counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_whole
 from shardwise.layout.param_groups import ParamSpec
-from shardwise.runtime.torch_private import set_data
+from shardwise.runtime.torch_private import note_step, set_data
+from shardwise.zero.group_step import FirstStates, HostUpdate, OptimizerUpdate, TorchStep, odd_states
 from shardwise.zero.owner_exchange import OwnerExchange
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import ParamPiece
 
 
-class WholeStep:
+class WholeParameters:
     """Brings whole tensors to their owners for as long as a function runs, and their new values back.
 
-    Args:
-        at_one: whether the first rank owns all.
-
     Attributes:
+        at_one: the first rank owns all.
         views: the parameters that this rank owns, by name, as the optimizer sees them.
         comm: the ranks that share tensors.
     """
@@ -38,7 +39,7 @@ class WholeStep:
         self.comm: Comm = comms.matrices
         self.views: dict[str, nn.Parameter] = {}
         self._tp = comms.tensor.world_size
-        self._at_one = at_one
+        self.at_one = at_one
         self._owned: tuple[OwnedMatrix, ...] = ()
         self._pieces: dict[str, ParamPiece] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -54,7 +55,7 @@ class WholeStep:
         """
         kept = self.owners
         specs = [group.spec for group in groups]
-        self._owned = assign_whole(specs, self._tp, names, kept, at_one=self._at_one)
+        self._owned = assign_whole(specs, self._tp, names, kept, at_one=self.at_one)
         self._pieces = {piece.name: piece for piece in pieces if piece.name in self.owners}
         self._dtypes = {each.place.name: groups[each.group].master.dtype for each in self._owned}
         self._exchange = OwnerExchange(groups, self._pieces, self.comm, self._tp)
@@ -113,6 +114,46 @@ class WholeStep:
         self._pieces.clear()
         self._owned = ()
         self._exchange = OwnerExchange((), (), self.comm, self._tp)
+
+
+class WholeStep(TorchStep):
+    """Lets torch's optimizer step all parameters whole, at their owners.
+
+    Args:
+        groups: all that are trained.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, groups: Sequence[ParamGroup], whole: WholeParameters, first_states: FirstStates
+    ) -> None:
+        super().__init__(optimizer, groups, (), first_states)
+        self._whole = whole
+
+    @property
+    def views(self) -> Mapping[str, nn.Parameter]:
+        return self._whole.views
+
+    def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
+        # What is stored off the device is brought there, and written back.
+        for group in self._groups:
+            group.await_step()
+        # One that steps all together may not take none; the others count their steps in their groups.
+        steps = bool(self.views) or not self._whole.at_one
+        act = update.hooks.step_torch if steps else partial(note_step, self._optimizer)
+        self._whole.run(act, update.used, update.means())
+        update.gradients.clear()
+        return []
+
+    def odd_states(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, view in self.views.items():
+            for state, value in odd_states(self._optimizer.state.get(view, {}), view):
+                yield name, state, value
+
+    def change_weights(self, change: Callable[[], object]) -> None:
+        self._whole.run(change, {}, lambda piece: piece.view)
+
+    def close(self) -> None:
+        self._whole.close()
 
 
 def _master_of(piece: ParamPiece, device: torch.device) -> Tensor:

@@ -93,7 +93,9 @@ class Call:
 
     def with_values(self, replace: Callable[[int, Any], Any]) -> Any:
         """The results of the operator over other arguments."""
-        args, kwargs = pytree.tree_unflatten([replace(index, value) for index, value in enumerate(self.flat)], self.spec)
+        args, kwargs = pytree.tree_unflatten(
+            [replace(index, value) for index, value in enumerate(self.flat)], self.spec
+        )
         with below_autograd():
             return self.op(*args, **kwargs)
 
@@ -210,7 +212,9 @@ class Operators:
             if name == "native_layer_norm_backward":  # the CPU wants statistics in the dtype of the input
                 self._match_statistics(late)
             results = late.computed()
-            for target, result in zip(targets, results if isinstance(results, (tuple, list)) else (results,), strict=False):
+            for target, result in zip(
+                targets, results if isinstance(results, (tuple, list)) else (results,), strict=False
+            ):
                 if target is not None and isinstance(result, Tensor):
                     target.open().copy_(result)
 

@@ -17,8 +17,7 @@ from shardwise.config.resolve import OptimizerConfig
 from shardwise.offload import cpu_optimizer as blocks
 from shardwise.offload.cpu_optimizer import StepPiece, StepThreads, step_pieces
 from shardwise.optim.elementwise import Lion, StepTensors
-from shardwise.optim.optimizers import build_optimizer
-from shardwise.optim.rules import RULES, OptimizerRule, StateRule, rule_of, state_names
+from shardwise.optim.rules import RULES, OptimizerRule, StateRule, build_optimizer, rule_of, state_names
 
 # All that have a rule; Muon's steps whole matrices.
 NAMES = tuple(rule.name for rule in RULES if rule.kernel and rule.name != "muon")

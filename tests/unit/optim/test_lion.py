@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.refusals import refused
 from shardwise.config.resolve import OptimizerConfig
 from shardwise.optim.elementwise import _BLOCK_NUMEL, Lion, StepTensors
-from shardwise.optim.optimizers import build_optimizer
+from shardwise.optim.rules import build_optimizer
 
 NUM_STEPS = 6
 

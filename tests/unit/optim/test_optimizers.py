@@ -17,8 +17,7 @@ from shardwise import initialize
 from shardwise.config.resolve import Config, OptimizerConfig, SchedulerConfig
 from shardwise.optim.elementwise import AdEMAMix, Lion
 from shardwise.optim.muon import MuonWithAdamW
-from shardwise.optim.optimizers import build_optimizer
-from shardwise.optim.rules import rules_by_name, state_names
+from shardwise.optim.rules import build_optimizer, rules_by_name, state_names
 from shardwise.optim.schedules import learning_rate_factor, own_scheduler, schedule_of
 
 ALL_OF_TORCH = {

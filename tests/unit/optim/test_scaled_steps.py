@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.optim.optimizers import fused_grad_scale, scale_in_step
+from shardwise.optim.rules import fused_grad_scale, scale_in_step
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])

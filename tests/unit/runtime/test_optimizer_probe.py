@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.config.resolve import OptimizerConfig
-from shardwise.optim.optimizers import build_optimizer
-from shardwise.optim.rules import rules_by_name
+from shardwise.optim.rules import build_optimizer, rules_by_name
 from shardwise.runtime.optimizer_probe import StepScope, step_scope
 
 

@@ -15,7 +15,7 @@ from shardwise.compat.deepspeed.keys import KEYS, key_of
 from shardwise.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, marked
 from shardwise.compat.deepspeed.runtime import lr_schedules
 from shardwise.config.resolve import ConfigError, shown_value
-from shardwise.optim.optimizers import optimizer_kind
+from shardwise.optim.rules import optimizer_kind
 
 _FUSED: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
 _ADAMS: Final = frozenset({"adam", "adamw", "fusedadam", "cpuadam"})

@@ -133,12 +133,12 @@ def lend(engine: DeepSpeedEngine) -> Callable[[], None]:
     Its methods do there what those of `DeepSpeedOptimizer` do.
     """
     optimizer, this = engine.inner.optimizer, weakref.ref(engine)
-    sharded = weakref.ref(engine.inner.parts.sharded)
+    hooks = weakref.ref(engine.inner.parts.sharded.hooks)
     own_step, own_zero_grad, before = optimizer.step, optimizer.zero_grad, dict(optimizer.__dict__)
 
     @functools.wraps(own_step)  # a schedule has marked it
     def step(_: Optimizer, *args: Any, **options: Any) -> Any:
-        stepping, engine = sharded(), this()
+        stepping, engine = hooks(), this()
         if engine is None or stepping is None or stepping.is_stepping:
             return own_step(*args, **options)
         if engine.awaits_step:

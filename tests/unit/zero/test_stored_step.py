@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.offload import tiers
 from shardwise.offload.step_pipeline import StepChunk, StepPipeline
-from shardwise.zero import group_step as streamed
+from shardwise.zero import stored_step as streamed
 
 
 def square(output: Tensor, batch: Tensor) -> Tensor:

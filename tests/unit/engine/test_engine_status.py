@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from harness.refusals import refused
-from shardwise.engine.status import EngineStatus
+from shardwise.engine.parts import EngineStatus
+from shardwise.offload.worker import HostWorkError, WorkerOutcome
 
 
 def test_a_load_of_weights_repairs_what_a_load_of_weights_has_mixed_and_no_more() -> None:
-    status = EngineStatus(check_host=lambda: None)
+    status = EngineStatus(WorkerOutcome())
     status.begin_load(with_states=False)
     with refused("states-mixed"):
         status.check()
@@ -27,7 +28,7 @@ def test_a_load_of_weights_repairs_what_a_load_of_weights_has_mixed_and_no_more(
 
 
 def test_gradients_of_a_backward_that_has_not_ended_allow_a_read_and_no_step() -> None:
-    status = EngineStatus(check_host=lambda: None)
+    status = EngineStatus(WorkerOutcome())
     status.begin_backward()
     status.check_present()
     with refused("gradients-incomplete", "engine.zero_grad()"):
@@ -37,7 +38,7 @@ def test_gradients_of_a_backward_that_has_not_ended_allow_a_read_and_no_step() -
 
 
 def test_a_closed_engine_stays_closed() -> None:
-    status = EngineStatus(check_host=lambda: None)
+    status = EngineStatus(WorkerOutcome())
     assert status.close()
     assert not status.close()
     with refused("engine-closed"):
@@ -45,10 +46,7 @@ def test_a_closed_engine_stays_closed() -> None:
 
 
 def test_a_failure_of_the_host_is_raised_last() -> None:
-    def fail() -> None:
-        raise OSError("disk")
-
-    status = EngineStatus(check_host=fail)
+    status = EngineStatus(WorkerOutcome(OSError("disk")))
     status.check_present()
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(HostWorkError, match="disk"):
         status.check()
