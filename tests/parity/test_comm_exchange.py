@@ -21,7 +21,7 @@ from harness.training import make_config
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise.comm.backends import ProcessGroupFactory, process_group_comm, simulated_comm
 from shardwise.comm.collectives import Comm, CommResources, RankPlace
-from shardwise.comm.consistency import CallCheck, divergence
+from shardwise.comm.consistency import CallCheck, divergence, hash_of_bits
 from shardwise.comm.mesh import Mesh, connect, open_store
 from shardwise.comm.records import CommLog
 from shardwise.layout.mesh_shape import MeshShape
@@ -244,3 +244,12 @@ def test_the_ranks_of_a_sequence_have_a_group_of_their_own(ranks: WorkerPool) ->
     ]
     assert [found[:2] for found in ranks(2).run(context_of, 2)] == [((0, 1), True)] * 2
     assert [found[0] for found in ranks(2).run(context_of, 1)] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+def test_hashes_tell_values_apart_that_a_weighted_sum_does_not(dtype: torch.dtype) -> None:
+    values = (0, 1, 2, 64)
+    found = {int(hash_of_bits(torch.full((2**21,), value, dtype=dtype))) % 2**53 for value in values}
+    swapped = torch.arange(2**21).remainder(7).to(dtype)
+    found |= {int(hash_of_bits(each)) % 2**53 for each in (swapped, swapped.flip(0))}
+    assert len(found) == 6

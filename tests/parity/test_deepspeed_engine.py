@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwise.compat.deepspeed as deepspeed
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
 from shardwise.config.errors import EngineError
 
@@ -315,3 +316,56 @@ def start_with_stages(rank: int, world_size: int) -> int:
 
 def test_a_model_with_stages_of_its_own_is_no_pipeline(ranks: WorkerPool) -> None:
     assert ranks(2).run(start_with_stages) == [8, 8]
+
+
+# Micro-batches a step at the start, then by the number of the backward.
+BATCHES = [{}, {2: 3}, {2: 1}, {4: 4, 8: 2}]
+
+
+def change_batch(rank: int, world_size: int, stage: int, by_tensor: bool) -> list[list[Tensor]]:
+    found = []
+    for changes in BATCHES:
+        engine, *_ = deepspeed.initialize(model=tower(), config=settings(stage))
+        for number in range(9):
+            if number in changes:
+                engine.set_train_batch_size(2 * 2 * changes[number])
+            x, target = batch(number, 0, rank)
+            loss = loss_of(engine(x), target)
+            engine.scale(loss).backward() if by_tensor else engine.backward(loss)
+            is_within_step = not engine.is_gradient_accumulation_boundary()
+            engine.step()
+        if is_within_step:
+            with refused("batch-set-within-step", "set_train_batch_size(40)"):
+                engine.set_train_batch_size(40)
+        found.append(list(engine.module_state_dict().values()))
+        engine.destroy()
+    return found
+
+
+def changed_batches() -> list[list[Tensor]]:
+    found = []
+    for changes in BATCHES:
+        model, steps = tower(), MICRO
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+        schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=LR, warmup_num_steps=3)
+        for number in range(9):
+            steps = changes.get(number, steps)
+            for rank in range(2):
+                x, target = batch(number, 0, rank)
+                (loss_of(model(x), target) / (2 * steps)).backward()
+            if (number + 1) % steps == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        found.append([parameter.detach() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize(("stage", "by_tensor"), [(0, False), (1, True), (2, False), (3, True)])
+def test_the_batch_changes_between_steps(ranks: WorkerPool, stage: int, by_tensor: bool) -> None:
+    expected = changed_batches()
+    for found in ranks(2).run(change_batch, stage, by_tensor):
+        for ours, plain in zip(found, expected, strict=True):
+            for one, other in zip(ours, plain, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

@@ -61,7 +61,7 @@ def reach_whole(rank: int, world_size: int) -> dict[str, Any]:
     scaler = optimizer.loss_scaler
     scales: list[tuple[float, int]] = []
     grads: list[bool] = []
-    for factor in (1.0, 1.0, float("inf"), 1.0):
+    for factor in (1.0, 1.0, 1.0, float("inf"), float("inf"), 1.0):
         engine.backward(engine.forward(torch.full((1, 4), rank + 1.0).half()).sum())
         before = [utils.safe_get_full_grad(parameter) for parameter in model.parameters()]
         utils.safe_update_full_grad_vectorized(model.parameters(), lambda grad, _, factor=factor: factor * grad)
@@ -84,8 +84,8 @@ def test_what_scripts_ask_of_a_sharded_model(ranks: WorkerPool) -> None:
     for found in ranks(2).run(reach_whole):
         assert found == {
             "shapes": [(2, 4), (2,)],
-            "scales": [(256.0, 1), (512.0, 2), (256.0, 3), (256.0, 4)],
-            "grads": [True] * 4,
+            "scales": [(256.0, 1), (256.0, 2), (512.0, 3), (512.0, 4), (256.0, 5), (256.0, 6)],
+            "grads": [True] * 6,
             "is_dynamic": True,
             "settings": (True, True, 2, 64),
         }

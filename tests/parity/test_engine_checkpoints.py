@@ -71,7 +71,7 @@ def scales_of(engine: Engine, num_steps: int = 1) -> list[float]:
 def test_loss_scales_are_taken_over_between_dynamic_ones_only(tmp_path: Path) -> None:
     fp16 = {"param": "fp16", "initial_loss_scale": 16.0, "loss_scale_window": 2}
     with engine_of(precision=fp16) as engine:
-        take_steps(engine, 3)
+        take_steps(engine, 4)
         engine.save(tmp_path / "fp16")
         assert scales_of(engine) == [32]
     with engine_of() as engine:

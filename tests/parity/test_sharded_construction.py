@@ -374,6 +374,36 @@ def test_any_rank_may_write_for_all(ranks: WorkerPool) -> None:
     ranks(2).run(write_from_rank_1)
 
 
+def write_apart(rank: int, world_size: int) -> None:
+    with init():
+        layer = nn.Linear(3, 5)
+    before = [each.clone() for each in whole(layer)]
+    with refused("gathered-writes-differ", "modifier_rank=0"), gathered(layer.parameters()), torch.no_grad():
+        layer.weight.data.fill_(float(rank))
+    assert all(map(torch.equal, whole(layer), before))
+    with gathered(layer.parameters()), torch.no_grad():
+        layer.weight.fill_(3.0)
+    for stage in range(4):
+        model = Wide()
+        with initialize(model, make_config(1, {"zero": {"stage": stage}}), loss_fn=lambda out, _: out.sum()) as engine:
+            weight = model.layers[7].weight
+            with gathered([layer.weight, weight]), torch.no_grad():
+                assert (layer.weight == 3).all()
+                weight.fill_(stage)
+            assert (engine.read("layers.7.weight", "master") == stage).all()
+            with refused("gathered-writes-differ", "layers.7.weight"), gathered([weight]), torch.no_grad():
+                weight.fill_(float(rank) + stage)
+
+
+def whole(layer: nn.Module) -> list[Tensor]:
+    with gathered(layer.parameters()):
+        return [each.detach().clone() for each in layer.parameters()]
+
+
+def test_ranks_that_write_other_values_name_whose_count(ranks: WorkerPool) -> None:
+    ranks(2).run(write_apart)
+
+
 def access_stages(rank: int, world_size: int) -> None:
     model = Wide()
     sections = {"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}

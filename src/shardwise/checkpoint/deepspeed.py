@@ -397,13 +397,14 @@ def _tensor(
 
 
 def _loss_scale(scaler: Any) -> dict[str, float]:
-    """Return the state of a dynamic loss scale: DeepSpeed doubles it one good step later than we do."""
+    """Return the state of a dynamic loss scale: here the first good step is number 0."""
     if not getattr(scaler, "dynamic", False):
         return {}
     num_good = int(scaler.cur_iter) - int(scaler.last_overflow_iter) - 1
     return {
         "scale": float(scaler.cur_scale),
         "num_good_steps": (num_good - 1) % int(scaler.scale_window) if num_good else -1,
+        "num_overflows_left": int(getattr(scaler, "cur_hysteresis", 1)),
     }
 
 

@@ -202,7 +202,7 @@ def check_whole(saved: Mapping[str, Any]) -> None:
     wrong += [] if _fits(0, last_epoch) else [f"last_epoch={last_epoch!r:.50}"]
     scaler = saved.get("scaler") or _SCALER  # empty where the scale is not dynamic
     wrong += [f"no {key} of the loss" for key in _SCALER if key not in scaler]
-    wrong += _strange({"normaliser": 0.0}, saved) + _strange(_SCALER, scaler)
+    wrong += _strange({"normaliser": 0.0}, saved) + _strange({**_SCALER, "num_overflows_left": 1}, scaler)
     if wrong:
         raise CheckpointError(
             "run-state-incomplete", f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_FIX}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.collectives import Comm
 from shardwise.comm.records import Collective, CollectiveNote, CommError, MissingRankError
 from shardwise.comm.store import StoreSilentError
 from shardwise.config.resolve import ConfigError, ResolvedConfig, RunConfig
@@ -54,6 +55,9 @@ _DIFFERENT: Final = "different"
 # A verdict's first character: so it is never empty, which some stores take for missing.
 _COMPLETE, _ABSENT = "c", "a"
 _MIN_SLEEP_S, _MAX_SLEEP_S = 5e-5, 5e-3
+_HASH_CHUNK: Final = 1 << 20
+_HASH_FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd, without a pattern
+_MAX_EXACT: Final = 1 << 53  # of fp64, in which ranks compare numbers
 # From one look to the next; what is longer was sleep of this process.
 _MAX_GAP_S: Final = 1.0
 
@@ -214,6 +218,29 @@ class BatchCheck:
             return meeting.verdict(key, note, judge, subject)
         except MissingRankError as error:
             raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
+
+
+def hash_of_bits(flat: Tensor) -> Tensor:
+    """Return a number, 0-d on the tensor's device, that changes with the bits of a contiguous 1-D tensor."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(words[min(flat.itemsize, 8)])  # complex128 has no integer of its size
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, bits.numel(), _HASH_CHUNK):
+        # A plain weighted sum of equal values with many low zero bits, such as ones, may be that of zeros.
+        part = bits[start : start + _HASH_CHUNK].long() * _HASH_FACTORS[0]
+        part += torch.arange(start, start + part.numel(), device=total.device) * _HASH_FACTORS[1]
+        total += (part.bitwise_xor_(part >> 29) * _HASH_FACTORS[0]).sum()
+    return total
+
+
+def have_same_bits(comm: Comm, flats: Sequence[Tensor], name: str) -> bool:
+    """Say whether contiguous 1-D tensors have the same bits on all ranks of a group, which all call it."""
+    if comm.world_size == 1 or comm.is_simulated:
+        return True
+    hashes = [int(hash_of_bits(flat)) % _MAX_EXACT for flat in flats]
+    both = torch.tensor([*hashes, *(-each for each in hashes)], dtype=torch.float64, device=comm.device)
+    most = comm.max_scalars(both, name)
+    return most[: len(flats)] == [-each for each in most[len(flats) :]]
 
 
 def _judge_names(notes: Mapping[int, str]) -> str:

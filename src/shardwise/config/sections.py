@@ -187,7 +187,12 @@ class PrecisionConfig(Section):
     initial_loss_scale: PositiveFloat = 65536.0
     """The first dynamic loss scale; 2^16, as DeepSpeed's. One that is too large costs some skipped steps."""
     loss_scale_window: Positive = 1000
-    """Steps without overflow after which a dynamic loss scale doubles; 1000, as DeepSpeed's. Fewer skip more steps."""
+    """Steps without overflow after which a dynamic loss scale doubles, one more at the start and after an overflow;
+    1000, as DeepSpeed's. Fewer skip more steps."""
+    loss_scale_hysteresis: Positive = 1
+    """The first overflow that halves a dynamic loss scale: 1 does so at each, 2 leaves it once until it has doubled."""
+    consecutive_hysteresis: bool = False
+    """Whether `loss_scale_hysteresis` counts overflows in a row only."""
     min_loss_scale: PositiveFloat = 1.0
     """The smallest dynamic loss scale; 1 is no scaling. A run that needs less ends with an error."""
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm
+from shardwise.comm.consistency import have_same_bits
+from shardwise.config.resolve import ConfigError
 from shardwise.runtime.keyed_rng import other_use
 from shardwise.runtime.param_guard import READABLE, ReleasedParameterError, set_parameter_class
 from shardwise.runtime.torch_private import HAS_COMPATIBLE_TYPE, plain_torch_functions, pytree, set_data
@@ -138,6 +140,8 @@ def gathered_shards(parameters: Sequence[nn.Parameter], source: int | None) -> I
     is_kept = False
     try:
         yield
+        if source is None:
+            _refuse_other_writes(list(sharded))
         is_kept = True
     finally:
         for each in shared:
@@ -148,6 +152,27 @@ def gathered_shards(parameters: Sequence[nn.Parameter], source: int | None) -> I
                 mark(each, ParamShard.of(values.comm, each.detach(), source) if is_kept else values)
                 if each not in sharded:
                     unshard(each)  # a block around has gathered it
+
+
+def _refuse_other_writes(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise on all ranks where they have written different values into parameters of which each keeps its slice."""
+    shared = [(values_of(each), each) for each in parameters if not isinstance(each, ShardedParameter)]
+    by_comm: dict[Comm, list[Tensor]] = {}
+    for values, each in shared:
+        if isinstance(values, ParamShard):
+            by_comm.setdefault(values.comm, []).append(each.detach().contiguous().view(-1))
+    if not all(have_same_bits(comm, flats, "what ranks have written") for comm, flats in by_comm.items()):
+        raise other_writes([])
+
+
+def other_writes(names: Sequence[str]) -> ConfigError:
+    """Return the error that says that ranks have written different values and no rank was named."""
+    where = f" ({names[0]}{' and others' if len(names) > 1 else ''})" if names else ""
+    return ConfigError(
+        "gathered-writes-differ",
+        f"ranks have written different values into gathered parameters{where}, and modifier_rank is None; write the "
+        "same on every rank, or say which rank's values count: modifier_rank=0",
+    )
 
 
 def refuse(parameters: Sequence[nn.Parameter]) -> NoReturn:

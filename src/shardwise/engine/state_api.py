@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.comm.consistency import have_same_bits
 from shardwise.comm.records import CommError
 from shardwise.config.arguments import check, checked
 from shardwise.config.resolve import ConfigError
-from shardwise.construction.shards import gathered_shards
+from shardwise.construction.shards import gathered_shards, other_writes
 from shardwise.engine.parts import EngineParts
 from shardwise.layout.mesh_shape import GRADIENT_AXES, MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
@@ -52,7 +53,8 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
         modifier_rank: the rank that alone writes: its values are everybody's. None if all ranks write the same.
 
     Raises:
-        ConfigError: there is no rank `modifier_rank`, or it is not 0 where ranks have other parts of the model.
+        ConfigError: there is no rank `modifier_rank`, or it is not 0 where ranks have other parts of the model; or
+            there is none, and ranks have written different values.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> with gathered([weight]):  # does nothing to a parameter that is whole
@@ -105,7 +107,8 @@ def gathered_groups(
         source: which of the ranks that average gradients has written.
 
     Raises:
-        ConfigError: a parameter was written through its `data`, and `write` is False.
+        ConfigError: a parameter was written through its `data`, and `write` is False; or ranks have written different
+            values, and `write` is None.
     """
     parts.status.check_present(params_suffice=not write)
     parts.tiers.worker.outcome.check()
@@ -124,6 +127,8 @@ def gathered_groups(
                     any(group.writes.are_there for group in chosen), "whether a rank has written"
                 )
                 parts.status.check_present(params_suffice=not write)
+                if write:
+                    _refuse_other_writes(parts, chosen)
             if write:
                 parts.note_update()
                 take_over(parts.states(), chosen, source)
@@ -135,6 +140,14 @@ def gathered_groups(
                 group.writes.forget_data()
                 group.writes.refuse_new()
             sharding.reshard_all(held, keeps_views=True)
+
+
+def _refuse_other_writes(parts: EngineParts, groups: Sequence[ParamGroup]) -> None:
+    """Raise on all ranks where they have written different values, and none was named whose values count."""
+    is_same = have_same_bits(parts.comms.data, [group.full for group in groups], "what ranks have written")
+    if parts.holds_anywhere(not is_same, "whether ranks have written different values"):
+        names = [place.name for group in groups for place in group.spec.params]
+        raise other_writes(names)
 
 
 def _refuse_written_data(groups: Sequence[ParamGroup]) -> None:

@@ -134,14 +134,20 @@ class LossScaler:
     """Holds the factor that keeps fp16 gradients representable; 1 for every other dtype.
 
     Dynamic scaling halves the factor at an overflow, whose step is skipped, and doubles it after
-    `precision.loss_scale_window` steps without one (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+    `precision.loss_scale_window` steps without one (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). It counts
+    as DeepSpeed's: the first step of all, and the first after an overflow, is none of a window.
+
+    Attributes:
+        is_stuck: whether the last step has overflowed at the smallest scale.
     """
 
     def __init__(self, config: PrecisionConfig) -> None:
         is_fp16 = config.param == "fp16"
         self.is_dynamic = is_fp16 and config.loss_scale == "dynamic"
         self._config = config
-        self._num_good_steps = 0
+        self._num_good_steps = -1
+        self._num_overflows_left = config.loss_scale_hysteresis
+        self.is_stuck = False
         self.scale = 1.0
         if is_fp16:
             self.scale = config.initial_loss_scale if config.loss_scale == "dynamic" else config.loss_scale
@@ -155,21 +161,33 @@ class LossScaler:
         """Record one step's outcome."""
         if not self.is_dynamic:
             return
+        self.is_stuck = overflowed and self._num_overflows_left <= 1 and not self.can_shrink
         if overflowed:
-            self.scale = max(self.scale / 2, self._config.min_loss_scale)
-            self._num_good_steps = 0
+            if self._num_overflows_left > 1:
+                self._num_overflows_left -= 1
+            else:
+                self.scale = max(self.scale / 2, self._config.min_loss_scale)
+            self._num_good_steps = -1
             return
         self._num_good_steps += 1
-        if self._num_good_steps == self._config.loss_scale_window:
+        has_grown = self._num_good_steps == self._config.loss_scale_window
+        if has_grown:
             self.scale *= 2
             self._num_good_steps = 0
+        if has_grown or self._config.consecutive_hysteresis:
+            self._num_overflows_left = self._config.loss_scale_hysteresis
 
     def state_dict(self) -> dict[str, float]:
         """Return what a resumed run needs; nothing where the config alone says the scale."""
-        return {"scale": self.scale, "num_good_steps": self._num_good_steps} if self.is_dynamic else {}
+        if not self.is_dynamic:
+            return {}
+        counts = {"num_good_steps": self._num_good_steps, "num_overflows_left": self._num_overflows_left}
+        return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restore what `state_dict` returned, if both scales are dynamic; a fixed scale of another run is not taken."""
         if self.is_dynamic and state:
             self.scale = state["scale"]
             self._num_good_steps = int(state["num_good_steps"])
+            most = self._config.loss_scale_hysteresis
+            self._num_overflows_left = min(most, int(state.get("num_overflows_left", most)))

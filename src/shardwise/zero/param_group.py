@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.consistency import hash_of_bits
 from shardwise.config.resolve import ConfigError
 from shardwise.construction.opaque import as_bytes
 from shardwise.construction.shards import make_plain
@@ -144,13 +145,7 @@ class ParamWrites:
     def _hash(self, index: int) -> Tensor:
         """Return a number that changes with the parameter's bits."""
         place = self._spec.params[index]
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self._full.itemsize]
-        bits = self._full[place.offset : place.offset + place.numel].view(words)
-        total = torch.zeros((), dtype=torch.int64, device=self._full.device)
-        for start in range(0, bits.numel(), CHUNK_NUMEL):
-            part = bits[start : start + CHUNK_NUMEL].long()
-            total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=total.device)).sum()
-        return total
+        return hash_of_bits(self._full[place.offset : place.offset + place.numel])
 
 
 def _is_like(value: Tensor, target: Tensor) -> bool:

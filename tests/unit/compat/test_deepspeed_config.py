@@ -140,6 +140,23 @@ def test_a_usual_config_of_stage_3() -> None:
                 "precision.min_loss_scale": 2,
             },
         ),
+        ({"fp16": {"enabled": True, "hysteresis": 4}}, {"precision.param": "fp16"}),
+        (
+            {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+            {"precision.param": "fp16", "zero.stage": 1, "precision.loss_scale_hysteresis": 2},
+        ),
+        (
+            {
+                "fp16": {"enabled": True, "hysteresis": 4, "consecutive_hysteresis": True},
+                "zero_optimization": {"stage": 2},
+            },
+            {
+                "precision.param": "fp16",
+                "zero.stage": 2,
+                "precision.loss_scale_hysteresis": 4,
+                "precision.consecutive_hysteresis": True,
+            },
+        ),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision.param": "fp16", "precision.loss_scale": 128}),
         (
             {

@@ -87,6 +87,22 @@ def test_an_overflow_halves_the_scale_and_leaves_the_schedule() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_ends_the_run_at_the_smallest_scale_and_stage_0_leaves_out_each_step(stage: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 1}
+    engine, _ = start(fp16=fp16, zero_optimization={"stage": stage})
+    scales = []
+    for _ in range(3 if stage == 0 else 2):  # ZeRO leaves the scale at the first overflow
+        take_step(engine, 1e6)
+        scales.append(engine.loss_scale())
+    assert scales == ([1.0] * 3 if stage == 0 else [2.0, 1.0])
+    if stage > 0:
+        with refused("loss-scale-at-minimum", "step 3", "fp16.min_loss_scale=1"):
+            take_step(engine, 1e6)
+    assert (engine.global_steps, engine.skipped_steps) == (3, 3)
+    engine.destroy()
+
+
 def test_the_script_owns_the_boundary_where_the_json_says_it() -> None:
     engine, _ = start(managed_gradient_accumulation=False, gradient_clipping=0)
     before = engine.module.weight.detach().clone()

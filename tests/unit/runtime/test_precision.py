@@ -1,5 +1,6 @@
 """Sums that lose nothing, casts of nested data, and the loss scaler's rule."""
 
+import random
 from collections import UserDict
 from contextlib import nullcontext
 from itertools import product
@@ -167,12 +168,12 @@ def scales(scaler: LossScaler, outcomes: str) -> list[float]:
 
 
 def test_scale_doubles_after_a_window_without_overflow() -> None:
-    assert scales(scaler(), "......") == [16, 16, 32, 32, 32, 64]
+    assert scales(scaler(), ".......") == [16, 16, 16, 32, 32, 32, 64]
 
 
 def test_scale_halves_at_an_overflow_and_the_window_starts_again() -> None:
-    assert scales(scaler(), "..x..") == [16, 16, 8, 8, 8]
-    assert scales(scaler(), "..x...") == [16, 16, 8, 8, 8, 16]
+    assert scales(scaler(), "..x...") == [16, 16, 8, 8, 8, 8]
+    assert scales(scaler(), "..x....") == [16, 16, 8, 8, 8, 8, 16]
 
 
 def test_scale_has_a_floor() -> None:
@@ -189,10 +190,63 @@ def test_only_a_scale_above_the_floor_can_shrink() -> None:
 
 def test_scale_is_restored_in_mid_window() -> None:
     first, second = scaler(), scaler()
-    scales(first, "x..")
+    scales(first, "x...")
     second.load_state_dict(first.state_dict())
     assert second.scale == first.scale == 8
     assert scales(second, ".x..") == scales(first, ".x..") == [16, 8, 8, 8]
+
+
+class OfDeepSpeed:
+    """The arithmetic of DeepSpeed's `DynamicLossScaler.update_scale`."""
+
+    def __init__(self, scale: float, window: int, least: float, hysteresis: int, consecutive: bool) -> None:
+        self.scale, self.window, self.least, self.consecutive = scale, window, least, consecutive
+        self.hysteresis = self.left = hysteresis
+        self.step, self.last_overflow, self.raises = 0, -1, False
+
+    def update(self, overflowed: bool) -> None:
+        self.raises = False
+        if overflowed:
+            if self.hysteresis == 1 or self.left == 1:
+                self.raises = self.scale == self.least
+                self.scale = max(self.scale / 2, self.least)
+            else:
+                self.left -= 1
+            self.last_overflow = self.step
+        else:
+            stable = self.step - self.last_overflow - 1
+            grows = stable > 0 and stable % self.window == 0
+            if grows or self.consecutive:
+                self.left = self.hysteresis
+            self.scale *= 2 if grows else 1
+        self.step += 1
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+@pytest.mark.parametrize(("hysteresis", "consecutive"), [(1, False), (2, False), (2, True), (4, True)])
+def test_scale_goes_as_that_of_deepspeed(window: int, hysteresis: int, consecutive: bool) -> None:
+    drawn = random.Random(10 * window + hysteresis)
+    options = {"loss_scale_hysteresis": hysteresis, "consecutive_hysteresis": consecutive, "min_loss_scale": 4.0}
+    config = PrecisionConfig(param="fp16", initial_loss_scale=16.0, loss_scale_window=window, **options)
+    ours, theirs = LossScaler(config), OfDeepSpeed(16.0, window, 4.0, hysteresis, consecutive)
+    found = set()
+    for share in (1.0, 0.0, 0.6, 0.2):
+        for _ in range(40):
+            overflowed = drawn.random() < share
+            ours.update(overflowed)
+            theirs.update(overflowed)
+            assert (ours.scale, ours.is_stuck) == (theirs.scale, theirs.raises)
+            found.add((ours.scale > 16.0, ours.is_stuck))
+            taken_over = LossScaler(config)
+            taken_over.load_state_dict(ours.state_dict())
+            ours = taken_over if drawn.random() < 0.2 else ours
+    assert {(True, False), (False, True)} <= found
+
+
+def test_a_state_without_a_count_of_overflows_is_taken() -> None:
+    old = scaler(loss_scale_hysteresis=2)
+    old.load_state_dict({"scale": 8.0, "num_good_steps": 1})
+    assert scales(old, "..xx") == [8, 16, 16, 8]
 
 
 @pytest.mark.parametrize(

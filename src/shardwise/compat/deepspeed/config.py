@@ -192,6 +192,10 @@ def _settle(settings: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]
     given_sums(given)
     if given.get("fp16.enabled") and given.get("bf16.enabled"):
         raise ConfigError("deepspeed-two-dtypes", "bf16 and fp16 are both enabled; leave one of them out")
+    if stage == 0:
+        settings.pop("precision.loss_scale_hysteresis", None)  # only ZeRO's optimizers have one
+    elif given.get("fp16.enabled"):
+        settings.setdefault("precision.loss_scale_hysteresis", 2)
     if stage == 3:
         settings.setdefault("zero.keep_whole_below", _KEEP_WHOLE)
         settings.setdefault("zero.lockstep", "auto")

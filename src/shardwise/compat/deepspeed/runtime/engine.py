@@ -316,7 +316,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         return self.inner.parts.state.num_backwards > self._num_counted
 
     def _count(self, result: StepResult) -> None:
-        """Count a step of the optimizer."""
+        """Count a step of the optimizer.
+
+        Raises:
+            EngineError: it is left out under the smallest loss scale, where DeepSpeed's ZeRO ends the run, too.
+        """
         self._result, self._was_applied = result, not result.skipped
         self.global_steps += 1
         self.skipped_steps += result.skipped
@@ -324,6 +328,12 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         num_micro_batches = accumulation if self._is_managed else self._num_backwards
         self.global_samples += self.train_batch_size() // accumulation * num_micro_batches
         self._num_backwards = 0
+        if result.skipped and self.inner.parts.scaler.is_stuck and self.zero_optimization():
+            raise EngineError(
+                "loss-scale-at-minimum",
+                f"step {self.global_steps} overflows at fp16.min_loss_scale={result.loss_scale:g}, so each step would "
+                "be left out; lower the learning rate, train in bf16, or set a smaller min_loss_scale",
+            )
 
     @property
     def has_overflowed(self) -> bool:

@@ -408,10 +408,10 @@ class EngineGetters:
         return Monitor()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the global batch by the number of micro-batches a step, from the next step on.
+        """Set the global batch by the number of micro-batches a step, between two steps.
 
         Raises:
-            ConfigError: the micro-batches of all data ranks do not divide it.
+            ConfigError: the micro-batches of all data ranks do not divide it, or some of a step's have been taken.
         """
         size = self.train_micro_batch_size_per_gpu() * self.inner.layout.mesh.num_data_ranks
         if train_batch_size <= 0 or train_batch_size % size:
@@ -428,6 +428,13 @@ class EngineGetters:
 
     def _set_batch(self, whole: int, micro: int, steps: int) -> None:
         parts = self.inner.parts
+        taken, before = parts.state.num_backwards, self.gradient_accumulation_steps()
+        if taken and steps != before and parts.losses.plain.scale is not None:
+            raise ConfigError(
+                "batch-set-within-step",
+                f"set_train_batch_size({whole}) after {taken} of a step's {before} micro-batches, whose losses are "
+                f"divided by {before} and the next ones' by {steps}; call it after engine.step() at a boundary",
+            )
         batch = {"global_size": whole, "micro_size": micro, "accumulation": steps}
         changed = parts.config.model_copy(update={"batch": parts.config.batch.model_copy(update=batch)})
         self.inner.config = parts.state.config = changed
