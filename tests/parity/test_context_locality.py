@@ -320,7 +320,10 @@ def test_lengths_that_change_are_proved_by_values_a_few_times_only(monkeypatch: 
     monkeypatch.setattr(
         length_proof,
         "check_tokens_apart",
-        lambda copied, attempts, *more: (lengths.append(attempts[0][0]["tokens"].shape[1]), check(copied, attempts)),
+        lambda copied, splitting, attempts, *more: (
+            lengths.append(attempts[0][0]["tokens"].shape[1]),
+            check(copied, splitting, attempts),
+        ),
     )
     for length in [*range(20, 80, 2)] * 2:
         proof({"tokens": torch.zeros(1, length, dtype=torch.long), "positions": torch.arange(length)})
