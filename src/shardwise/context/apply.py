@@ -49,7 +49,7 @@ from shardwise.context.huggingface import (
     target_counter,
     trained_length,
 )
-from shardwise.context.length_proof import LengthProofs, ProofInputs, numbers_of_a_token, sizes_of
+from shardwise.context.length_proof import LengthProofs, ProofInputs, numbers_of_a_token, signature_of, sizes_of
 from shardwise.context.load_balance import choose_split
 from shardwise.context.locality import (
     CONTEXT_RULE,
@@ -276,7 +276,7 @@ class _ProofOfBatches:
             self._numbers_of_samples.add(num_samples)
             length = _check_short(copy_again(self._copied), self._num_positions, num_samples)
             self._proofs.proved.append((None, {"samples": num_samples, "tokens": length}))
-        self._proofs.prove(inputs, sizes, lambda: self._parts(inputs))
+        self._proofs.prove(signature_of(inputs, sizes), sizes, lambda: self._parts(inputs))
 
     def _parts(self, inputs: Mapping[str, Any]) -> ProofInputs:
         batch = pytree.tree_map(for_proof, dict(inputs))
@@ -312,8 +312,9 @@ def prove_own(
 
     def prove(inputs: Mapping[str, Any]) -> None:
         length, num_samples = len(inputs[POSITIONS]), main_input(inputs).shape[0]
+        signature = signature_of(inputs, {"samples": num_samples, "tokens": length})
         for num in sorted({min(length, max(_NUM_PROOF_TOKENS // cp, 1) * cp), length}):
-            proofs.prove(inputs, {"samples": num_samples, "tokens": num}, partial(_own_parts, inputs, num, cp))
+            proofs.prove(signature, {"samples": num_samples, "tokens": num}, partial(_own_parts, inputs, num, cp))
 
     return prove
 

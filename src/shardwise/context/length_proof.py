@@ -105,30 +105,29 @@ class LengthProofs:
         """Say whether a proof with values takes long, or would be one of many."""
         return self._num_numbers(sizes) > _FEW_NUMBERS or len(self.proved) > _FEW_LENGTHS
 
-    def is_known(self, batch: Inputs, sizes: Sizes) -> bool:
-        """Say whether inputs of these sizes were proved, or refused to be."""
-        return (_signature(batch, sizes), *sizes.values()) in self._known
+    def is_known(self, signature: Signature, sizes: Sizes) -> bool:
+        """Say whether inputs of these sizes were proved, or left."""
+        return (signature, *sizes.values()) in self._known
 
-    def prove(self, batch: Inputs, sizes: Sizes, make: Callable[[], ProofInputs]) -> None:
+    def prove(self, signature: Signature, sizes: Sizes, make: Callable[[], ProofInputs]) -> None:
         """Prove that ranks may have parts of sequences of a length, unless it is earlier.
 
         Args:
-            batch: its inputs; a batch that gives others is proved apart from it.
-            sizes: of them.
+            signature: of the inputs; those of another one are proved apart from them.
+            sizes: of the inputs that prove it.
             make: returns what to prove it with.
 
         Raises:
             ConfigError: they may not.
         """
-        signature = _signature(batch, sizes)
-        key = (signature, *sizes.values())
-        if key in self._known:
+        if self.is_known(signature, sizes):
             return
         is_costly, num_numbers = self.is_costly(sizes), self._num_numbers(sizes)
         if is_costly and any(
             known.signature == signature and not known.differing_at(sizes, self._of_rank(sizes))
             for known in self._decisions
         ):
+            self._known.add((signature, *sizes.values()))
             return
         inputs = make()
         decisions = self._find_decisions(signature, sizes, inputs) if is_costly else None
@@ -143,7 +142,7 @@ class LengthProofs:
                 self.proved.append((signature, sizes))
         if decisions is not None:
             self._decisions.append(decisions)
-        self._known.add(key)
+        self._known.add((signature, *sizes.values()))
 
     def _num_numbers(self, sizes: Sizes) -> int:
         return sizes["samples"] * sizes["tokens"] * self.numbers_of_a_token(sizes["tokens"])
@@ -228,7 +227,7 @@ def _names_of(leaf: Tensor, sizes: Sizes) -> list[str]:
     return names
 
 
-def _signature(batch: Inputs, sizes: Sizes) -> Signature:
+def signature_of(batch: Inputs, sizes: Sizes) -> Signature:
     """Return what inputs are but for their sizes."""
 
     def shape_of(leaf: Any) -> Any:

@@ -27,7 +27,14 @@ from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import copy_alone
 from shardwise.context.batch import by_name, for_proof
 from shardwise.context.huggingface import describe_mask, is_huggingface
-from shardwise.context.length_proof import LengthProofs, ProofInputs, numbers_of_a_token, sizes_of
+from shardwise.context.length_proof import (
+    LengthProofs,
+    ProofInputs,
+    Signature,
+    numbers_of_a_token,
+    signature_of,
+    sizes_of,
+)
 from shardwise.context.locality import Inputs, SplitRule, attend_alone, copy_for_proof, is_close
 from shardwise.dropout.still import StillFunctions
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within
@@ -101,17 +108,18 @@ class _SequenceProof:
         others = {leaf.shape[1] for leaf in leaves if leaf.dim() > 1 and leaf.shape[0] == sizes["samples"]}
         for number, size in enumerate(sorted(others - {sizes["tokens"], 1}), 2):
             sizes[f"tokens_{number}"] = size
-        if self._proofs.is_known(inputs, sizes):
+        signature = signature_of(inputs, sizes)
+        if self._proofs.is_known(signature, sizes):
             return
         with ThreadPoolExecutor(1) as pool:  # a thread of its own has no mode of the forward that is about to run
-            pool.submit(self._prove, inputs, sizes).result()
+            pool.submit(self._prove, inputs, signature, sizes).result()
 
-    def _prove(self, inputs: Inputs, sizes: dict[str, int]) -> None:
+    def _prove(self, inputs: Inputs, signature: Signature, sizes: dict[str, int]) -> None:
         length = sizes["tokens"]
         short = min(length, _SHORT * self._degree)
         for number in sorted({short, length}) if self._proofs.is_costly(sizes) else [length]:
             make = functools.partial(self._inputs, inputs, length, number)
-            self._proofs.prove(inputs, {**sizes, "tokens": number}, make)
+            self._proofs.prove(signature, {**sizes, "tokens": number}, make)
 
     def _inputs(self, inputs: Inputs, length: int, number: int) -> ProofInputs:
         """Return the first tokens of the inputs for each run."""
