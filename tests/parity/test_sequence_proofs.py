@@ -4,19 +4,27 @@ number is wrong: at each length and number of samples that a run has.
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.pool import WorkerPool
 from harness.reference import PARITY
-from harness.refusals import refusal_of
+from harness.refusals import refusal_of, refused
 from harness.training import make_config
 from shardwise import initialize
+from shardwise.config.resolve import Config
+from shardwise.layout.tensor_plan import tensor_layout
+from shardwise.models import Decoder, DecoderConfig
 from shardwise.runtime.float64 import float64_throughout
+from shardwise.tensor.hf_plans import find_plan
+from shardwise.tensor.sequence_proof import prove_sequences
 
 VOCAB, WIDTH, FEATURES, HEADS = 12, 8, 16, 2
 SGD: Final = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
@@ -32,6 +40,7 @@ REFUSED: Final[dict[str, By]] = {
     "a shift": lambda block, x: x + F.pad(x, (0, 0, 1, 0))[:, :-1],
     "by the number of samples": lambda block, x: x * x.shape[1] if x.shape[0] > 2 else x,
     "of all elements": lambda block, x: x * 2 if x.numel() > 2 * 16 * WIDTH else x,
+    "where a mask is given": lambda block, x: x - x.mean(1, keepdim=True) if block.has_mask else x,
 }
 TAKEN: Final[dict[str, By]] = {
     "nothing": lambda block, x: x,
@@ -56,7 +65,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, by: By) -> None:
         super().__init__()
-        self.by = by
+        self.by, self.has_mask = by, False
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
         self.up, self.down = nn.Linear(WIDTH, FEATURES), nn.Linear(FEATURES, WIDTH)
 
@@ -76,6 +85,7 @@ class Model(nn.Module):
         if x.shape[1] > 16:  # here all ranks have all tokens
             x = x - x.mean(1, keepdim=True)
         for block in self.blocks:
+            block.has_mask = mask is not None
             x = block(x)
         return self.head(self.norm(x))
 
@@ -112,30 +122,89 @@ def losses_of(by: By, tp: int, sizes: list[tuple[int, int]], is_evaluation: bool
             return [step([batch_of(*each)]).loss for each in sizes]
 
 
-SHORT, LONG = (2, 12), (2, 24)
+SHORT, LONG, MORE = (2, 12), (2, 24), (3, 12)
 
 
-def refusals(rank: int, world_size: int, names: list[str]) -> list[Any]:
-    found: list[Any] = []
-    for name in names:
-        sizes = [SHORT, (4, 12)] if "samples" in name else [SHORT, LONG]
-        found.append(refusal_of(lambda name=name, sizes=sizes: losses_of(REFUSED[name], world_size, sizes, False)))
-    return found
+class ProvedError(Exception):
+    """Ends a forward before it computes."""
 
 
-def test_blocks_whose_tokens_meet_outside_of_regions_are_refused(ranks: WorkerPool) -> None:
-    for found in ranks(2).run(refusals, [*REFUSED]):
-        for name, (code, text) in zip(REFUSED, found, strict=True):
-            assert code == "tp-tokens-apart", (name, code, text)
-            assert "blocks.0" in text, (name, text)
+def prove(by: By, *sizes: tuple[int, int], masks: bool = False, **mesh: int) -> None:
+    """Prove sizes of batches as an engine would, in this process."""
+    model = Model(by)
+    plan = find_plan(model, 2, PLAN, True)
+    config = Config.from_dict({"mesh": {"tp": 2, **mesh}, "tensor": {"sequence_parallel": True}})
+    prove_sequences(model, tensor_layout(model, plan, 2, True), config)
+
+    def end(*_: Any) -> None:
+        raise ProvedError
+
+    model.register_forward_pre_hook(end)
+    for number, each in enumerate(sizes):
+        ids = torch.zeros(each, dtype=torch.long)
+        with pytest.raises(ProvedError):
+            model(ids, torch.ones(each, dtype=torch.bool) if masks and number else None)
 
 
-def losses(rank: int, world_size: int, names: list[str]) -> list[Any]:
-    sizes = [SHORT, LONG, (3, 24), SHORT]
-    return [losses_of(TAKEN[name], world_size, sizes, False) for name in names]
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_block_whose_tokens_meet_outside_of_regions_is_refused(name: str) -> None:
+    with refused("tp-tokens-apart", "tensor.sequence_parallel", "blocks.0", "Model"):
+        prove(REFUSED[name], SHORT, SHORT, LONG, MORE, masks="mask" in name)
 
 
-def test_blocks_that_compute_tokens_apart_equal_one_process(ranks: WorkerPool) -> None:
-    expected = ranks(1).run(losses, [*TAKEN])[0]
-    for found in ranks(2).run(losses, [*TAKEN]):
-        torch.testing.assert_close(found, expected, rtol=PARITY, atol=0.0)
+def test_each_size_is_proved_when_it_comes() -> None:
+    """A refusal comes with the first batch that is wrong, and none before."""
+    for name, wrong in (("a mean where long", LONG), ("by the number of samples", MORE)):
+        prove(REFUSED[name], SHORT, (2, 8), (1, 12))
+        with refused("tp-tokens-apart"):
+            prove(REFUSED[name], SHORT, (2, 8), (1, 12), wrong)
+    prove(REFUSED["where a mask is given"], SHORT, SHORT)
+    prove(REFUSED["a mean where long"], SHORT, (2, 15))  # an evaluation leaves such a sequence whole
+
+
+def test_long_sequences_are_proved_by_what_the_code_decides(caplog: pytest.LogCaptureFixture) -> None:
+    length = 2**21
+    prove(lambda block, x: 2 * x if x.shape[1] > 2 else x, (4, length), (4, length + 64))
+    with refused("tp-length-unproved", "tokens > 1000", f"{length:,}", "sequence_parallel=false"):
+        prove(lambda block, x: 2 * x if x.shape[0] > 2 and x.shape[1] > 1000 else x, (2, length), (4, length))
+    assert "could not be proved" not in caplog.text
+    prove(lambda block, x: 2 * x if x.isfinite().all() else x, (1, length))
+    assert "could not be proved" in caplog.text
+
+
+def runs(rank: int, world_size: int) -> Any:
+    taken = [losses_of(by, world_size, [SHORT, LONG, (3, 24), SHORT], False) for by in TAKEN.values()]
+    if world_size == 1:
+        return taken, None
+    wrong = REFUSED["a mean where long"]
+    return taken, [refusal_of(lambda each=each: losses_of(wrong, 2, [SHORT, LONG], each)) for each in (False, True)]
+
+
+def test_runs_of_blocks_that_compute_tokens_apart_equal_one_process_and_others_end(ranks: WorkerPool) -> None:
+    expected, _ = ranks(1).run(runs)[0]
+    for taken, refusals in ranks(2).run(runs):
+        torch.testing.assert_close(taken, expected, rtol=PARITY, atol=0.0)
+        assert [code for code, _ in refusals] == ["tp-tokens-apart"] * 2
+
+
+SIZES: Final[dict[str, int]] = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "ffn_size": 24}
+
+
+def lengths_under_cp(rank: int, world_size: int) -> Any:
+    """Run a model that is split by cp and tp together, whose norm mixes tokens only where there are many."""
+    shape = DecoderConfig(vocab_size=VOCAB, num_layers=1, max_seq_len=512, **SIZES)
+    model, messages = Decoder(shape), logging.StreamHandler(io.StringIO())
+    mixing = lambda _, args, out: out - out.mean(1, keepdim=True) if out.shape[1] > 150 else out  # noqa: E731
+    next(each for each in model.modules() if "Norm" in type(each).__name__).register_forward_hook(mixing)
+    logging.getLogger("shardwise").addHandler(messages)
+    try:
+        with initialize(model, make_config(1, {"mesh": {"cp": 2, "tp": 2}}), loss_fn=loss_fn) as engine:
+            for length in (8, 8, 160):
+                code, _ = refusal_of(lambda length=length: engine.train_step([batch_of(2, length)]))
+    finally:
+        logging.getLogger("shardwise").removeHandler(messages)
+    return code, "could not be proved" in messages.stream.getvalue()
+
+
+def test_lengths_under_cp_and_tp_are_proved_with_whole_shapes(ranks: WorkerPool) -> None:
+    assert ranks(4).run(lengths_under_cp) == [("cp-tokens-apart", False)] * 4

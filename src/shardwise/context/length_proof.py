@@ -180,7 +180,8 @@ class LengthProofs:
             )
             return
         known = [each for signature, each in self.proved if signature in (None, decisions.signature)]
-        near = max((each for each in known if each["tokens"] <= length), key=lambda each: each["tokens"], default={})
+        shorter = [each for each in known if each["tokens"] <= length]
+        near = max(shorter, key=lambda each: (each["samples"] == sizes["samples"], each["tokens"]), default={})
         differing = decisions.differing_at(near, self._of_rank(near)) if near else "no length is proved"
         raise ConfigError(
             rule.length_code,
