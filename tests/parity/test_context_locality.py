@@ -320,12 +320,34 @@ def test_lengths_that_change_are_proved_by_values_a_few_times_only(monkeypatch: 
     monkeypatch.setattr(
         length_proof,
         "check_tokens_apart",
-        lambda copied, attempts, *more: (lengths.append(attempts[0][0]["tokens"].shape[1]), check(copied, attempts)),
+        lambda copied, splitting, attempts, *more: (
+            lengths.append(attempts[0][0]["tokens"].shape[1]),
+            check(copied, splitting, attempts),
+        ),
     )
     for length in [*range(20, 80, 2)] * 2:
         proof({"tokens": torch.zeros(1, length, dtype=torch.long), "positions": torch.arange(length)})
     assert lengths == [*range(20, 20 + 2 * len(lengths), 2)]
     assert len(lengths) < 12
+
+
+def test_the_number_of_samples_is_a_size_too() -> None:
+    class Deciding(Own):
+        def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+            return super().forward(tokens, positions) * (len(positions) if len(tokens) > 2 else 1)
+
+    model = Deciding()
+    model.attend = lambda q, k, v, first_head, positions=None: v
+    proof = prove_own(model)
+    assert proof is not None
+    for num_samples in (1, 2, 3):
+        tokens = torch.arange(LENGTH)[None].repeat(num_samples, 1)
+        with refused("cp-tokens-apart") if num_samples == 3 else nullcontext():
+            proof({"tokens": tokens, "positions": torch.arange(LENGTH)})
+    of_many = lambda x, _: x * x.shape[1] if x.shape[0] > 2 else x  # noqa: E731
+    prove_by(of_many, 2**21, 2)
+    with refused("cp-tokens-apart", "model.embed_tokens"):  # by a short sequence of as many samples
+        prove_by(of_many, 2**21, 4)
 
 
 def test_values_of_another_size_than_keys_are_attended_to() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
+from types import MappingProxyType
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -48,9 +49,20 @@ from shardwise.context.huggingface import (
     take_num_items,
     trained_length,
 )
-from shardwise.context.length_proof import LengthProofs, ProofInputs
+from shardwise.context.length_proof import LengthProofs, ProofInputs, numbers_of_a_token, signature_of, sizes_of
 from shardwise.context.load_balance import choose_split
-from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof, warn_unproved
+from shardwise.context.locality import (
+    CONTEXT_RULE,
+    NO_CONTEXT,
+    ContextSplitting,
+    Shapes,
+    SplitRule,
+    attend_alone,
+    check_tokens_apart,
+    copy_again,
+    copy_for_proof,
+    warn_unproved,
+)
 from shardwise.context.ulysses import check_heads, team_size
 from shardwise.layout.token_ranges import TokenSplit, contiguous
 from shardwise.models.apply_attention import apply_attention
@@ -59,6 +71,8 @@ from shardwise.runtime.class_swap import set_attribute
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.module_hooks import change_inputs
 from shardwise.runtime.torch_private import constant_in_graphs, pytree
+
+_AS_THEY_ARE: Final[Shapes] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -112,12 +126,17 @@ def check_split(model: nn.Module, config: ResolvedConfig, length: int) -> None:
 
 
 def apply_context_parallel(
-    model: nn.Module, config: ResolvedConfig, comm: Comm, shifts_labels: bool | None = None
+    model: nn.Module,
+    config: ResolvedConfig,
+    comm: Comm,
+    shifts_labels: bool | None = None,
+    shapes: Shapes = _AS_THEY_ARE,
 ) -> AppliedContext:
     """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
 
     Args:
         shifts_labels: how the model's own loss counts targets, as in `ModelFacts`.
+        shapes: of whole parameters, by name, where this rank has parts of them.
 
     Raises:
         ConfigError: the model cannot be given it.
@@ -127,16 +146,19 @@ def apply_context_parallel(
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
-        limits = SequenceLimits() if comm.is_simulated else find_limits(model, config.mesh.cp)
+        limits = SequenceLimits() if comm.is_simulated else find_limits(model, config.mesh.cp, shapes)
         given = _give_huggingface(model, config, attention, comm.rank, limits, shifts_labels)
     else:
-        prove = None if comm.is_simulated else prove_own(model, config.mesh.cp)
+        prove = None if comm.is_simulated else prove_own(model, config.mesh.cp, shapes)
         given = _give_own(model, config, attention, comm.rank, prove)
     return AppliedContext(given.sequences, [attention.close, *given.undo])
 
 
-def prove_huggingface(model: nn.Module) -> int | None:
+def prove_huggingface(model: nn.Module, shapes: Shapes = _AS_THEY_ARE) -> int | None:
     """Prove, by running a copy, that a model of transformers computes tokens apart from each other but for attention.
+
+    Args:
+        shapes: of whole parameters, by name, where this rank has parts of them.
 
     Returns:
         the number of positions up to which it does; None for any number.
@@ -144,32 +166,40 @@ def prove_huggingface(model: nn.Module) -> int | None:
     Raises:
         ConfigError: it does not, or its attention cannot be replaced.
     """
-    copied = _copy_alone(model)
+    copied = copy_alone(model, CONTEXT_RULE, shapes)
     if copied is None:
         return None
     try:
-        check_tokens_apart(*inputs_for_proof(copied))
+        _check_short(copied)
     except ConfigError as error:
         num_positions = trained_length(model)
-        again = None if num_positions is None else _copy_alone(model)  # the first may have grown its frequencies
+        # The first may have grown its frequencies.
+        again = None if num_positions is None else copy_alone(model, CONTEXT_RULE, shapes)
         if again is None:
             raise
         try:
-            check_tokens_apart(*inputs_for_proof(again, num_positions))
+            _check_short(again, num_positions)
         except ConfigError:
             raise error from None
         return num_positions
     return None
 
 
-def find_window(model: nn.Module) -> MaskWindow | None:
+def _check_short(copied: nn.Module, num_positions: int | None = None, num_samples: int = 1) -> int:
+    """Check a short sequence of a model of transformers, in two halves; return its length."""
+    inner, attempts = inputs_for_proof(copied, num_positions, num_samples)
+    check_tokens_apart(inner, ContextSplitting(2), attempts)
+    return main_input(attempts[0][0]).shape[1]
+
+
+def find_window(model: nn.Module, shapes: Shapes = _AS_THEY_ARE) -> MaskWindow | None:
     """Return the shortest window that a model of transformers has in its masks only, by running a copy; None without
     one.
 
     Raises:
         ConfigError: its masks say more than that.
     """
-    copied = copy_for_proof(model)
+    copied = copy_for_proof(model, CONTEXT_RULE, shapes)
     if copied is None:
         return None
     inner, attempts = inputs_for_proof(copied)
@@ -188,25 +218,42 @@ def _not_for(model: nn.Module, error: ConfigError) -> ConfigError:
     return ConfigError(error.code, f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}")
 
 
-def _copy_alone(model: nn.Module) -> nn.Module | None:
-    copied = copy_for_proof(model)
+def copy_alone(model: nn.Module, rule: SplitRule, shapes: Shapes = _AS_THEY_ARE) -> nn.Module | None:
+    """Return a copy for a proof in which attention is a function of one token; None if it cannot be copied.
+
+    Args:
+        rule: by which sequences are split.
+        shapes: of whole parameters, by name, where this rank has parts of them.
+
+    Raises:
+        ConfigError: the attention of a model of transformers cannot be replaced.
+    """
+    copied = copy_for_proof(model, rule, shapes)
+    if copied is None:
+        return None
+    for module in _attending(copied):
+        module.attend = _alone
     try:
-        if copied is not None:
+        if is_huggingface(copied):
             use_sparse_attention(copied, DenseVisibility(attends_causally(copied)), spread=_alone)
     except ConfigError as error:
         raise _not_for(model, error) from error
     return copied
 
 
-def find_limits(model: nn.Module, cp: int) -> SequenceLimits:
+def find_limits(model: nn.Module, cp: int, shapes: Shapes = _AS_THEY_ARE) -> SequenceLimits:
     """Return how long the sequences of a model of transformers may be, and what proves the lengths of its batches.
+
+    Args:
+        shapes: of whole parameters, by name, where this rank has parts of them.
 
     Raises:
         ConfigError: it cannot be split, whatever its sequences.
     """
-    num_positions, window = prove_huggingface(model), find_window(model)
-    copied = _copy_alone(model)
-    return SequenceLimits(num_positions, window, None if copied is None else _ProofOfBatches(model, copied, cp))
+    num_positions, window = prove_huggingface(model, shapes), find_window(model, shapes)
+    copied = copy_alone(model, CONTEXT_RULE, shapes)
+    proof = None if copied is None else _ProofOfBatches(model, copied, cp, num_positions)
+    return SequenceLimits(num_positions, window, proof)
 
 
 class _ProofOfBatches:
@@ -214,19 +261,27 @@ class _ProofOfBatches:
 
     Args:
         model: in training, whose attributes say how its inputs are split.
-        copied: by `_copy_alone`, all of whose code is run: a module may wrap the model of transformers.
+        copied: by `copy_alone`, all of whose code is run: a module may wrap the model of transformers.
+        num_positions: up to which it does; None for any number.
     """
 
-    def __init__(self, model: nn.Module, copied: nn.Module, cp: int) -> None:
-        inner, attempts = inputs_for_proof(copied)
-        num_tokens = main_input(attempts[0][0]).shape[1]
+    def __init__(self, model: nn.Module, copied: nn.Module, cp: int, num_positions: int | None) -> None:
+        inner, _ = inputs_for_proof(copied)
         change_inputs(inner.base_model, describe_mask)
-        self._model, self._cp, self._proofs = model, cp, LengthProofs(copied, cp, [(num_tokens, num_tokens // 2)])
+        per_token = numbers_of_a_token(copied)
+        self._model, self._copied, self._num_positions = model, copied, num_positions
+        self._proofs = LengthProofs(copied, ContextSplitting(cp), lambda length: per_token)
+        self._numbers_of_samples: set[int] = set()  # of which a short sequence was proved
 
     def __call__(self, inputs: Mapping[str, Any]) -> None:
-        """Prove the length of a batch's inputs, of whole sequences, by name; see `LengthProofs.prove`."""
-        num_samples, length = main_input(inputs).shape[:2]
-        self._proofs.prove(inputs, num_samples, length, lambda: self._parts(inputs))
+        """Prove the sizes of a batch's inputs, of whole sequences, by name; see `LengthProofs.prove`."""
+        sizes = sizes_of(inputs)
+        num_samples = sizes["samples"]
+        if num_samples not in self._numbers_of_samples and self._proofs.is_costly(sizes):
+            self._numbers_of_samples.add(num_samples)
+            length = _check_short(copy_again(self._copied), self._num_positions, num_samples)
+            self._proofs.proved.append((None, {"samples": num_samples, "tokens": length}))
+        self._proofs.prove(signature_of(inputs, sizes), sizes, lambda: self._parts(inputs))
 
     def _parts(self, inputs: Mapping[str, Any]) -> ProofInputs:
         batch = pytree.tree_map(for_proof, dict(inputs))
@@ -234,7 +289,8 @@ class _ProofOfBatches:
         def part(degree: int, rank: int) -> RankInputs:
             return split_inputs(self._model, batch, lambda lengths: contiguous(sum(lengths), degree), rank)
 
-        parts = [part(degree, rank) for degree in (1, self._cp) for rank in range(degree)]
+        cp = self._proofs.splitting.degree
+        parts = [part(degree, rank) for degree in (1, cp) for rank in range(degree)]
         all_tokens, *of_ranks = [share.inputs for share in parts]
         # Code around the model of transformers gets all tokens as in one process: masks and labels are others there.
         plain = {
@@ -245,23 +301,25 @@ class _ProofOfBatches:
         return ProofInputs(attempts, [share.loss_weight for share in parts])
 
 
-def prove_own(model: nn.Module, cp: int = 2) -> Callable[[Mapping[str, Any]], None] | None:
+def prove_own(
+    model: nn.Module, cp: int = 2, shapes: Shapes = _AS_THEY_ARE
+) -> Callable[[Mapping[str, Any]], None] | None:
     """Return a proof like `prove_huggingface` for a model that takes positions: call it with the inputs of each batch,
     by name. It proves a short sequence first, and then each length that is new.
 
     It is None where no copy of the model can be made.
     """
-    copied = copy_for_proof(model)
+    copied = copy_alone(model, CONTEXT_RULE, shapes)
     if copied is None:
         return None
-    for module in _attending(copied):
-        module.attend = _alone
-    proofs = LengthProofs(copied, cp)
+    per_token = numbers_of_a_token(copied)
+    proofs = LengthProofs(copied, ContextSplitting(cp), lambda length: per_token)
 
     def prove(inputs: Mapping[str, Any]) -> None:
         length, num_samples = len(inputs[POSITIONS]), main_input(inputs).shape[0]
+        signature = signature_of(inputs, {"samples": num_samples, "tokens": length})
         for num in sorted({min(length, max(_NUM_PROOF_TOKENS // cp, 1) * cp), length}):
-            proofs.prove(inputs, num_samples, num, partial(_own_parts, inputs, num, cp))
+            proofs.prove(signature, {"samples": num_samples, "tokens": num}, partial(_own_parts, inputs, num, cp))
 
     return prove
 

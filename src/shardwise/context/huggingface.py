@@ -98,7 +98,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def inputs_for_proof(
-    model: nn.Module, num_positions: int | None = None
+    model: nn.Module, num_positions: int | None = None, num_samples: int = 1
 ) -> tuple[nn.Module, list[list[dict[str, Any]]]]:
     """Return the model of transformers in a module, and its arguments for a short sequence and for each half of it.
 
@@ -114,13 +114,13 @@ def inputs_for_proof(
     sizes = [getattr(each.config, "sliding_window", None) or _NUM_PROOF_TOKENS for each in _inner(model)]
     last = getattr(inner.config, "max_position_embeddings", None) or _NUM_PROOF_TOKENS
     half = max(1, min(_NUM_PROOF_TOKENS, num_positions or last, *sizes) // 2)
-    tokens = (7 * torch.arange(2 * half) + 5)[None] % inner.config.vocab_size  # [1, 2 half]
-    whole: dict[str, Any] = {"attention_mask": sequence_mask(1, (2 * half,))}
+    tokens = (7 * torch.arange(2 * half) + 5 + torch.arange(num_samples)[:, None]) % inner.config.vocab_size
+    whole: dict[str, Any] = {"attention_mask": sequence_mask(num_samples, (2 * half,))}
     if "use_cache" in inspect.signature(inner.forward).parameters:
         whole["use_cache"] = False
     attempts = []
     for end in (2 * last, last) if num_positions is None else (num_positions,):
-        positions = torch.cat([torch.arange(half), torch.arange(end - half, end)])[None]
+        positions = torch.cat([torch.arange(half), torch.arange(end - half, end)])[None].repeat(num_samples, 1)
         attempts.append(
             [
                 {**whole, "input_ids": tokens[:, own], "position_ids": positions[:, own]}

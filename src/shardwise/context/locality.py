@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,83 @@ Inputs = Mapping[str, Any]
 _Record = tuple[str, list[Tensor], list[Tensor]]
 
 
+@dataclass(frozen=True)
+class SplitRule:
+    """Says by which rule of a config ranks have parts of a sequence, and what is said where a model does not keep it.
+
+    Attributes:
+        key: of the config.
+        exception: where tokens of a sequence may meet.
+        fix: what to do in place of the split.
+        apart_code: of the error that tokens are computed from others.
+        length_code: of the error that this is not known for a length.
+    """
+
+    key: str
+    exception: str
+    fix: str
+    apart_code: str
+    length_code: str
+
+
+CONTEXT_RULE: Final = SplitRule("mesh.cp", "beside attention", NO_CONTEXT, "cp-tokens-apart", "cp-length-unproved")
+
+
+class Splitting(Protocol):
+    """Is how a copy of a model computes all of a sequence, or a rank's part of it, in a proof.
+
+    Attributes:
+        rule: by which it is split.
+        degree: parts.
+    """
+
+    rule: SplitRule
+    degree: int
+
+    def all_runs(self, copied: nn.Module, is_training: bool) -> AbstractContextManager[Any]:
+        """Give the runs of a proof with values, in one mode of the copy, the numbers that the model draws."""
+
+    def one_run(self, inputs: Inputs, part: int) -> AbstractContextManager[Any]:
+        """Let the copy compute all tokens inside the context, part 0, or those of a rank, from 1 on."""
+
+    def wrong_place(self) -> str:
+        """Return the first code whose tokens in a part were others than in the whole, in words; empty for none."""
+
+
+class ContextSplitting:
+    """Splits all of a model, by its inputs; draws are keyed by the tokens' places."""
+
+    rule = CONTEXT_RULE
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._draws: KeyedDraws | None = None
+
+    @contextmanager
+    def all_runs(self, copied: nn.Module, is_training: bool) -> Iterator[None]:
+        if not is_training:
+            yield
+            return
+        self._draws = KeyedDraws(0, cp=self.degree)
+        undo = key_dropouts(copied, self._draws, shares=self.rule.key)
+        try:
+            yield
+        finally:
+            self._draws = None
+            for each in reversed(undo):
+                each()
+
+    def one_run(self, inputs: Inputs, part: int) -> AbstractContextManager[None]:
+        if self._draws is None:
+            return nullcontext()
+        num_samples, num = main_input(inputs).shape[:2]
+        held = None if part == 0 else (((part - 1) * num, part * num),)
+        return self._draws.at(0, 0, 0, num_samples, held, num)
+
+    def wrong_place(self) -> str:
+        return ""
+
+
 def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Replace attention by a function of each token's own query, key and value.
 
@@ -52,11 +130,21 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return v * (1.5 + torch.sin((q * k + q * place + k * place.square()).sum(-1, keepdim=True)))
 
 
-def copy_for_proof(model: nn.Module) -> nn.Module | None:
-    """Return a copy without the model's values, in fp64 on the CPU; batch norms train. None if it cannot be copied."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def copy_for_proof(
+    model: nn.Module, rule: SplitRule = CONTEXT_RULE, shapes: Shapes = MappingProxyType({})
+) -> nn.Module | None:
+    """Return a copy without the model's values, in fp64 on the CPU; batch norms train. None if it cannot be copied.
+
+    Args:
+        shapes: of whole parameters, by name, where a rank has parts of them.
+    """
     replaced: dict[int, Any] = {}
-    for parameter in model.parameters():
-        replaced[id(parameter)] = nn.Parameter(_numbers(tuple(parameter.shape)), requires_grad=False)
+    for name, parameter in model.named_parameters():
+        shape = shapes.get(name, tuple(parameter.shape))
+        replaced[id(parameter)] = nn.Parameter(_numbers(shape), requires_grad=False)
     for buffer in model.buffers():
         is_missing = buffer.is_meta or type(buffer) is not Tensor
         own = _numbers(tuple(buffer.shape)) if is_missing else buffer.detach().to("cpu", copy=True)
@@ -64,7 +152,7 @@ def copy_for_proof(model: nn.Module) -> nn.Module | None:
     try:
         copied = copy.deepcopy(model, replaced).eval()
     except Exception as error:
-        warn_unproved(model, error)
+        warn_unproved(model, error, rule)
         return None
     for module in copied.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -81,6 +169,7 @@ def copy_again(copied: nn.Module) -> nn.Module:
 
 def check_tokens_apart(
     copied: nn.Module,
+    splitting: Splitting,
     attempts: Sequence[Sequence[Inputs]],
     loss_weights: Sequence[Tensor | None] = (),
     is_watched: bool = True,
@@ -89,6 +178,7 @@ def check_tokens_apart(
 
     Args:
         copied: by `copy_for_proof`, with `attend_alone` for its attention.
+        splitting: of the sequences.
         attempts: arguments for all tokens, and for each part of them; the first attempt that runs counts.
         loss_weights: of the loss that the model itself returns for all tokens and for each part.
         is_watched: whether to keep each module's inputs and outputs, so that an error can name the one that differs.
@@ -98,8 +188,8 @@ def check_tokens_apart(
     """
     with hooks_put_back(copied):
         for is_training, when in ((False, ""), (True, " in training")):
-            if runs := _runs(copied, attempts, is_training, loss_weights, is_watched):
-                _compare(copied, runs, when)
+            if runs := _runs(copied, splitting, attempts, is_training, loss_weights, is_watched):
+                _compare(copied, splitting, runs, when)
 
 
 @dataclass(frozen=True)
@@ -113,79 +203,78 @@ class _Run:
 
 def _runs(
     copied: nn.Module,
+    splitting: Splitting,
     attempts: Sequence[Sequence[Inputs]],
     is_training: bool,
     loss_weights: Sequence[Tensor | None],
     is_watched: bool,
 ) -> list[_Run]:
     """Return what a model computes of all tokens and of each part; nothing where it does not run."""
-    draws = KeyedDraws(0, cp=len(attempts[0]) - 1)
+    rule = splitting.rule
     before = [(module, module.training) for module in copied.modules()]
-    undo = key_dropouts(copied.train(), draws, shares="mesh.cp") if is_training else []
+    if is_training:
+        copied.train()
     try:
-        for attempt, inputs in enumerate(attempts):
-            try:
-                with torch.no_grad(), float64_throughout():
-                    return [
-                        _run(copied, arguments, draws if is_training else None, number, weight, is_watched)
-                        for number, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
-                    ]
-            except ConfigError as error:
-                raise ConfigError(
-                    error.code, f"mesh.cp is not for {type(copied).__name__}: {error}; or {NO_CONTEXT}"
-                ) from error
-            except Exception as error:
-                if attempt == len(attempts) - 1:
-                    warn_unproved(copied, error)
+        with splitting.all_runs(copied, is_training):
+            for attempt, inputs in enumerate(attempts):
+                try:
+                    with torch.no_grad(), float64_throughout():
+                        return [
+                            _run(copied, arguments, splitting.one_run(arguments, part), weight, is_watched)
+                            for part, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
+                        ]
+                except ConfigError as error:
+                    raise ConfigError(
+                        error.code, f"{rule.key} is not for {type(copied).__name__}: {error}; or {rule.fix}"
+                    ) from error
+                except Exception as error:
+                    if attempt == len(attempts) - 1:
+                        warn_unproved(copied, error, rule)
         return []
     finally:
-        for each in reversed(undo):
-            each()
         for module, training in before:
             module.training = training
 
 
-def _compare(copied: nn.Module, runs: Sequence[_Run], when: str) -> None:
+def _compare(copied: nn.Module, splitting: Splitting, runs: Sequence[_Run], when: str) -> None:
     losses = [torch.stack(list(losses)).sum(0) for losses in zip(*(run.loss for run in runs[1:]), strict=False)]
-    has_loss = all(map(_is_close, runs[0].loss, losses))
-    if has_loss and all(map(_is_like, *(run.outputs for run in runs))):
+    has_loss = all(map(is_close, runs[0].loss, losses))
+    wrong_place = splitting.wrong_place()
+    if has_loss and not wrong_place and all(map(is_like, *(run.outputs for run in runs))):
         return
     culprits = (
         name
         for (name, given, found), *others in zip(*(run.records for run in runs), strict=False)
-        if all(map(_is_like, given, *(other[1] for other in others)))
-        and not all(map(_is_like, found, *(other[2] for other in others)))
+        if all(map(is_like, given, *(other[1] for other in others)))
+        and not all(map(is_like, found, *(other[2] for other in others)))
     )
+    rule, name = splitting.rule, next(filter(None, culprits), "") or wrong_place or "the forward"
     raise ConfigError(
-        "cp-tokens-apart",
-        f"mesh.cp splits sequences, and {next(culprits, '') or 'the forward'} of {type(copied).__name__} computes "
-        f"tokens{when} from others of their sequence beside attention, or from their number; {NO_CONTEXT}",
+        rule.apart_code,
+        f"{rule.key} splits sequences, and {name} of {type(copied).__name__} computes tokens{when} from others of "
+        f"their sequence {rule.exception}, or from their number; {rule.fix}",
     )
 
 
-def warn_unproved(model: nn.Module, error: Exception) -> None:
-    """Warn that a model could not be run to prove that mesh.cp may split its sequences."""
+def warn_unproved(model: nn.Module, error: Exception, rule: SplitRule = CONTEXT_RULE) -> None:
+    """Warn that a model could not be run to prove that its sequences may be split."""
     _LOG.warning(
-        "it could not be proved that %s computes its tokens apart from each other, as mesh.cp needs: %s: %s",
-        type(model).__name__,
-        type(error).__name__,
-        error,
+        "it could not be proved that %s computes its tokens apart from each other, as %s needs: %s: %s",
+        *(type(model).__name__, rule.key, type(error).__name__, error),
     )
 
 
 def _run(
     model: nn.Module,
     inputs: Inputs,
-    draws: KeyedDraws | None,
-    part: int,
+    around: AbstractContextManager[Any],
     loss_weight: Tensor | None,
     is_watched: bool,
 ) -> _Run:
     """Return what a model returns, and the inputs and outputs of each module, in the order in which forwards end.
 
     Args:
-        draws: what it draws; None in evaluation.
-        part: 0 for all tokens, others for the parts.
+        around: of `Splitting.one_run`.
     """
     records: list[_Record] = []
     under_way: list[tuple[str, list[Tensor]]] = []
@@ -196,19 +285,13 @@ def _run(
     )
     with (
         watching if is_watched else nullcontext(),
-        nullcontext() if draws is None else _numbers_of(draws, inputs, part),
+        around,
         kept_generators(),
     ):
         output = model(**inputs)
     loss = getattr(output, "loss", None)
     weighted = [] if loss_weight is None or loss is None else [loss.detach() * loss_weight.cpu()]
     return _Run(_floats(output), weighted, records)
-
-
-def _numbers_of(draws: KeyedDraws, inputs: Inputs, part: int) -> AbstractContextManager[None]:
-    num_samples, num = main_input(inputs).shape[:2]
-    held = None if part == 0 else (((part - 1) * num, part * num),)
-    return draws.at(0, 0, 0, num_samples, held, num)
 
 
 def _floats(value: Any) -> list[Tensor]:
@@ -218,18 +301,18 @@ def _floats(value: Any) -> list[Tensor]:
     return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _is_like(whole: Tensor, *parts: Tensor) -> bool:
+def is_like(whole: Tensor, *parts: Tensor) -> bool:
     """Return whether the parts make up the whole along some dim, or each of them is the whole."""
     if all(part.shape == whole.shape for part in parts):
-        return all(_is_close(whole, part) for part in parts)
+        return all(is_close(whole, part) for part in parts)
     for dim in range(whole.dim()):
         sizes = [part.shape[:dim] + part.shape[dim + 1 :] for part in (whole, *parts)]
         if len(set(sizes)) == 1 and sum(part.shape[dim] for part in parts) == whole.shape[dim]:
-            return _is_close(whole, torch.cat(parts, dim))
+            return is_close(whole, torch.cat(parts, dim))
     return False
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor) -> bool:
     largest = one.nan_to_num(0.0, 0.0, 0.0).abs().max() if one.numel() else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=float(largest) * _TOLERANCE, equal_nan=True)
 

@@ -30,7 +30,7 @@ from shardwise.comm.loss import LossFn, LossSum, read_loss
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.still import StillFunctions
 from shardwise.runtime.forward_state import kept_generators
-from shardwise.runtime.symbolic_size import SymbolicSize
+from shardwise.runtime.symbolic_size import SymbolicSizes
 from shardwise.runtime.torch_private import OpMode, in_fake_mode, pytree
 
 _LOG: Final = logging.getLogger("shardwise")
@@ -117,20 +117,21 @@ class _Trial:
         """Return what the loss decides of so many tokens and would not of one of the others; empty where that is
         nothing, or is not known.
         """
-        size = SymbolicSize(length)
+        sizes = SymbolicSizes(tokens=length)
 
         def symbolic(leaf: Tensor) -> Tensor:
-            return torch.zeros(leaf.shape[0], size.number, *leaf.shape[2:], dtype=leaf.dtype, device=leaf.device)
+            return torch.zeros(
+                leaf.shape[0], sizes.numbers["tokens"], *leaf.shape[2:], dtype=leaf.dtype, device=leaf.device
+            )
 
         try:
-            with torch.no_grad(), kept_generators(), size.in_place():
+            with torch.no_grad(), kept_generators(), sizes.in_place():
                 arguments = [_mapped(tree, self.num_tokens, symbolic) for tree in (self.output, self.batch)]
                 self.loss_fn(*arguments)
         except Exception as error:  # of code that needs values
             _LOG.debug("loss_fn was not tried without values under mesh.cp: %s", error)
             return ""
-        decisions = map(size.differing_at, others)
-        return next(filter(None, decisions), "").replace("size", "tokens")
+        return next(filter(None, (sizes.differing_at(tokens=each) for each in others)), "")
 
 
 def _compare(whole: LossSum, others: Sequence[LossSum], num_tokens: int) -> None:

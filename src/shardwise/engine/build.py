@@ -52,6 +52,7 @@ from shardwise.tensor.apply import dropout_zones, split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.layers import mappings_of
 from shardwise.tensor.loss_parallel import LazyLogitsHead, deferring_heads, settle_all
+from shardwise.tensor.sequence_proof import prove_sequences
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
 from shardwise.zero.resources import ShardingResources
@@ -257,9 +258,12 @@ def _alter_modules(
         what shares batches out, and where activations are offloaded.
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
-    given = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels)
-    _undo_at_end(cleanup, given.undo)
     tensor, tp = layout.tensor, resources.comms.tensor
+    shapes = {} if tensor is None else {name: each.global_shape for name, each in tensor.splits.items()}
+    if tensor is not None and not resources.comms.all.is_simulated:
+        _undo_at_end(cleanup, prove_sequences(model, tensor, config))
+    given = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels, shapes)
+    _undo_at_end(cleanup, given.undo)
     if tensor is not None:
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)

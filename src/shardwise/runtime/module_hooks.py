@@ -375,6 +375,22 @@ def change_inputs(module: Any, change: Callable[[Any, Any, Any], tuple[Any, Any]
     module.register_forward_pre_hook(change, with_kwargs=True)
 
 
+def change_outputs(module: nn.Module, change: Callable[[Any], Any]) -> None:
+    """Make a module return, for as long as it lives, what `change` makes of its output."""
+    module.register_forward_hook(lambda called, args, output: change(output))
+
+
+def call_before_forward(module: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:
+    """Call a function with the arguments of each forward of a module, but of a recomputation, and of no copy of it."""
+
+    @uncompiled
+    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if called is module and not in_backward() and not in_transform():
+            call(args, kwargs)
+
+    return module.register_forward_pre_hook(before, with_kwargs=True)
+
+
 @contextmanager
 def watch_registrations(
     on_parameter: Callable[[nn.Module, str, nn.Parameter], None], on_module: Callable[[nn.Module], None]

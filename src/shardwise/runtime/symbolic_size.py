@@ -1,11 +1,11 @@
-"""Run code with a size that is a symbol, and keep each decision that the code takes by it.
+"""Run code with sizes that are symbols, and keep each decision that the code takes by them.
 
->>> size = SymbolicSize(8)
->>> with size.in_place():
-...     x = torch.zeros(2, size.number, 3)
+>>> sizes = SymbolicSizes(samples=2, tokens=8)
+>>> with sizes.in_place():
+...     x = torch.zeros(sizes.numbers["samples"], sizes.numbers["tokens"], 3)
 ...     y = x * 2 if x.shape[1] > 5 else x
->>> size.holds_at(8), size.holds_at(6), size.holds_at(4), size.differing_at(4)
-(True, True, False, 'size > 5')
+>>> [sizes.differing_at(samples=samples, tokens=tokens) for samples, tokens in ((2, 8), (3, 6), (3, 4))]
+['', '', 'tokens > 5']
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 
 from shardwise.runtime.torch_private import fake_tensors, quiet_fakes
 
-__all__ = ["SymbolicSize"]
+__all__ = ["SymbolicSizes"]
 
 
-class SymbolicSize:
-    """A size that code computes with as with a number; a use that needs the number itself is a decision for it.
+class SymbolicSizes:
+    """Sizes that code computes with as with numbers; a use that needs a number itself is a decision for it.
 
     Args:
-        value: by which decisions are taken; 2 or more.
+        values: by name, by which decisions are taken. A size of 0 or 1 stays a number: torch takes no symbol for it.
     """
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, **values: int) -> None:
         # An import of a second, which a run without such a proof need not wait for.
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -36,8 +36,11 @@ class SymbolicSize:
         self._mode: Any = fake_tensors(self._shapes)
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
         mode: Any = self._mode
-        self.number: Any = mode.from_tensor(torch.empty(value), symbolic_context=context).shape[0]
-        self._symbol = self.number.node.expr
+        self.numbers: dict[str, Any] = {
+            name: value if value < 2 else mode.from_tensor(torch.empty(value), symbolic_context=context).shape[0]
+            for name, value in values.items()
+        }
+        self._symbols = {name: each.node.expr for name, each in self.numbers.items() if type(each) is not int}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -45,13 +48,16 @@ class SymbolicSize:
         with quiet_fakes(), self._mode:
             yield
 
-    def holds_at(self, value: int) -> bool:
-        """Return whether each decision would be the same at another value."""
-        return not self.differing_at(value)
-
-    def differing_at(self, value: int) -> str:
-        """Return the first decision that would be another at a value, in terms of `size`; empty where none would."""
+    def differing_at(self, **values: int) -> str:
+        """Return the first decision that would be another at other values, in their names; empty where none would."""
+        for name, number in self.numbers.items():
+            if name not in self._symbols and values[name] != number:
+                return f"{name} == {number}"
+            if name in self._symbols and values[name] < 2:
+                return f"{name} > 1"
+        at = {symbol: values[name] for name, symbol in self._symbols.items()}
         for guard in self._shapes.guards:
-            if not bool(guard.expr.subs(self._symbol, value)):
-                return str(guard.expr).replace(str(self._symbol), "size")
+            if not bool(guard.expr.subs(at)):
+                names = {symbol: type(symbol)(name) for name, symbol in self._symbols.items()}
+                return str(guard.expr.xreplace(names))
         return ""

@@ -6,7 +6,6 @@ library gives them this rank's part of the data, before or after this.
 
 from __future__ import annotations
 
-import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import VocabSplit
-from shardwise.tensor.layers import ForwardArgument, Order
+from shardwise.tensor.layers import Order, place_of
 from shardwise.tensor.loss_parallel import HEAD_STATE, LazyLogitsHead
 from shardwise.tensor.mappings import TpMappings
 
@@ -138,8 +137,8 @@ class _PlanApplier:
         """Make the column layers of a module share its inputs."""
         module = self.model.get_submodule(region.module)
         is_sequence = is_within(region.module, self.sequence_modules)
-        inputs = tuple(_place(module, region.module, name) for name in region.inputs)
-        whole = tuple(_place(module, region.module, name) for name in region.whole_inputs)
+        inputs = tuple(place_of(module, region.module, name) for name in region.inputs)
+        whole = tuple(place_of(module, region.module, name) for name in region.whole_inputs)
         state = layers.SharedInputState(
             self.ops, region.module, whole if is_sequence else inputs + whole, inputs if is_sequence else ()
         )
@@ -148,7 +147,7 @@ class _PlanApplier:
     def bound(self, stack: tensor_plan.SequenceStack) -> None:
         """Split the sequence before a stack, and gather it after."""
         first, last = self.model.get_submodule(stack.first), self.model.get_submodule(stack.last)
-        entry = layers.ScatterState(self.ops, stack.first, _place(first, stack.first, stack.argument))
+        entry = layers.ScatterState(self.ops, stack.first, place_of(first, stack.first, stack.argument))
         self._swap_class(first, layers.SequenceScatter, "_shardwise_entry", entry)
         self._swap_class(last, layers.SequenceGather, "_shardwise_exit", layers.GatherState(self.ops, stack.last))
 
@@ -161,20 +160,6 @@ class _PlanApplier:
         for name, size in sizes.items():
             if name in module.__dict__:
                 self.undo.append(set_attribute(module, name, size))
-
-
-def _place(module: nn.Module, name: str, argument: str) -> ForwardArgument:
-    parameters = inspect.signature(module.forward).parameters
-    kinds = [each.kind for each in parameters.values()]
-    if argument not in parameters:
-        if inspect.Parameter.VAR_KEYWORD in kinds:
-            return ForwardArgument(argument, None)
-        raise ConfigError(
-            "tp-plan-argument",
-            f"module {name} has no argument {argument!r}; the plan must name one of {', '.join(parameters)}",
-        )
-    is_keyword = parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
-    return ForwardArgument(argument, None if is_keyword else list(parameters).index(argument))
 
 
 def _order(parts: tuple[FusedPart, ...], degree: int) -> Order:

@@ -16,6 +16,7 @@ True
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -47,7 +48,9 @@ __all__ = [
     "VocabEmbedding",
     "VocabParallelHead",
     "mappings_of",
+    "place_of",
     "subclass_module",
+    "with_first_tensor",
 ]
 
 # (rank, start, stop) of slices along a dim, in the order of the whole; empty where the whole is the ranks' tensors
@@ -246,6 +249,25 @@ class ForwardArgument:
         return (*args[:at], function(args[at]), *args[at + 1 :]), kwargs
 
 
+def place_of(module: nn.Module, name: str, argument: str) -> ForwardArgument:
+    """Return where the forward of a module of a name takes an argument.
+
+    Raises:
+        ConfigError: it takes none of that name.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    kinds = [each.kind for each in parameters.values()]
+    if argument not in parameters:
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            return ForwardArgument(argument, None)
+        raise ConfigError(
+            "tp-plan-argument",
+            f"module {name} has no argument {argument!r}; the plan must name one of {', '.join(parameters)}",
+        )
+    is_keyword = parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
+    return ForwardArgument(argument, None if is_keyword else list(parameters).index(argument))
+
+
 @dataclass(frozen=True, eq=False)
 class SharedInputState(LayerState):
     """Holds the state of a region.
@@ -318,11 +340,11 @@ class SequenceGather(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._shardwise_exit
         output = super().forward(*args, **kwargs)
-        return _with_first_tensor(output, lambda x: state.ops.join_sequence(x, state.title), state.name)
+        return with_first_tensor(output, lambda x: state.ops.join_sequence(x, state.title), state.name)
 
 
-def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
-    """Return an output like this one, with its first tensor changed."""
+def with_first_tensor(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
+    """Return an output like that of a module of a name, with its first tensor changed."""
     if isinstance(output, Tensor):
         return change(output)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):  # Hugging Face's outputs are such
