@@ -143,6 +143,7 @@ class PipelineRunner:
         execution = self._prepare(self._evaluations[len(batches)], batches, losses)
         parts.timeline.is_recording = False
         self._perform(execution)
+        self._forward.compare_left(parts.check_batch)
 
     def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""

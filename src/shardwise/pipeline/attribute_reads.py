@@ -7,6 +7,7 @@ that can: calls of functions that are not known, values that are returned, condi
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -86,6 +87,23 @@ class AttributeReads:
                 left += new
         return frozenset(taken)
 
+    def labels(self) -> list[str]:
+        """Return the full names of the attributes that are read."""
+        return sorted(self._sites)
+
+    def are_harmless_in(self, kind: type, name: str) -> bool:
+        """Say whether no code of a class lets an attribute of `self` reach its results."""
+        for each in kind.__mro__:
+            if _is_of_torch(each):
+                continue
+            try:
+                file = _file_of(inspect.getsourcefile(each) or "")
+            except (TypeError, OSError):  # it was typed in
+                return False
+            if any(_Flow(file, node).kept() is None for node in file.attributes_of(each.__qualname__, name)):
+                return False
+        return True
+
     def judge(self, site: Site, name: str) -> frozenset[str] | None:
         """Return the same for one place that reads the attribute."""
         if (site, name) not in self._judged:
@@ -132,6 +150,29 @@ class _File:
             if isinstance(node, ast.Attribute | ast.Call):
                 span = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
                 self.by_span.setdefault(span, []).append(node)
+
+    def attributes_of(self, class_name: str, name: str) -> list[ast.expr]:
+        """Return the reads of an attribute in the code of a class.
+
+        Args:
+            class_name: qualified by what it is in.
+        """
+        return [
+            node
+            for nodes in self.by_span.values()
+            for node in nodes
+            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+            if self._class_of(node) == class_name
+        ]
+
+    def _class_of(self, node: ast.AST) -> str:
+        """Return the qualified name of the class that a node is in."""
+        outer = self.around(node, (ast.ClassDef,))
+        names: list[str] = []
+        while isinstance(outer, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names[:0] = [outer.name] if isinstance(outer, ast.ClassDef) else [outer.name, "<locals>"]
+            outer = self.around(self.parents[outer], (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        return ".".join(names)
 
     def is_called_alone(self, function: ast.expr) -> bool:
         """Say whether an expression is called, and nothing takes what the call returns."""
@@ -287,6 +328,11 @@ class _Flow:
             if isinstance(inner, ast.Call) and (_name_of(inner.func) not in _COMPUTES or self._is_own(inner.func)):
                 return False
         return True
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Say whether a class is torch's or Python's, or one that is made and has no code of its own."""
+    return kind.__module__.startswith(("torch.", "builtins", "typing", "abc", "shardwise."))
 
 
 def _name_of(function: ast.expr) -> str:

@@ -12,7 +12,6 @@ earlier stage reads and no stage had written till then.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +24,17 @@ from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.attribute_reads import AttributeReads, Site, site_of
-from shardwise.runtime.class_swap import watch_attributes
+from shardwise.runtime.class_swap import accessing_frame, watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.torch_private import is_fake, pytree, version
 from shardwise.runtime.user_hooks import hook_contents, hook_dicts_of
 
-_FIX: Final = (
-    "compute it in the module that reads it, write it from the inputs before the units run, or use mesh.dp_shard with "
-    "zero.stage=3 in place of mesh.pp; what is only for a log, read it after the units, or in the call that logs it"
+NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
+FIX: Final = (
+    "compute it in the module that reads it, write it from the inputs before the units run, or "
+    f"{NO_PIPELINE}; what is only for a log, read it after the units, or in the call that logs it"
 )
 
 Place = tuple[int, str]
@@ -197,7 +197,7 @@ class RootState:
         self._pass.close()
         if self._before_units:
             marks, self._before_units = self._before_units, {}
-            changed = (label for label, mark in self._marks().items() if not _is_same(mark, marks[label]))
+            changed = (label for label, now in self._marks().items() if not is_same(now, marks[label]))
             self._late = self._late or next(changed, "")
         if record is None:
             return
@@ -208,8 +208,8 @@ class RootState:
             place, is_in_place = (id(attributes), name), attributes.get(name, MISSING) is before.value
             if place not in own:
                 base = before.remake(made) if len(self._held) > 1 else before.value
-                is_same = is_in_place and _parts(base) is not None
-                kept = _Kept.of(before.value, base) if is_same else _Kept.of(base)
+                stays = is_in_place and _parts(base) is not None
+                kept = _Kept.of(before.value, base) if stays else _Kept.of(base)
                 self._written.setdefault(place, _Written(attributes, before.value, kept, is_in_place)).base = kept
                 own[place] = kept
             if not self._is_agreed and (label := self._label(attributes, name)):
@@ -282,7 +282,7 @@ class RootState:
 
     def _marks(self) -> dict[str, tuple[Any, ...]]:
         """Return what tells whether an attribute was written, by label."""
-        return {label: _mark(attributes.get(name)) for label, (attributes, name) in self._quiet.items()}
+        return {label: mark(attributes.get(name)) for label, (attributes, name) in self._quiet.items()}
 
     def _watch(self, prefix: str) -> Callable[[nn.Module, str, bool], None]:
         def watch(module: nn.Module, name: str, is_write: bool) -> None:
@@ -294,7 +294,7 @@ class RootState:
             if is_first and is_write:
                 self._accesses.fresh.add(label)
             if not is_write:
-                self._look(label, name, is_first, _reader())
+                self._look(label, name, is_first, site_of(accessing_frame()))
 
         return watch
 
@@ -325,7 +325,7 @@ class RootState:
         """Return a digest of each attribute, as a stage has left it."""
         states = self._own.get(stage, {})
         return {
-            f"{prefix}{name}": _digest(_value_of(states.get((id(attributes), name)), value))
+            f"{prefix}{name}": digest(_value_of(states.get((id(attributes), name)), value))
             for prefix, (_, dicts) in self._modules.items()
             for attributes in dicts
             for name, value in attributes.items()
@@ -337,18 +337,8 @@ def stale_state(label: str, stage: int) -> ConfigError:
     return ConfigError(
         "state-over-stages",
         f"the forward of stage {stage} reads {label}, which was written after the units of this stage had run: it "
-        f"follows from values of a later stage, and under mesh.pp no stage sends them back; {_FIX}",
+        f"follows from values of a later stage, and under mesh.pp no stage sends them back; {FIX}",
     )
-
-
-def _reader() -> Site:
-    """Return the place that reads an attribute of a module that is watched."""
-    frame = inspect.currentframe()
-    for _ in range(3):  # this function, the one that is called at each access, and the module's own
-        frame = frame and frame.f_back
-    if frame is None:
-        raise RuntimeError("an attribute is read by no code")
-    return site_of(frame)
 
 
 def _judge(notes: Mapping[int, str]) -> str:
@@ -362,14 +352,14 @@ def _judge(notes: Mapping[int, str]) -> str:
     return json.dumps({"stale": None, "writes": last, "reads": sorted(read - set(last))})
 
 
-def _mark(value: Any) -> tuple[Any, ...]:
+def mark(value: Any) -> tuple[Any, ...]:
     """Return a value, and what writes into it change."""
     if isinstance(value, Tensor):
         return value, None if value.is_inference() else version(value), None if is_fake(value) else value.data_ptr()
     return value, len(value) if isinstance(value, list | dict | set | deque) else None
 
 
-def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return one[0] is other[0] and one[1:] == other[1:]
 
 
@@ -377,7 +367,7 @@ def _leaves(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
-def _digest(value: Any, depth: int = 4) -> str:
+def digest(value: Any, depth: int = 4) -> str:
     """Return a hash of a value's contents; objects whose contents are not known all have one."""
     if isinstance(value, Tensor):
         if is_fake(value) or value.is_meta:
@@ -390,10 +380,10 @@ def _digest(value: Any, depth: int = 4) -> str:
     if isinstance(value, CONSTANTS) or not depth:
         return ""
     if isinstance(value, dict):
-        return "".join(f"{key!r}:{_digest(each, depth - 1)}," for key, each in value.items())
+        return "".join(f"{key!r}:{digest(each, depth - 1)}," for key, each in value.items())
     if isinstance(value, list | tuple | deque):
-        return f"{len(value)}:" + ",".join(_digest(each, depth - 1) for each in value)
-    return _digest(vars(value), depth - 1) if hasattr(value, "__dict__") else ""
+        return f"{len(value)}:" + ",".join(digest(each, depth - 1) for each in value)
+    return digest(vars(value), depth - 1) if hasattr(value, "__dict__") else ""
 
 
 def _value_of(kept: _Kept | None, otherwise: Any) -> Any:

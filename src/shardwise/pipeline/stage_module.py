@@ -28,7 +28,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -37,22 +37,17 @@ from torch import Tensor, nn
 
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
-from shardwise.pipeline.root_state import Meeting, RootState
-from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
+from shardwise.pipeline.root_state import NO_PIPELINE, Meeting, RootState
+from shardwise.pipeline.skipped_units import CutError, SkippedUnits
+from shardwise.runtime.class_swap import Call, intercept_forward
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
 from shardwise.runtime.user_hooks import without_user_hooks
 
 _UNUSED: Final = "appears to not have been used in the graph"  # as torch says it of a derivative
-_NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
-_FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
-
-
-class CutError(ConfigError):
-    """Says that a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
+_FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {NO_PIPELINE}"
 
 
 class _Writable(torch.autograd.Function):
@@ -112,8 +107,8 @@ class StageForward:
         self._is_chain = type(model).forward is nn.Sequential.forward and self._names == entries
         self._placeholders = PlaceholderTensors(device, is_simulated, dtypes)
         self._placeholder_modules = {} if self._is_chain else self._make_placeholder(held)
-        self._skipped_outputs = SkippedOutputs(
-            [] if is_simulated or self._is_chain else self._modules, self._placeholders
+        self._skipped = (
+            None if is_simulated else SkippedUnits(model, self._names, self._range_of, held, self._placeholders)
         )
         self._answers: dict[Hashable, Any] = {}
         self._answer_of_class: dict[type, Any] = {}
@@ -153,6 +148,8 @@ class StageForward:
         self._guessed = None
         if self._root is not None:
             self._root.begin(stage, lambda: sum(self._num_calls.values()))
+        if self._skipped is not None:
+            self._skipped.begin(stage)
 
     def end_step(self, meeting: Meeting | None = None) -> None:
         """End a step, or an evaluation: the model has the state that its own forwards would have left.
@@ -165,17 +162,28 @@ class StageForward:
         """
         if self._root is not None and meeting is not None:
             self._root.agree(meeting)
+        self.compare_left(meeting)
         if self._root is not None:
             self._root.end_step()
 
+    def compare_left(self, meeting: Meeting | None) -> None:
+        """Compare what the stages' units have left with what other stages read of them; also after an evaluation.
+
+        Raises:
+            ConfigError: a stage has read what a unit of another one has left.
+        """
+        if self._skipped is not None and meeting is not None:
+            self._skipped.agree(meeting)
+
     def end(self) -> None:
         """Make forwards the model's own again."""
+        if self._skipped is not None:
+            self._skipped.end()
         if self._root is not None:
             self._root.end()
         self._received, self._like_known, self._is_on = None, None, False
         self._hooks.end()
         self._sent.clear()
-        self._skipped_outputs.remove()
 
     @property
     def _own(self) -> range:
@@ -192,6 +200,10 @@ class StageForward:
             total = compute()
         except NO_VALUE_ERRORS as error:
             raise self._not_sent("the loss") from error
+        except AttributeError as error:
+            if self._skipped is not None and (left := self._skipped.explain(error)):
+                raise left from error
+            raise
         if any(self._placeholders.is_one(leaf) for leaf in (total.total, total.count)):
             raise self._not_sent("the loss")
         return total
@@ -214,6 +226,8 @@ class StageForward:
                 raise
             except Exception as error:
                 if not self._sent:
+                    if self._is_on and self._skipped is not None and (left := self._skipped.explain(error)):
+                        raise left from error
                     if self._is_on and self._start and _UNUSED in str(error):
                         raise self._derives(error) from error
                     if self._is_on and (self._guessed or isinstance(error, NO_VALUE_ERRORS)):
@@ -232,8 +246,9 @@ class StageForward:
         value = pytree.tree_map_only(Tensor, _writable, self._received) if self._start else input
         if self._stop == len(self._names):
             self._hooks.show(self._start)
-        for module in self._modules[self._start : self._stop]:
-            value = module(value)
+        for index in self._own:
+            module = self._modules[index]
+            value = module(value) if self._skipped is None else self._skipped.run(index, module, (value,), {})
         return value if self._stop == len(self._names) else self._hooks.pack(self._own, value)
 
     def _check_ended(self) -> None:
@@ -247,14 +262,14 @@ class StageForward:
             raise CutError(
                 "cut-unit-not-run",
                 f"the forward ended without {missing}; cut between units that run in every forward (pipeline.cut), or "
-                f"{_NO_PIPELINE}",
+                f"{NO_PIPELINE}",
             )
 
     def _derives(self, error: Exception) -> CutError:
         return CutError(
             "cut-derivative",
             f"the forward of {type(self._model).__name__} takes a derivative through layers of another stage, whose "
-            f"graph is not here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_NO_PIPELINE}",
+            f"graph is not here ({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {NO_PIPELINE}",
         )
 
     def _reads_values(self, error: Exception) -> CutError:
@@ -279,14 +294,15 @@ class StageForward:
             return self._without_device(self._placeholder_of(index, args, kwargs))
         if self._start <= index < self._stop:
             return self._run(index, own, args, kwargs)
-        self._skipped_outputs.set_on(module, self._kinds[index][0], args, kwargs)
+        if self._skipped is not None:
+            self._skipped.skip(module, self._kinds[index][0], args, kwargs)
         if index != self._start - 1:
             return self._placeholder_of(index, args, kwargs)
         if num_calls >= len(positions):
             raise CutError(
                 "cut-unit-repeats",
                 f"{self._names[index]} runs more than once in one forward, so no stage can end with it; move "
-                f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {_NO_PIPELINE}",
+                f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {NO_PIPELINE}",
             )
         put_recorded(self._received)
         if self._stop == len(self._names):
@@ -296,7 +312,7 @@ class StageForward:
     def _run(self, index: int, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit of the stage; after the last one the model goes on with placeholders."""
         self._check_arguments(index, args, kwargs)
-        output = own(*args, **kwargs)
+        output = own(*args, **kwargs) if self._skipped is None else self._skipped.run(index, own, args, kwargs)
         if self._has_placeholders(output):
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
@@ -304,6 +320,8 @@ class StageForward:
             self._like_known = self._without_device(output)
             if self._root is not None:
                 self._root.end_units()
+            if self._skipped is not None:
+                self._skipped.end_units()
             return self._like_known
         return output
 
@@ -321,9 +339,10 @@ class StageForward:
         sent = (
             f"not the output of {self._names[self._start - 1]} and so is not sent" if self._start else "not there yet"
         )
+        hint = "" if self._skipped is None else self._skipped.hint
         return CutError(
             "cut-value-not-sent",
-            f"{what} is computed from a value of another stage, which is {sent}; return it from there, move "
+            f"{what} is computed from a value of another stage{hint}, which is {sent}; return it from there, move "
             f"pipeline.cut, {_FIX}",
         )
 
@@ -395,68 +414,6 @@ def _fingerprint(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return leaf if isinstance(leaf, int | float | str | bool) else type(leaf).__name__
-
-
-class SkippedOutputs:
-    """Sets placeholders as attributes where skipped units would leave values.
-
-    Args:
-        modules: the units that may be skipped, as the user built them.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], placeholders: PlaceholderTensors) -> None:
-        self._placeholders = placeholders
-        self._copies: dict[type, nn.Module] = {}
-        self._left: dict[type, list[tuple[str, str, Any]]] = {}
-        self._undo: list[Callable[[], None]] = []
-        for module in modules:
-            if type(module) not in self._copies:
-                tensors = [*module.parameters(), *module.buffers()]
-                with suppress(Exception):  # of a unit that cannot be copied the attributes are not found
-                    memo = {id(each): placeholders.like(each) for each in tensors}
-                    self._copies[type(module)] = without_user_hooks(copy.deepcopy(module, memo))
-
-    def set_on(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set on a skipped unit the attributes that units of its class leave on themselves.
-
-        Args:
-            kind: its class as the user built it.
-            args: the arguments that it was called with.
-        """
-        if kind in self._copies:
-            self._left[kind] = list(self._run(self._copies.pop(kind), args, kwargs))
-        for path, name, value in self._left.get(kind, ()):
-            with suppress(AttributeError):  # another unit of the class may lack the part
-                self._undo.append(set_attribute(module.get_submodule(path), name, value))
-
-    def remove(self) -> None:
-        """Give the units back the attributes that they had."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _run(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """Yield what a copy leaves on itself: the submodule's name, the attribute's name and its value."""
-        before = {id(leaf) for *_, value in _attributes(unit) for leaf in self._placeholders_in(value)}
-        own_args, own_kwargs = pytree.tree_map(
-            lambda leaf: self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
-        # Where it fails, what it has left until then counts.
-        with suppress(Exception), torch.no_grad(), self._placeholders.only():
-            unit(*own_args, **own_kwargs)
-        for path, name, value in _attributes(unit):
-            if any(id(leaf) not in before for leaf in self._placeholders_in(value)):
-                yield path, name, value
-
-    def _placeholders_in(self, value: Any) -> list[Any]:
-        return [leaf for leaf in pytree.tree_leaves(value) if self._placeholders.is_one(leaf)]
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Yield the attributes of a module and its submodules, except parameters, buffers and modules."""
-    for path, part in module.named_modules():
-        for name, value in [*vars(part).items()]:
-            if not name.startswith(("_parameters", "_buffers", "_modules")):
-                yield path, name, value
 
 
 _MODULE: Final = "transformers.utils.output_capturing"

@@ -6,7 +6,9 @@ Such a class is a subclass of the object's own, so `isinstance` gives the same a
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Final, cast
 
 from torch import nn
@@ -118,9 +120,17 @@ def watch_attributes(module: nn.Module, watch: Watch) -> Callable[[], None]:
     """Call `watch` before each access to an attribute of a module; it costs a call of Python each time.
 
     Returns:
-        the function that restores the module's class.
+        the function that restores the module's class; call these in reverse order after several.
     """
-    own = type(module)
+    own, outer = type(module), module.__dict__.get(_WATCH)
+    if outer is not None:
+
+        def both(watched: nn.Module, name: str, is_write: bool) -> None:
+            outer(watched, name, is_write)
+            watch(watched, name, is_write)
+
+        module.__dict__[_WATCH] = both
+        return lambda: module.__dict__.update({_WATCH: outer})
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     made = [each for each in own.__subclasses__() if each.__bases__ == (_WatchedAttributes, own)]
     module.__dict__[_WATCH] = watch
@@ -131,6 +141,16 @@ def watch_attributes(module: nn.Module, watch: Watch) -> Callable[[], None]:
         module.__dict__.pop(_WATCH, None)
 
     return put_back
+
+
+def accessing_frame() -> FrameType:
+    """Return the frame of the code whose access to an attribute is being watched; call it in a `Watch`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in _ACCESSES:
+        frame = frame.f_back
+    if frame is None or frame.f_back is None:
+        raise RuntimeError("an attribute is read by no code")
+    return frame.f_back
 
 
 _WATCH: Final = "_shardwise_watch"
@@ -151,6 +171,9 @@ class _WatchedAttributes:
         if watch is not None:
             watch(self, name, True)
         super().__setattr__(name, value)
+
+
+_ACCESSES: Final = (_WatchedAttributes.__getattribute__.__code__, _WatchedAttributes.__setattr__.__code__)
 
 
 def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:

@@ -80,7 +80,7 @@ class _Place:
     def watch_containers(self) -> None:
         """Look into its small containers at every pass."""
         for name, value in self.attributes.items():
-            if is_small_container(value) and _is_state(name):
+            if is_small_container(value) and is_state(name):
                 self.written.add(name)
 
 
@@ -92,7 +92,7 @@ class _QuietPlace:
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.attributes = attributes
-        self.names = tuple(name for name in attributes if _is_state(name))
+        self.names = tuple(name for name in attributes if is_state(name))
         self._get = itemgetter(*self.names, *self.names[:1])  # of two names at least it makes a tuple
 
     def values(self) -> tuple[Any, ...]:
@@ -186,7 +186,7 @@ class ForwardState:
             if isinstance(value, Tensor):
                 if name not in place.rebound:
                     known[name] = self._tensor_before(value, copies, compares=place.is_silent or not place.is_known)
-            elif (not place.is_known or name in place.written) and _is_state(name):
+            elif (not place.is_known or name in place.written) and is_state(name):
                 known[name] = value_before(value, Walk())
         return _PlaceBefore(place, values, known)
 
@@ -214,7 +214,8 @@ class ForwardState:
                 num_bytes += each.value.nbytes
 
 
-def _is_state(name: str) -> bool:
+def is_state(name: str) -> bool:
+    """Say whether an attribute of a module of this name is state that a forward may write."""
     return name not in _NOT_STATE and not name.startswith(_NOT_STATE_PREFIXES)
 
 
@@ -308,7 +309,7 @@ class _PlaceBefore:
             return found
         for name in {**self.values, **now}:
             value = self.values.get(name, MISSING)
-            if name not in found and _is_state(name) and now.get(name, MISSING) is not value:
+            if name not in found and is_state(name) and now.get(name, MISSING) is not value:
                 found[name] = ValueBefore(value)
         return found
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness.emulated_pipeline import pipeline_error
 from harness.refusals import refused
-from shardwise.pipeline.stage_module import CutError
+from shardwise.pipeline.skipped_units import CutError
 
 WIDTH = 6
 TOLERANCE = 1e-9
