@@ -88,6 +88,11 @@ def zero(stage: int, **others: Mapping[str, Any]) -> Sections:
     return {"zero": {"stage": stage}, **others}
 
 
+def pipeline(schedule: str) -> Sections:
+    virtual_stages = 2 if schedule in ("interleaved", "zb-v") else 1
+    return zero(2, mesh={"pp": 2}, pipeline={"schedule": schedule, "virtual_stages": virtual_stages})
+
+
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 FP32 = {"param": "fp32"}
 CASES = (
@@ -106,6 +111,10 @@ CASES = (
     *(
         Case(f"cp {transport}", 2, zero(3, mesh={"cp": 2}, context={"transport": transport}, precision=FP32), "decoder")
         for transport in ("ring", "all-gather", "ulysses")
+    ),
+    *(
+        Case(f"pp {schedule}, rank {rank}", 2, pipeline(schedule), "deep", num_micro_batches=4, rank=rank)
+        for rank, schedule in ((0, "1f1b"), (1, "1f1b"), (0, "gpipe"), (1, "interleaved"), (1, "zb-h1"), (0, "zb-v"))
     ),
     Case("optimizer on the host", 2, zero(2, tiers={"optimizer": "host"})),
     Case("everything on the host", 2, zero(3, tiers=HOST)),
