@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import main_input
 from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.runtime.backward_code import followed
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.forward_state import kept_generators
 from shardwise.runtime.module_hooks import watch_calls
@@ -100,6 +101,39 @@ def check_tokens_apart(
         for is_training, when in ((False, ""), (True, " in training")):
             if runs := _runs(copied, attempts, is_training, loss_weights, is_watched):
                 _compare(copied, runs, when)
+        if is_watched:  # a long sequence would take much memory, and shows no more of this than a short one
+            _check_backward(copied, attempts)
+
+
+def _check_backward(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) -> None:
+    """Check the same of gradients, where hooks or functions of users run in the backward.
+
+    Raises:
+        ConfigError: a token's gradient is computed from those of others.
+    """
+    draws, runs = KeyedDraws(0, cp=len(attempts[0]) - 1), list[list[Tensor]]()
+    with _training(copied, draws):
+        for inputs in attempts:
+            with suppress(Exception), float64_throughout():  # what does not run has been warned of
+                if of_all := _gradients(copied, inputs[0], draws, 0):
+                    parts = enumerate(inputs[1:], start=1)
+                    runs = [of_all, *(_gradients(copied, arguments, draws, part) for part, arguments in parts)]
+                break
+    if runs and not all(map(_is_like, *runs)):
+        raise ConfigError(
+            "cp-tokens-apart",
+            f"mesh.cp splits sequences, and the backward of {type(copied).__name__} computes gradients of tokens from "
+            f"those of others of their sequence, in a hook or a torch.autograd.Function; {NO_CONTEXT}",
+        )
+
+
+def _gradients(model: nn.Module, inputs: Inputs, draws: KeyedDraws, part: int) -> list[Tensor]:
+    """Return the gradients of what a model's first modules return; none where no code of users computes them."""
+    shape = tuple(main_input(inputs).shape[:2])
+    with _numbers_of(draws, inputs, part), kept_generators(), followed(model, shape) as forward:
+        output = model(**inputs)
+        outputs = [leaf for leaf in _without_loss(output) if leaf.requires_grad]
+        return forward.gradients(outputs) if part or forward.runs_code(outputs) else []
 
 
 @dataclass(frozen=True)
@@ -120,9 +154,7 @@ def _runs(
 ) -> list[_Run]:
     """Return what a model computes of all tokens and of each part; nothing where it does not run."""
     draws = KeyedDraws(0, cp=len(attempts[0]) - 1)
-    before = [(module, module.training) for module in copied.modules()]
-    undo = key_dropouts(copied.train(), draws, shares="mesh.cp") if is_training else []
-    try:
+    with _training(copied, draws) if is_training else nullcontext():
         for attempt, inputs in enumerate(attempts):
             try:
                 with torch.no_grad(), float64_throughout():
@@ -137,7 +169,16 @@ def _runs(
             except Exception as error:
                 if attempt == len(attempts) - 1:
                     warn_unproved(copied, error)
-        return []
+    return []
+
+
+@contextmanager
+def _training(copied: nn.Module, draws: KeyedDraws) -> Iterator[None]:
+    """Let a copy train inside the context, and draw keyed numbers."""
+    before = [(module, module.training) for module in copied.modules()]
+    undo = key_dropouts(copied.train(), draws, shares="mesh.cp")
+    try:
+        yield
     finally:
         for each in reversed(undo):
             each()
@@ -212,10 +253,13 @@ def _numbers_of(draws: KeyedDraws, inputs: Inputs, part: int) -> AbstractContext
 
 
 def _floats(value: Any) -> list[Tensor]:
+    return [leaf.detach().clone() for leaf in _without_loss(value)]
+
+
+def _without_loss(value: Any) -> list[Tensor]:
     if hasattr(value, "to_tuple"):  # an output of transformers; its loss is of all tokens
         value = [each for name, each in value.items() if name != "loss"]
-    leaves = pytree.tree_leaves(value)
-    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _is_like(whole: Tensor, *parts: Tensor) -> bool:

@@ -49,6 +49,7 @@ __all__ = [
     "fake_tensors",
     "file_offset",
     "forward_hooks",
+    "function_of",
     "give_hooks",
     "global_forward_hooks",
     "has_cpu_flash_attention",
@@ -182,6 +183,11 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
     finally:
         checkpoints._checkpoint_without_reentrant_generator = run
         checkpoints.CheckpointFunction = kind  # type: ignore[misc]
+
+
+def function_of(node: Any) -> type | None:
+    """Return the `torch.autograd.Function` whose backward a node of the graph is; None for others."""
+    return getattr(type(node), "_forward_cls", None)
 
 
 def is_in_function(frame: FrameType | None, last: CodeType) -> bool:
