@@ -359,3 +359,51 @@ def test_values_of_another_size_than_keys_are_attended_to() -> None:
         expected = model(tokens).logits
         with use_sparse_attention(model, DenseVisibility(is_causal=True)):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=0.0, atol=1e-12)
+
+
+class CentresGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(1, keepdim=True)
+
+
+class ScalesGradients(CentresGradients):
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm(dim=-1, keepdim=True)
+
+
+class InBackward(Own):
+    """Has code in the backward alone: a hook on a tensor or on a module, or a function of autograd's kind."""
+
+    def __init__(self, how: str, scales: bool) -> None:
+        super().__init__()
+        self.how, self.kind = how, ScalesGradients if scales else CentresGradients
+        self.attend = lambda q, k, v, first_head, positions=None: v
+        if how == "module":
+            backward = self.kind.backward
+            self.qkv.register_full_backward_pre_hook(lambda module, gradients: (backward(None, gradients[0]),))
+
+    def mix(self, x: Tensor) -> Tensor:
+        if self.how == "tensor" and x.requires_grad:
+            x.register_hook(lambda gradient: self.kind.backward(None, gradient))
+        return self.kind.apply(x) if self.how == "function" else x
+
+
+BACKWARD = ("tensor", "module", "function")
+
+
+@pytest.mark.parametrize("how", BACKWARD)
+def test_code_in_the_backward_that_mixes_tokens_is_refused(how: str) -> None:
+    with refused("cp-tokens-apart", "InBackward"):
+        prove(InBackward(how, scales=False))
+
+
+@pytest.mark.parametrize("how", BACKWARD)
+def test_code_in_the_backward_that_sees_tokens_apart_is_taken(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    prove(InBackward(how, scales=True))
+    assert not caplog.records

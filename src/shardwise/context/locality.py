@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import main_input
 from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.runtime.backward_code import followed
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.forward_state import kept_generators
 from shardwise.runtime.module_hooks import watch_calls
@@ -190,6 +191,40 @@ def check_tokens_apart(
         for is_training, when in ((False, ""), (True, " in training")):
             if runs := _runs(copied, splitting, attempts, is_training, loss_weights, is_watched):
                 _compare(copied, splitting, runs, when)
+        if is_watched:  # a long sequence would take much memory, and shows no more of this than a short one
+            _check_backward(copied, splitting, attempts)
+
+
+def _check_backward(copied: nn.Module, splitting: Splitting, attempts: Sequence[Sequence[Inputs]]) -> None:
+    """Check the same of gradients, where hooks or functions of users run in the backward.
+
+    Raises:
+        ConfigError: a token's gradient is computed from those of others.
+    """
+    runs: list[list[Tensor]] = []
+    with _mode_of(copied, is_training=True), splitting.all_runs(copied, True):
+        for inputs in attempts:
+            with suppress(Exception), float64_throughout():  # what does not run has been warned of
+                if of_all := _gradients(copied, splitting, inputs[0], 0):
+                    parts = enumerate(inputs[1:], start=1)
+                    runs = [of_all, *(_gradients(copied, splitting, arguments, part) for part, arguments in parts)]
+                break
+    if runs and not all(map(is_like, *runs)):
+        rule = splitting.rule
+        raise ConfigError(
+            rule.apart_code,
+            f"{rule.key} splits sequences, and the backward of {type(copied).__name__} computes gradients of tokens "
+            f"from those of others of their sequence, in a hook or a torch.autograd.Function; {rule.fix}",
+        )
+
+
+def _gradients(model: nn.Module, splitting: Splitting, inputs: Inputs, part: int) -> list[Tensor]:
+    """Return the gradients of what a model's first modules return; none where no code of users computes them."""
+    shape = tuple(main_input(inputs).shape[:2])
+    with splitting.one_run(inputs, part), kept_generators(), followed(model, shape) as forward:
+        output = model(**inputs)
+        outputs = [leaf for leaf in _without_loss(output) if leaf.requires_grad]
+        return forward.gradients(outputs) if part or forward.runs_code(outputs) else []
 
 
 @dataclass(frozen=True)
@@ -211,26 +246,32 @@ def _runs(
 ) -> list[_Run]:
     """Return what a model computes of all tokens and of each part; nothing where it does not run."""
     rule = splitting.rule
+    with _mode_of(copied, is_training), splitting.all_runs(copied, is_training):
+        for attempt, inputs in enumerate(attempts):
+            try:
+                with torch.no_grad(), float64_throughout():
+                    return [
+                        _run(copied, arguments, splitting.one_run(arguments, part), weight, is_watched)
+                        for part, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
+                    ]
+            except ConfigError as error:
+                raise ConfigError(
+                    error.code, f"{rule.key} is not for {type(copied).__name__}: {error}; or {rule.fix}"
+                ) from error
+            except Exception as error:
+                if attempt == len(attempts) - 1:
+                    warn_unproved(copied, error, rule)
+    return []
+
+
+@contextmanager
+def _mode_of(copied: nn.Module, is_training: bool) -> Iterator[None]:
+    """Let a copy train inside the context, or run as it is."""
     before = [(module, module.training) for module in copied.modules()]
     if is_training:
         copied.train()
     try:
-        with splitting.all_runs(copied, is_training):
-            for attempt, inputs in enumerate(attempts):
-                try:
-                    with torch.no_grad(), float64_throughout():
-                        return [
-                            _run(copied, arguments, splitting.one_run(arguments, part), weight, is_watched)
-                            for part, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
-                        ]
-                except ConfigError as error:
-                    raise ConfigError(
-                        error.code, f"{rule.key} is not for {type(copied).__name__}: {error}; or {rule.fix}"
-                    ) from error
-                except Exception as error:
-                    if attempt == len(attempts) - 1:
-                        warn_unproved(copied, error, rule)
-        return []
+        yield
     finally:
         for module, training in before:
             module.training = training
@@ -295,10 +336,13 @@ def _run(
 
 
 def _floats(value: Any) -> list[Tensor]:
+    return [leaf.detach().clone() for leaf in _without_loss(value)]
+
+
+def _without_loss(value: Any) -> list[Tensor]:
     if hasattr(value, "to_tuple"):  # an output of transformers; its loss is of all tokens
         value = [each for name, each in value.items() if name != "loss"]
-    leaves = pytree.tree_leaves(value)
-    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def is_like(whole: Tensor, *parts: Tensor) -> bool:

@@ -204,10 +204,14 @@ class StepState:
     before_update: Callable[[], None] | None = None
     stops: StopRequests = field(default_factory=StopRequests)
 
-    def take_forward(self, num_samples: int) -> tuple[int, int]:
-        """Count a forward; return how many samples of this step this rank has before it, and its number from 0."""
+    def take_forward(self, num_samples: int, is_training: bool) -> tuple[int, int]:
+        """Count a forward; return how many samples of this step this rank has before it, and its number from 0.
+
+        A forward in evaluation draws nothing and does not count: the next one in training draws as it would without.
+        """
         before = self.num_samples, self.num_forwards
-        self.num_samples, self.num_forwards = self.num_samples + num_samples, self.num_forwards + 1
+        if is_training:
+            self.num_samples, self.num_forwards = self.num_samples + num_samples, self.num_forwards + 1
         return before
 
     def take_backward(self, is_boundary: bool | None) -> tuple[bool, bool]:

@@ -178,7 +178,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     if cp > 1:
         share = parts.sequences.share(to_device(dict(kwargs), parts.device), False)
     num_samples = _num_samples((args, kwargs))
-    taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples))
+    taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
     with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args):
         try:
             output = parts.model(*args, **share.inputs)
@@ -223,7 +223,7 @@ class SequentialRunner:
         parts.timeline.micro_batch = parts.state.num_backwards
         with _forward_phase(parts):
             taken = RankBatch.of(parts, batch, parts.state.num_samples, parts.state.num_forwards)
-            parts.state.take_forward(taken.num_samples)
+            parts.state.take_forward(taken.num_samples, parts.model.training)
             return run_model(parts, taken, lambda output: taken.loss(parts, output))
 
     def train(self, batches: Sequence[Any]) -> StepResult:

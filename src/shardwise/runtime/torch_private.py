@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType, FrameType
 from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "fake_tensors",
     "file_offset",
     "forward_hooks",
+    "function_of",
     "give_hooks",
     "global_forward_hooks",
     "has_cpu_flash_attention",
@@ -58,6 +60,7 @@ __all__ = [
     "in_fake_mode",
     "in_op_mode",
     "is_fake",
+    "is_in_function",
     "is_plain",
     "is_transformed",
     "named_arguments",
@@ -133,7 +136,7 @@ FirstPass = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Abs
 
 
 @contextmanager
-def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
+def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]], bool] | None = None) -> Iterator[None]:
     """Tell `first` of each function that is checkpointed inside the context, by whatever name code knows the function
     `torch.utils.checkpoint.checkpoint`: what that calls is replaced here.
 
@@ -141,6 +144,8 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
         first: is given the function, its arguments by position and by name; the first pass runs inside its context,
             which gives the function to call in the backward, or as the first pass where that is inside autograd's own
             function.
+        is_tracked: given, reentrant checkpoints are as the others, inside whose first pass there are gradients: it says
+            whether autograd tracks one with these arguments.
     """
     run, kind = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
     settings = inspect.signature(run).parameters.values()
@@ -165,6 +170,9 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return kind.apply(function, preserve, *args)
+            if is_tracked is not None:
+                with torch.set_grad_enabled(is_tracked(args)):
+                    return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
             with first(function, args, {}) as repeated:
                 return kind.apply(repeated, preserve, *args)
 
@@ -175,6 +183,19 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
     finally:
         checkpoints._checkpoint_without_reentrant_generator = run
         checkpoints.CheckpointFunction = kind  # type: ignore[misc]
+
+
+def function_of(node: Any) -> type | None:
+    """Return the `torch.autograd.Function` whose backward a node of the graph is; None for others."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def is_in_function(frame: FrameType | None, last: CodeType) -> bool:
+    """Say whether a frame is inside the forward of a `torch.autograd.Function`, and that inside the code of `last`."""
+    apply = inspect.unwrap(torch.autograd.Function.apply).__code__
+    while frame is not None and frame.f_code not in (apply, last):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is apply
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
