@@ -399,6 +399,21 @@ def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str
         raise failure
 
 
+def wait_for_all(store: dist.Store | None, rank: int, timeout_s: float, point: str) -> None:
+    """Return once all ranks of the world have come to a point of the run, each time of another name.
+
+    Raises:
+        CommError: not all have come in time.
+    """
+    if store is None:
+        return
+    meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, timeout_s)
+    try:
+        meeting.verdict(f"points/{point}", "", lambda notes: "", point)
+    except MissingRankError as error:
+        raise CommError(error.code, f"{error}; let all ranks come to it, or none") from None
+
+
 def _judge_failures(notes: Mapping[int, str]) -> str:
     failed = [rank for rank, note in sorted(notes.items()) if note]
     return f"{listed(failed)} failed in shardwise.initialize: {notes[failed[0]]}" if failed else ""
