@@ -385,14 +385,13 @@ def held_buffers(model: nn.Module, role_of: Callable[[str], Role]) -> list[Saved
     return found
 
 
-def digests(held: Sequence[SavedBuffer]) -> dict[str, str]:
-    """Return, by name, a hash of the values of each buffer that this rank writes."""
-    return {each.state_shard.name: _digest(each) for each in held if each.role == "writes"}
-
-
-def differing(held: Sequence[SavedBuffer], others: Mapping[str, str]) -> list[SavedBuffer]:
-    """Return the buffers that this rank runs and that differ from those of the ranks whose `digests` are `others`."""
-    return [each for each in held if each.role == "runs" and _digest(each) != others.get(each.state_shard.name)]
+def digests(held: Sequence[SavedBuffer], role: Role) -> dict[str, str]:
+    """Return, by name, a hash of the values of each buffer for which this rank has a role."""
+    return {
+        each.state_shard.name: hashlib.blake2b(memory_of(each.values.cpu()), digest_size=16).hexdigest()
+        for each in held
+        if each.role == role
+    }
 
 
 def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kind, is_written: bool) -> StateShard:
@@ -407,7 +406,3 @@ def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kin
     pieces = LocalTensor.whole(shape).pieces
     flat = TensorFlatState(tensor.detach().contiguous().view(-1))
     return StateShard(name, aliases, PARAM, shape, flat, pieces, pieces if is_written else (), kind, trainable=False)
-
-
-def _digest(held: SavedBuffer) -> str:
-    return hashlib.blake2b(memory_of(held.values.cpu()), digest_size=16).hexdigest()

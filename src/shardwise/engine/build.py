@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.agreement import Agreement, all_or_none
 from shardwise.comm.collectives import CommFactory
-from shardwise.comm.consistency import BatchCheck, all_or_none
+from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn
 from shardwise.comm.mesh import CommGroups, connect
 from shardwise.comm.p2p import P2PChannels
@@ -85,6 +86,12 @@ class EngineInputs:
     scheduler: Scheduler | None = None
     has_values: bool = True
 
+    @cached_property
+    def agreement(self) -> Agreement:
+        """Return that of all ranks of the engine."""
+        factory, ranks = self.comm_factory, range(self.layout.mesh.world_size)
+        return Agreement(factory.store, ranks, factory.rank, self.config.run.timeout_s, "engine")
+
 
 def build(inputs: EngineInputs) -> tuple[EngineParts, StepRunner, ExitStack]:
     """Make the parts of an engine.
@@ -133,7 +140,7 @@ def build(inputs: EngineInputs) -> tuple[EngineParts, StepRunner, ExitStack]:
         try:
             agree_on_tied(sharding.groups, comms)
             values.close()
-            with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "optimizer"):
+            with all_or_none(inputs.agreement, "optimizer"):
                 parts, pipes = _make_parts(inputs, resources, sharding, optimizer_plan, watchdog, stages, cleanup)
             events.follow(parts)
             runner: StepRunner = SequentialRunner(parts)
@@ -167,7 +174,7 @@ def _open_tiers(inputs: EngineInputs, streams: Streams, is_simulated: bool) -> T
     tiers = Tiers(config.tiers, inputs.layout, streams, inputs.memory, comm_factory.rank, is_simulated)
     if "nvme" in (config.tiers.params, config.tiers.grads, config.tiers.optimizer):
         try:
-            with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "tiers"):
+            with all_or_none(inputs.agreement, "tiers"):
                 tiers.reserve()
         except BaseException:
             tiers.close()
@@ -186,7 +193,7 @@ def _make_parts(
 ) -> tuple[EngineParts, P2PChannels | None]:
     """Alter the model's modules, open the channels between stages, and make the optimizer and what a step needs."""
     config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
-    store, rank, pipes = comm_factory.store, comm_factory.rank, None
+    rank, pipes = comm_factory.rank, None
     draws = KeyedDraws(config.run.seed, inputs.memory.device, config.mesh.cp)
     sequences, activations = _alter_modules(inputs, resources, draws, cleanup)
     if stages is not None:
@@ -206,7 +213,8 @@ def _make_parts(
         comm_factory=comm_factory,
         watchdog=watchdog,
         status=EngineStatus(resources.tiers.worker.check),
-        check_batch=BatchCheck(store, one_sample, rank, config.run),
+        agreement=inputs.agreement,
+        check_batch=BatchCheck(comm_factory.store, one_sample, rank, config.run),
         losses=LossAccumulator(comms),
         scaler=LossScaler(config.precision),
         draws=draws,

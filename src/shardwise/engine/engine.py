@@ -406,8 +406,7 @@ class Engine:
         Raises:
             CheckpointError: it cannot be written, on every rank, and nothing is left of it; or it has PEFT's adapters.
         """
-        parts, ranks = self.parts, self.checkpoints.ranks
-        return export_weights(parts, ranks, Path(folder), dtype, names, files, tokenizer)
+        return export_weights(self.parts, Path(folder), dtype, names, files, tokenizer)
 
     @checked
     def close(self, keep_values: bool = True) -> None:

@@ -302,7 +302,7 @@ class _Execution:
             self._compute.check_done()
             self._parts.status.end_backward()
             self.is_stepping = True
-            self._stage_forward.end_step(self._parts.check_batch)
+            self._stage_forward.end_step(self._parts.check_batch.agreement)
             self.result = update(self._parts, self._evaluate)
             self._compute.abandon()
             self._groups.end_step()

@@ -35,12 +35,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
-from shardwise.pipeline.root_state import Meeting, RootState
+from shardwise.pipeline.root_state import RootState
 from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
@@ -154,17 +155,17 @@ class StageForward:
         if self._root is not None:
             self._root.begin(stage, lambda: sum(self._num_calls.values()))
 
-    def end_step(self, meeting: Meeting | None = None) -> None:
+    def end_step(self, agreement: Agreement | None = None) -> None:
         """End a step, or an evaluation: the model has the state that its own forwards would have left.
 
         Args:
-            meeting: of the ranks of the pipeline, where a training step ends.
+            agreement: of the ranks of the pipeline, where a training step ends.
 
         Raises:
             ConfigError: a stage has read state that only a later one can write.
         """
-        if self._root is not None and meeting is not None:
-            self._root.agree(meeting)
+        if self._root is not None and agreement is not None:
+            self._root.agree(agreement)
         if self._root is not None:
             self._root.end_step()
 
