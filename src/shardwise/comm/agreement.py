@@ -27,6 +27,7 @@ from typing import Final, NamedTuple, Self
 import torch.distributed as dist
 
 from shardwise.comm.records import CommError, MissingRankError
+from shardwise.comm.store import StoreSilentError
 from shardwise.config.errors import CodedError, code_of
 from shardwise.runtime.clock import AwakeClock
 
@@ -115,7 +116,7 @@ class Verdict:
             fix = "or allow more time with run.timeout_s"
             raise MissingRankError("rank-missing", f"{ranks} did not come to {self.subject}: {first.text}, {fix}")
         if self.is_without_store:
-            code = code_of(self.error or CommError(), first.code)
+            code = self.error.code if isinstance(self.error, StoreSilentError) else first.code
             raise MissingRankError(code, f"{first.text}; {ranks} were to come to {self.subject}") from None
         raise CommError(first.code, f"{ranks} failed in {self.subject}: {first.text}") from self.error
 
