@@ -82,16 +82,6 @@ class Verdict:
             failure = Failure(rank, type(error).__name__, code_of(error, "rank-failed"), text)
             return cls(subject, failures=(failure,), error=error)
 
-    @classmethod
-    def from_text(cls, text: bytes) -> Self:
-        """Read what `to_text` has written."""
-        subject, said, failures = json.loads(text)
-        return cls(subject, said, tuple(Failure(*failure) for failure in failures))
-
-    def to_text(self) -> str:
-        """Return the verdict as text for other ranks."""
-        return json.dumps([self.subject, self.text, self.failures])
-
     @property
     def num_absent(self) -> int:
         """Return how many ranks were given up."""
@@ -197,13 +187,11 @@ class Agreement:
             with suppress(RuntimeError):  # the process that holds the store may have ended
                 store.add(f"{key}/read", 1)
             return replace(verdict, error=report.error)
-        received = self._receive(store, {rank: f"{key}/{rank}" for rank in others}, report.subject)
-        verdict = self._judged({first: report, **received}, judge)
+        reports = {first: report, **self._receive(store, {rank: f"{key}/{rank}" for rank in others}, report.subject)}
+        verdict = self._judged(reports, judge)
         self._put(store, f"{key}/verdict", verdict)
         with suppress(RuntimeError):
-            self._let_read(
-                store, f"{key}/read", len(received) - sum(each.kind == "absent" for each in verdict.failures)
-            )
+            self._let_read(store, f"{key}/read", len(others) - verdict.num_absent)
         return verdict
 
     def _judged(self, reports: Mapping[int, Verdict], judge: Judge | None) -> Verdict:
@@ -245,7 +233,7 @@ class Agreement:
 
     def _put(self, store: dist.Store, key: str, verdict: Verdict) -> None:
         """Store a verdict of any length; the list of its parts comes last, so that a reader finds them all."""
-        text = verdict.to_text()
+        text = json.dumps([verdict.subject, verdict.text, verdict.failures])
         if len(text) > _PART:
             parts = {f"{key}/{start}": text[start : start + _PART] for start in range(0, len(text), _PART)}
             for name, value in parts.items():
@@ -263,7 +251,8 @@ class Agreement:
             parts = json.loads(text.removeprefix(_PARTS.encode()))
             self._keys += parts
             text = b"".join(map(store.get, parts))
-        return Verdict.from_text(text)
+        subject, said, failures = json.loads(text)
+        return Verdict(subject, said, tuple(Failure(*failure) for failure in failures))
 
 
 def _sleep_s(waited_s: float) -> float:

@@ -471,7 +471,9 @@ def _agree_on_place(
     config_text, folder_text, shard_text, past = json.loads(verdict.checked())
     if env.rank == 0 or past is not None or resume is not None or config.run.epochs is not None:
         config = Config.from_json(config_text)
-    return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
+    if env.rank:
+        resume = None if past is None else Path(past)
+    return config, Path(folder_text), Path(shard_text), resume
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
