@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from shardwise.attention.block_layout import BlockLayout, keep_last
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
-from shardwise.attention.huggingface_masks import MaskWindow, find_mask_window
 from shardwise.comm.collectives import Comm
 from shardwise.config.resolve import Config, ConfigError, ContextConfig
 from shardwise.context.attention import ContextAttention
@@ -44,14 +43,14 @@ from shardwise.context.huggingface import (
     inputs_for_proof,
     is_huggingface,
     split_inputs,
-    take_num_items,
-    target_counter,
     trained_length,
 )
 from shardwise.context.length_proof import LengthProofs, ProofInputs
 from shardwise.context.load_balance import choose_split
 from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof, warn_unproved
 from shardwise.context.ulysses import check_heads, team_size
+from shardwise.hf.losses import take_num_items, target_counter
+from shardwise.hf.masks import MaskWindow, find_mask_window
 from shardwise.layout.token_ranges import TokenSplit, contiguous
 from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend

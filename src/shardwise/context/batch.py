@@ -72,7 +72,7 @@ class WholeBatch:
     """Gives each rank every token of its samples.
 
     Args:
-        count_targets: as `shardwise.context.huggingface.target_counter` returns it.
+        count_targets: as `shardwise.hf.losses.target_counter` returns it.
     """
 
     def __init__(self, count_targets: Callable[[Any], Tensor | None]) -> None:

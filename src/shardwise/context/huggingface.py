@@ -26,31 +26,13 @@ from shardwise.attention.cp_hook import sequence_mask
 from shardwise.attention.huggingface import attends_causally
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import main_input, take_tokens
+from shardwise.hf.losses import CAUSAL, IGNORED, NUM_ITEMS, PER_TOKEN, shifts_labels
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import is_fake
 
-_IGNORED: Final = -100  # the target that transformers' losses leave out
-_NUM_ITEMS: Final = "num_items_in_batch"
 _PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", _NUM_ITEMS, *_PACKING)
+_REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", NUM_ITEMS, *_PACKING)
 _WHOLE: Final = ("past_key_values", "cache", "logits_to_keep")
-_PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
-_CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
-# Of transformers' losses, those that are a mean over the labels that are not ignored.
-_MEANS: Final = frozenset(
-    {"ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss"}
-)
-_PER_SAMPLE: Final = ("ForMultipleChoice", "ForNextSentencePrediction")
-# Decoders of transformers that write out a mean over the labels as they are, where others call their `loss_function`.
-_UNSHIFTED: Final = frozenset(
-    f"{name}ForCausalLM"
-    for name in (
-        *("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian", "Musicgen"),
-        *("MusicgenMelody", "Mvp", "PLBart", "Pegasus", "TrOCR", "Whisper"),
-    )
-) | {"FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"}
-# Decoders that write out another loss.
-_OTHER_LOSS: Final = frozenset({"BlipTextLMHeadModel", "ClvpForCausalLM", "ProphetNetForCausalLM"})
 _MIXERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _NUM_PROOF_TOKENS: Final = 32
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
@@ -88,7 +70,7 @@ def check_model(model: nn.Module) -> None:
     config, name = inner.config, type(inner).__name__
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     mixers = [type(module).__name__ for module in model.modules() if isinstance(module, _MIXERS)]
-    is_per_token = name.endswith((*_PER_TOKEN, *_CAUSAL)) or inner.base_model is inner
+    is_per_token = name.endswith((*PER_TOKEN, *CAUSAL)) or inner.base_model is inner
     takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
     poolers = [each for each in _inner(model) if isinstance(getattr(each, "pooler", None), nn.Module)]
     reasons: dict[str, tuple[str, Any]] = {  # by code: what the model is, and whether it is that
@@ -255,110 +237,24 @@ def _refuse_unknown(model: nn.Module, given: Mapping[str, Any], inputs: Mapping[
 
 def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[str, Tensor], Tensor]:
     """Return a rank's targets as arguments of the model's forward, and the weight of their mean loss."""
-    shifts = _shifts_labels(inner)
+    shifts = shifts_labels(inner)
+    if shifts is None:
+        raise ConfigError(
+            "cp-token-loss",
+            f"the loss of {type(inner).__name__} is none of tokens that mesh.cp can split; leave the labels out and "
+            "give a loss_fn of its outputs and of targets by token, or set mesh.cp=1",
+        )
     whole = inputs["labels"]  # [B, S]
     if shifts:
         shifted = inputs.get("shift_labels")
-        whole = F.pad(whole[:, 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
+        whole = F.pad(whole[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
     own = take_tokens(whole, tokens)  # [B, n]
-    num_own, num_whole = ((each != _IGNORED).sum().double() for each in (own, whole))
-    num_all = num_whole if inputs.get(_NUM_ITEMS) is None else inputs[_NUM_ITEMS]  # transformers divides by it then
+    num_own, num_whole = ((each != IGNORED).sum().double() for each in (own, whole))
+    num_all = num_whole if inputs.get(NUM_ITEMS) is None else inputs[NUM_ITEMS]  # transformers divides by it then
     first, others = own.flatten().tensor_split([1])
     # A mean over no targets is NaN, which no weight makes 0; so there a target counts whose weight is 0.
     own = torch.cat([first.where(num_own > 0, torch.zeros_like(first)), others]).view_as(own)
     return {"labels": own, **({"shift_labels": own} if shifts else {})}, (num_own / num_all).where(num_own > 0, 0)
-
-
-def _shifts_labels(inner: Any) -> bool:
-    """Return whether a model's loss takes targets that were shifted, rather than labels as they are.
-
-    Raises:
-        ConfigError: its loss is no mean over tokens, or does not take such targets.
-    """
-    name, function = type(inner).__name__, getattr(inner, "loss_function", None)
-    if name.endswith(_PER_TOKEN):
-        return False
-    calls_function = _is_transformers_own(inner) and name not in _UNSHIFTED | _OTHER_LOSS
-    if name.endswith(_CAUSAL) and calls_function and getattr(function, "__name__", "") == "ForCausalLMLoss":
-        return True
-    raise ConfigError(
-        "cp-token-loss",
-        f"the loss of {name} is none of tokens that mesh.cp can split; leave the labels out and give a loss_fn of its "
-        "outputs and of targets by token, or set mesh.cp=1",
-    )
-
-
-def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
-    """Return a function that counts the targets of a batch over which the model's own loss is a mean, 0-d.
-
-    The function returns None where the count is not known. It is known for models of transformers whose loss is a
-    cross-entropy of integer `labels`.
-    """
-    base: Any = getattr(model, "get_base_model", None)  # of a model with PEFT's adapters
-    shifts = _mean_shifts(base() if callable(base) else model)
-
-    def count(inputs: Any) -> Tensor | None:
-        given = inputs if isinstance(inputs, Mapping) and shifts is not None else {}
-        shifted, labels = given.get("shift_labels"), given.get("labels")
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return None
-        if isinstance(shifted, Tensor):
-            labels = shifted
-        elif shifts and labels.dim() > 1:
-            labels = labels[..., 1:]
-        return (labels != _IGNORED).sum()
-
-    return count
-
-
-def take_num_items(inputs: Any) -> tuple[Any, Any]:
-    """Return inputs without `num_items_in_batch`, and its value; None where they have none.
-
-    Given it, transformers' losses are a sum divided by it, and the engine would multiply that by the wrong number.
-    Without it, a model's own loss is the mean over its own targets.
-    """
-    given = inputs.get(_NUM_ITEMS) if isinstance(inputs, Mapping) else None
-    if given is None:
-        return inputs, None
-    return {name: value for name, value in inputs.items() if name != _NUM_ITEMS}, given
-
-
-def check_num_items(model: nn.Module, num_items: Any, num_targets: Tensor | None) -> None:
-    """Check that the loss of a batch that had `num_items_in_batch` can be weighed without it.
-
-    Args:
-        num_items: that `take_num_items` has taken.
-        num_targets: that `target_counter` counts in the batch.
-
-    Raises:
-        ConfigError: it is not known over which targets the loss is a mean.
-    """
-    if num_items is not None and num_targets is None:
-        raise ConfigError(
-            "num-items-in-batch",
-            f"the batch has {_NUM_ITEMS}={num_items}, and how many targets the own loss of {type(model).__name__} is "
-            f"over is not known, so micro-batches cannot be weighed; leave {_NUM_ITEMS} out, or pass a loss_fn that "
-            "returns (sum, count)",
-        )
-
-
-def _mean_shifts(inner: Any) -> bool | None:
-    """Return whether a model's own mean of cross-entropies leaves out the first label; None for any other loss."""
-    name, is_decoder = type(inner).__name__, not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
-    if not _is_transformers_own(inner) or name in _OTHER_LOSS:
-        return None
-    if name in _UNSHIFTED or name.endswith(_PER_SAMPLE):
-        return False
-    if inner.loss_type is None and is_decoder and not name.endswith(_CAUSAL):
-        return None
-    kind = getattr(inner.loss_function, "__name__", "")
-    return kind == "ForCausalLMLoss" and is_decoder if kind in _MEANS else None
-
-
-def _is_transformers_own(inner: Any) -> bool:
-    """Return whether a model's forward is one of transformers, whose losses follow from their classes' names."""
-    forward = inspect.unwrap(type(inner).forward)
-    return hasattr(type(inner), "base_model_prefix") and forward.__module__.startswith("transformers.")
 
 
 def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) -> None:

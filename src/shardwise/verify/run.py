@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.context.huggingface import target_counter
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
+from shardwise.hf.losses import target_counter
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.host import show_list
 from shardwise.launch.local import launch_local

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.refusals import refused
 from shardwise.context.batch import TokenShardedBatch, WholeBatch, cut_batch, main_input, take_tokens
-from shardwise.context.huggingface import target_counter
+from shardwise.hf.losses import target_counter
 from shardwise.layout.token_ranges import zigzag
 
 LENGTH, SAMPLES = 8, 2
