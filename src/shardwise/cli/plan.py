@@ -226,7 +226,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         from shardwise.planner.request import ask, is_split, read_model
         from shardwise.planner.search import Limits, search, settle
         from shardwise.train.imported_plan import named_batch
-        from shardwise.verify.finalists import simulate_finalists
+        from shardwise.verify.dry_run import simulate_finalists
 
         known, own = read_model(model), arguments.compare
         batch = arguments.global_batch or known.global_batch or (own and named_batch(own, cluster.num_gpus))
