@@ -88,7 +88,6 @@ class Saver:
         device: that of the engine; copies are pinned if it is a GPU.
 
     Attributes:
-        timeout_s: of the next save.
         last_committed: the folder of the newest checkpoint of this saver.
     """
 

@@ -47,7 +47,6 @@ class Failure(NamedTuple):
 
     Attributes:
         kind: the class of its error; "absent" where it has shown no progress; "store" where the store does not answer.
-        text: one line.
     """
 
     rank: int
@@ -62,7 +61,6 @@ class Verdict:
 
     Attributes:
         subject: what the ranks come to, for messages, as the first rank names it.
-        failures: those of absent ranks first.
         error: the one that this rank has raised, or met in the store.
     """
 
@@ -139,11 +137,10 @@ class Agreement:
         return min(_PROGRESS_S, self.timeout_s / 4)
 
     def run(self, name: str, work: Callable[[], str], judge: Judge | None = None, subject: str = "") -> Verdict:
-        """Do this rank's work, wait for the other ranks, and return the verdict, the same on all ranks.
+        """Do this rank's work, which returns its report, wait for the other ranks, and return the verdict for all.
 
         Args:
             name: of the round, the same on all ranks.
-            work: returns this rank's report.
             judge: called once all have worked; None takes the first rank's report for the verdict.
             subject: what the ranks come to, for messages; without one it is the name.
         """

@@ -65,11 +65,7 @@ def export_weights(
     files: Iterable[str | Path],
     tokenizer: Tokenizer | None,
 ) -> Path:
-    """Write a folder; the other arguments are those of `Engine.export_weights`.
-
-    Args:
-        parts: of the engine.
-    """
+    """Write a folder; the other arguments are those of `Engine.export_weights`."""
     model, layout = parts.model, parts.layout
     parts.status.check()
     parts.refuse_if_simulated()

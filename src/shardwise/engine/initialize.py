@@ -169,7 +169,6 @@ def with_own_cores(config: Config, agreement: Agreement, usable: Sequence[int], 
 
     Args:
         config: of the run; `tiers.cores` that are given stay.
-        agreement: of all ranks.
         usable: cores that this process may run on.
         quota: the cores' time that its cgroup allows, None for no limit; more cores than that would stall each other.
 
