@@ -34,7 +34,6 @@ from shardwise.checkpoint import data_position, training_state
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
 from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.data_position import DataLoaderState
-from shardwise.checkpoint.extra_states import read_extra_states, saved_extra_states, set_extra_states
 from shardwise.checkpoint.find import root_of
 from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
@@ -42,7 +41,16 @@ from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedErro
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import named_dtype
 from shardwise.checkpoint.tagged_json import from_json, to_json
-from shardwise.checkpoint.training_state import Role, SavedBuffer, digests, held_buffers, whole
+from shardwise.checkpoint.training_state import (
+    Role,
+    SavedBuffer,
+    digests,
+    held_buffers,
+    read_extra_states,
+    saved_extra_states,
+    set_extra_states,
+    whole,
+)
 from shardwise.comm.agreement import Judge
 from shardwise.config.errors import EngineError
 from shardwise.config.untrusted_files import check_nesting
