@@ -31,15 +31,15 @@ from harness.models import CASES as MODELS
 from harness.models import ModelCase, make_batches
 from harness.tensor import make_case
 from harness.training import make_config
-from shardwise.engine.build import EngineInputs
-from shardwise.engine.engine import Engine
 from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.collectives import CommFactory
 from shardwise.comm.mesh import Mesh
+from shardwise.engine.build import EngineInputs
+from shardwise.engine.engine import Engine
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.zero_stages import STAGES
-from shardwise.runtime.param_guard import ReleasedParameterError
 from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.param_guard import ReleasedParameterError
 from shardwise.tensor.plan_layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)

@@ -101,7 +101,9 @@ class Transport:
         """Move messages on a stream of their communicator's own, as NCCL does."""
         if not is_on_device(batch[0].tensor):
             plain = {self.isend: self._plain["isend"], self.irecv: self._plain["irecv"]}
-            moved = [self._plain_message(plain[each.op], each.tensor, None, each.group, 0, each.group_peer) for each in batch]
+            moved = [
+                self._plain_message(plain[each.op], each.tensor, None, each.group, 0, each.group_peer) for each in batch
+            ]
             return self._plain["batch_isend_irecv"](moved)
         stream = self._messages.setdefault(id(batch[0].group), torch.cuda.Stream())
         stream.wait_stream(torch.cuda.current_stream())
@@ -163,7 +165,13 @@ class Transport:
         Device.scheduler.launch(f"{name} end", end)
 
 
-COLLECTIVES = {"all_reduce": 1, "broadcast": 1, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_to_all_single": 2}
+COLLECTIVES = {
+    "all_reduce": 1,
+    "broadcast": 1,
+    "all_gather_into_tensor": 2,
+    "reduce_scatter_tensor": 2,
+    "all_to_all_single": 2,
+}
 
 
 def copy_out(target: Tensor, out: Tensor, source: Tensor) -> None:

@@ -22,7 +22,7 @@ from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_l
 from shardwise.layout.tensor_plan import tensor_layout
 from shardwise.models.decoder import Decoder, DecoderBlock, DecoderConfig, rope_tables
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.module_hooks import run_forward
+from shardwise.runtime.recompute import run_forward
 from shardwise.tensor.apply import split_model
 
 MICRO_SIZE = 2

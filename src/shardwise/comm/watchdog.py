@@ -31,7 +31,8 @@ from typing import Any, Final, Self
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.consistency import divergence, listed
+from shardwise.comm.agreement import listed
+from shardwise.comm.consistency import divergence
 from shardwise.comm.records import Collective, CollectiveEvent, CollectiveNote, CommLog
 from shardwise.comm.store import PatientStore, StoreSilentError
 from shardwise.config.resolve import RunConfig

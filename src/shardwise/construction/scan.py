@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, Dtype, PrecisionConfig, ResolvedConfig
 from shardwise.construction.opaque import bytes_shape, check_opaque, is_opaque
 from shardwise.construction.stage_order import Modules, find_stage_units
+from shardwise.hf.losses import shifts_labels
 from shardwise.layout.facts import FusedDim, ModelFacts, ParamEntry, StageUnit
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT
@@ -307,52 +307,3 @@ def _wide_names(modules: Modules, names: Iterable[str], precision: PrecisionConf
         inside = [name for name in names if name.startswith(start)] if patterns else []
         found.update(each for each in inside if any(re.search(p, each.removeprefix(start)) for p in patterns))
     return frozenset(found)
-
-
-# transformers names its models by what they predict, and the loss follows from the name.
-PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
-CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
-# Of transformers' losses, those that are a mean over the labels that are not ignored.
-_MEANS: Final = frozenset(
-    {"ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss"}
-)
-_PER_SAMPLE: Final = ("ForMultipleChoice", "ForNextSentencePrediction")
-# Decoders of transformers that write out a mean over the labels as they are, where others call their `loss_function`.
-_UNSHIFTED: Final = frozenset(
-    f"{name}ForCausalLM"
-    for name in (
-        *("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian", "Musicgen"),
-        *("MusicgenMelody", "Mvp", "PLBart", "Pegasus", "TrOCR", "Whisper"),
-    )
-) | {"FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"}
-# Decoders that write out another loss.
-_OTHER_LOSS: Final = frozenset({"BlipTextLMHeadModel", "ClvpForCausalLM", "ProphetNetForCausalLM"})
-
-
-def shifts_labels(model: nn.Module) -> bool | None:
-    """Return whether a model's own mean of cross-entropies leaves out the first label; None for any other loss.
-
-    It is known for models of transformers, also with PEFT's adapters, whose loss is of integer `labels`.
-    """
-    base: Any = getattr(model, "get_base_model", None)
-    inner: Any = base() if callable(base) else model
-    name, is_decoder = type(inner).__name__, not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
-    if not _is_transformers_own(inner) or name in _OTHER_LOSS:
-        return None
-    if name in _UNSHIFTED or name.endswith(_PER_SAMPLE):
-        return False
-    if inner.loss_type is None and is_decoder and not name.endswith(CAUSAL):
-        return None
-    kind = getattr(inner.loss_function, "__name__", "")
-    return kind == "ForCausalLMLoss" and is_decoder if kind in _MEANS else None
-
-
-def calls_loss_function(inner: nn.Module) -> bool:
-    """Return whether a model of transformers computes its loss by its `loss_function`, and none of its own."""
-    return _is_transformers_own(inner) and type(inner).__name__ not in _UNSHIFTED | _OTHER_LOSS
-
-
-def _is_transformers_own(inner: nn.Module) -> bool:
-    """Return whether a model's forward is one of transformers, whose losses follow from their classes' names."""
-    forward = inspect.unwrap(type(inner).forward)
-    return hasattr(type(inner), "base_model_prefix") and forward.__module__.startswith("transformers.")

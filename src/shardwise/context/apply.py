@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from shardwise.attention.block_layout import BlockLayout, keep_last
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
-from shardwise.attention.huggingface_masks import MaskWindow, find_mask_window
 from shardwise.comm.collectives import Comm
 from shardwise.config.resolve import ConfigError, ContextConfig, ResolvedConfig
 from shardwise.context.attention import ContextAttention
@@ -32,7 +31,6 @@ from shardwise.context.batch import (
     TokenShardedBatch,
     WholeBatch,
     by_name,
-    count_targets,
     cut_batch,
     for_proof,
     main_input,
@@ -46,7 +44,6 @@ from shardwise.context.huggingface import (
     inputs_for_proof,
     is_huggingface,
     split_inputs,
-    take_num_items,
     trained_length,
 )
 from shardwise.context.length_proof import LengthProofs, ProofInputs, numbers_of_a_token, signature_of, sizes_of
@@ -64,6 +61,8 @@ from shardwise.context.locality import (
     warn_unproved,
 )
 from shardwise.context.ulysses import check_heads, team_size
+from shardwise.hf.losses import count_targets, take_num_items
+from shardwise.hf.masks import MaskWindow, find_mask_window
 from shardwise.layout.token_ranges import TokenSplit, contiguous
 from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend

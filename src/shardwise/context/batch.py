@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
+from shardwise.hf.losses import count_targets
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import pytree
 
@@ -53,24 +54,6 @@ class TokenShard:
     loss_weight: Tensor | None = None
     num_targets: Tensor | None = None
     is_new_length: bool = False
-
-
-def count_targets(inputs: Any, shifts_labels: bool | None) -> Tensor | None:
-    """Count the targets of a batch over which the model's own loss is a mean, 0-d; None where that is not known.
-
-    Args:
-        inputs: of the model, by name.
-        shifts_labels: of `ModelFacts`.
-    """
-    given = inputs if isinstance(inputs, Mapping) and shifts_labels is not None else {}
-    shifted, labels = given.get("shift_labels"), given.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
-    if isinstance(shifted, Tensor):
-        labels = shifted
-    elif shifts_labels and labels.dim() > 1:
-        labels = labels[..., 1:]
-    return (labels != IGNORED).sum()
 
 
 class BatchSharder(Protocol):

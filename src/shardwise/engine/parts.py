@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.collectives import Comm, CommFactory
 from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn
@@ -266,6 +267,7 @@ class EngineParts:
     comm_factory: CommFactory
     watchdog: Watchdog | None
     status: EngineStatus
+    agreement: Agreement
     check_batch: BatchCheck
     losses: LossAccumulator
     scaler: LossScaler

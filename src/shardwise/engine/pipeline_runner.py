@@ -143,7 +143,7 @@ class PipelineRunner:
         execution = self._prepare(self._evaluations[len(batches)], batches, losses)
         parts.timeline.is_recording = False
         self._perform(execution)
-        self._forward.compare_left(parts.check_batch)
+        self._forward.compare_left(parts.check_batch.agreement)
 
     def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""
@@ -303,7 +303,7 @@ class _Execution:
             self._compute.check_done()
             self._parts.status.end_backward()
             self.is_stepping = True
-            self._stage_forward.end_step(self._parts.check_batch)
+            self._stage_forward.end_step(self._parts.check_batch.agreement)
             self.result = update(self._parts, self._evaluate)
             self._compute.abandon()
             self._groups.end_step()

@@ -17,11 +17,11 @@ from torch import Tensor
 from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import TokenShard, main_input
-from shardwise.context.huggingface import check_num_items, take_num_items
 from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
+from shardwise.hf.losses import check_num_items, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.module_hooks import call_model
 from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype

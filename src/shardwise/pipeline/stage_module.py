@@ -35,11 +35,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
 from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
-from shardwise.pipeline.root_state import NO_PIPELINE, Meeting, RootState
+from shardwise.pipeline.root_state import NO_PIPELINE, RootState
 from shardwise.pipeline.skipped_units import CutError, SkippedUnits
 from shardwise.runtime.class_swap import Call, intercept_forward
 from shardwise.runtime.forward_state import is_remembered
@@ -162,29 +163,29 @@ class StageForward:
         if self._skipped is not None:
             self._skipped.begin(stage)
 
-    def end_step(self, meeting: Meeting | None = None) -> None:
+    def end_step(self, agreement: Agreement | None = None) -> None:
         """End a step, or an evaluation: the model has the state that its own forwards would have left.
 
         Args:
-            meeting: of the ranks of the pipeline, where a training step ends.
+            agreement: of the ranks of the pipeline, where a training step ends.
 
         Raises:
             ConfigError: a stage has read state that only a later one can write.
         """
-        if self._root is not None and meeting is not None:
-            self._root.agree(meeting)
-        self.compare_left(meeting)
+        if self._root is not None and agreement is not None:
+            self._root.agree(agreement)
+        self.compare_left(agreement)
         if self._root is not None:
             self._root.end_step()
 
-    def compare_left(self, meeting: Meeting | None) -> None:
+    def compare_left(self, agreement: Agreement | None) -> None:
         """Compare what the stages' units have left with what other stages read of them; also after an evaluation.
 
         Raises:
             ConfigError: a stage has read what a unit of another one has left.
         """
-        if self._skipped is not None and meeting is not None:
-            self._skipped.agree(meeting)
+        if self._skipped is not None and agreement is not None:
+            self._skipped.agree(agreement)
 
     def end(self) -> None:
         """Make forwards the model's own again."""

@@ -39,7 +39,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
 from shardwise.models.decoder import Decoder
 from shardwise.runtime.class_swap import set_attribute, subclass_module
-from shardwise.runtime.module_hooks import run_in_parts
+from shardwise.runtime.recompute import run_in_parts
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import VocabSplit
 from shardwise.tensor.loss_parallel import HEAD_STATE, LazyLogits, LazyLogitsHead

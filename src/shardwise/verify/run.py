@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.construction.scan import shifts_labels
-from shardwise.context.batch import count_targets
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
+from shardwise.hf.losses import count_targets, shifts_labels
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.host import show_list
 from shardwise.launch.local import launch_local

@@ -22,7 +22,6 @@ from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
 from shardwise.comm.backends import world_comm
-from shardwise.comm.consistency import wait_for_all
 from shardwise.comm.loss import PlainMode
 from shardwise.compat.deepspeed.config import Translation, dtype_of, given_sums
 from shardwise.compat.deepspeed.finder import answers
@@ -305,8 +304,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             if is_empty and self.optimizer is not None and not parts.status.is_in_backward:
                 self._warn_once("step() without a backward since the last one updates no parameter, as in torch")
                 # A rank that went on alone would add its next gradients to those of the others' present step.
-                factory, point = parts.comm_factory, f"step {self.global_steps + 1}, without a backward before it"
-                wait_for_all(factory.store, factory.rank, parts.config.run.timeout_s, point)
+                parts.agreement.run(f"step {self.global_steps + 1}, without a backward before it", str).checked()
                 advance(parts.state.scheduler)
                 self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
             else:
