@@ -72,7 +72,6 @@ def attribute_of(engine: Any, name: str) -> Any:
 
     Args:
         engine: that has no attribute of this name.
-        name: as the user wrote it.
 
     Raises:
         AttributeError: it stands for nothing; the error names what to use where that is known.

@@ -58,7 +58,6 @@ class StopRequests:
     """Knows which ranks were asked to stop; they add what they know to a sum over the ranks that is taken anyway.
 
     Attributes:
-        is_asked: says whether this rank was.
         num_asked: ranks that were, at the last sum.
         rank_sum: the sum of their numbers, so the rank where it is one.
     """
@@ -184,8 +183,6 @@ class StepState:
     Attributes:
         layout: another one after parameters were frozen.
         batches: of this step, to search them for values that are not finite.
-        num_backwards, num_forwards, num_samples: since the last step.
-        syncs: False inside `without_sync`.
         before_update: called after the last backward of a step, such as to measure.
         is_aliased: the user has views of parameters on some rank: updates on the host come at once.
     """
@@ -252,8 +249,6 @@ class EngineParts:
         resources: what all groups of the engine share; communicators, memory, tiers and timeline are among them.
         watchdog: None where there is one rank.
         split_values: None where no layer is split.
-        heads: whose logits are deferred.
-        hooks_once: None where nothing is recomputed.
     """
 
     model: nn.Module

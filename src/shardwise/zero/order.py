@@ -281,7 +281,7 @@ class ReductionOrder(Generic[Group]):
         self.is_last = is_last
 
     def leave(self, has_unreduced: bool) -> None:
-        """Note whether gradients wait for a reduction that a later backward, or `finish`, starts."""
+        """Note whether gradients wait for a reduction that a later backward, or the step, starts."""
         self.has_unreduced = has_unreduced
 
     def start_backward(self) -> None:
@@ -332,11 +332,7 @@ class ReductionOrder(Generic[Group]):
 
 
 class RunningReductions:
-    """Keeps at most two reductions under way: one may wait for its second collective while the next one starts.
-
-    Attributes:
-        groups: whose reductions are under way.
-    """
+    """Keeps at most two reductions under way: one may wait for its second collective while the next one starts."""
 
     def __init__(self) -> None:
         self.groups: deque[ParamGroup] = deque()
