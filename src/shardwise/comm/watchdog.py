@@ -63,7 +63,6 @@ class Watchdog:
         self._rank = comm_log.rank
         self._world_size = world_size
         self._patience_s = patience_s
-        self._poll_s = min(_POLL_S, patience_s / 4)
         self._comm_log = weakref.ref(comm_log)
         self._timeline = weakref.ref(timeline)
         self._main_thread = threading.get_ident()
@@ -132,6 +131,10 @@ class Watchdog:
                 return (
                     "the store does not answer: the process that holds it, mostly rank 0's or the launcher's, has died"
                 )
+
+    @property
+    def _poll_s(self) -> float:
+        return min(_POLL_S, self._patience_s / 4)
 
     @property
     def _answer_s(self) -> float:

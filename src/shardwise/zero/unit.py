@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -244,26 +244,26 @@ class GradientWatch:
         self.classes = parameter_classes(receiver, self.on_read, self.on_write)
         self._model = weakref.ref(model)
         self._zero_grad = zero_grad
-        self._is_on = self._has_warned = self._is_paused = False
+        self._mode: Literal["off", "on", "paused"] = "off"
+        self._has_warned = False
         self.refuses = True
 
     def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
         """Watch the parameters of groups that are stored whole, or stop."""
-        self._is_paused = False
-        if is_on != self._is_on:
-            self._is_on = is_on
+        before, self._mode = self._mode, "on" if is_on else "off"
+        if is_on != (before == "on"):
             for group in groups:
                 group.watch(self.classes.watched if is_on else None)
 
     def pause(self, groups: Sequence[ParamGroup]) -> None:
         """Stop for a forward, which needs plain parameters, until `resume`."""
-        is_paused = self._is_on
+        before = self._mode
         self.turn(False, groups)
-        self._is_paused = is_paused
+        self._mode = "paused" if before == "on" else "off"
 
     def resume(self, groups: Sequence[ParamGroup]) -> None:
         """Watch on, if a forward has paused it."""
-        if self._is_paused:
+        if self._mode == "paused":
             self.turn(True, groups)
 
     def on_read(self, reader: FrameType) -> None:
@@ -275,7 +275,7 @@ class GradientWatch:
         Raises:
             ConfigError: what reads it would change the gradients.
         """
-        if not self._is_on:
+        if self._mode != "on":
             return
         if self.refuses and reader.f_code.co_filename == _CLIP_FILE:
             raise ConfigError(
@@ -307,7 +307,7 @@ class GradientWatch:
         Raises:
             ConfigError: it would be lost.
         """
-        if self._is_on and self.refuses and parameter.requires_grad and (model := self._model()) is not None:
+        if self._mode == "on" and self.refuses and parameter.requires_grad and (model := self._model()) is not None:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
             fix = "call engine.zero_grad()" if value is None else f"use engine.write({name!r}, value, 'grad')"
             raise ConfigError(
