@@ -322,18 +322,13 @@ class RankReport:
     """Holds what one rank reports of itself.
 
     Attributes:
-        host: where it runs.
         inside: the collective it is in, if any.
-        inside_s: for how many seconds.
-        members: the ranks of that collective.
         positions: how many collectives each group of ranks has begun here, by the group's key.
-        recent: its latest collectives, oldest first.
         idle_s: seconds since it left the last one, or since its engine began.
         actions: its latest timed actions, oldest first.
         place: the innermost line of user code that it runs.
         stack: of its main thread, innermost last.
         has_failed: the collective has failed here, and the rank is about to raise.
-        has_left: its engine is closed.
     """
 
     rank: int

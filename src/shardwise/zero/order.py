@@ -251,9 +251,7 @@ class ReductionOrder(Generic[Group]):
 
     Attributes:
         groups: those with gradients, in the order of their reductions.
-        running: the reductions that are under way.
         is_last: those that start now are the last ones before the step.
-        has_unreduced: gradients wait that a backward has left unreduced.
         late: those that got a gradient after their reduction in this backward; they are reduced once more at its end.
         final: those whose gradients a schedule has reduced for the last time before the step.
     """
