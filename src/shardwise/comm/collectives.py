@@ -84,10 +84,9 @@ class Launch:
         self.done: Event | None = None
         self.wait: Callable[[], None] | None = None
 
-    def add(self, work: dist.Work | None) -> None:
-        """Wait for torch's `work` too; None is over already."""
-        if work is not None:
-            self.works.append(work)
+    def add(self, *works: dist.Work | None) -> None:
+        """Wait for torch's `works` too; None is over already."""
+        self.works += [work for work in works if work is not None]
 
     def as_work(self) -> AsyncWork:
         """Return the collective, which is under way."""
@@ -389,7 +388,7 @@ class Comm(ABC):
                     moved = map(_bytes_of, buffers.get(peer, ()))
                     batch += [self._c10d.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
             # One batch, so that on NCCL no order of sends and receives deadlocks.
-            started.works += self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else []
+            started.add(*(self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else ()))
         wait = started.wait
         if wait is None or self.waits_on_host:  # torch's works hold the tensors
             return AsyncWork(wait)

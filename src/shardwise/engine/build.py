@@ -70,7 +70,6 @@ class EngineInputs:
 
     Attributes:
         model: any module; it is changed in place.
-        config: resolved.
         layout: which slice of each state each rank holds.
         memory: the tracker of the device on which the engine computes.
         comm_factory: makes the communicators, real or simulated.
@@ -159,7 +158,6 @@ def release(cleanup: ExitStack, tiers: Tiers, sharding: ShardingState, keep_valu
     """Give the model its parameters back and close all else; a rank frees its own even where others do not come.
 
     Args:
-        cleanup: what `build` has returned.
         keep_values: False leaves the parameters without values, on meta.
     """
     with cleanup:

@@ -496,6 +496,8 @@ def _set_mode(engine: Any, mode: bool) -> Any:
     return engine
 
 
+# Names by which users of DeepSpeed, Accelerate and torch's wrappers look for what an engine has. Some work; a method of
+# another name would do something else without a word, so its error says what to call.
 _ALIASES: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
     {
         "module": lambda engine: engine.model,
@@ -552,7 +554,6 @@ def attribute_of(engine: Any, name: str) -> Any:
 
     Args:
         engine: that has no attribute of this name.
-        name: as the user wrote it.
 
     Raises:
         AttributeError: it stands for nothing; the error names what to use where that is known.

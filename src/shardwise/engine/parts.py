@@ -59,7 +59,6 @@ class StopRequests:
     """Knows which ranks were asked to stop; they add what they know to a sum over the ranks that is taken anyway.
 
     Attributes:
-        is_asked: says whether this rank was.
         num_asked: ranks that were, at the last sum.
         rank_sum: the sum of their numbers, so the rank where it is one.
     """
@@ -257,8 +256,6 @@ class EngineParts:
         resources: what all groups of the engine share; communicators, memory, tiers and timeline are among them.
         watchdog: None where there is one rank.
         split_values: None where no layer is split.
-        heads: whose logits are deferred.
-        hooks_once: None where nothing is recomputed.
     """
 
     model: nn.Module

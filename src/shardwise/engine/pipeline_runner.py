@@ -388,7 +388,7 @@ class PipelineAdapter:
     def select_stage(self, stage: int) -> None:
         """Prepare a stage's computation: select its order of blocks, and the root's parameters that it uses."""
         self._sharding.order = self._orders[stage]
-        self._sharding.units[0].compute(stage)
+        self._sharding.units[0].stage = stage
 
     def save_record(self, stage: int, micro_batch: int) -> None:
         """Keep what units remember of a forward whose backward comes after those of other forwards."""
@@ -404,7 +404,7 @@ class PipelineAdapter:
         self._records.clear()
         self._reduced_stages.clear()
         self._kept_for.clear()
-        self._sharding.units[0].compute(None)
+        self._sharding.units[0].stage = None
 
     def _groups_of(self, stage: int) -> list[ParamGroup]:
         return [group for group in self._sharding.groups if stage in group.spec.stages]

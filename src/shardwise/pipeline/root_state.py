@@ -92,7 +92,6 @@ class _Written:
     """Holds an attribute that a step has written.
 
     Attributes:
-        attributes: that have it.
         original: what it was before the step.
         base: the same, for the stages that have not written it yet.
         is_in_place: the step wrote into the original.
