@@ -59,8 +59,7 @@ def count_targets(inputs: Any, shifts_labels: bool | None) -> Tensor | None:
     """Count the targets of a batch over which the model's own loss is a mean, 0-d; None where that is not known.
 
     Args:
-        inputs: of the model, by name.
-        shifts_labels: of `ModelFacts`.
+        shifts_labels: whether the loss leaves out the first label; None where it is no mean over labels.
     """
     given = inputs if isinstance(inputs, Mapping) and shifts_labels is not None else {}
     shifted, labels = given.get("shift_labels"), given.get("labels")
@@ -88,11 +87,7 @@ class BatchSharder(Protocol):
 
 
 class WholeBatch:
-    """Gives each rank every token of its samples.
-
-    Args:
-        shifts_labels: as for `count_targets`.
-    """
+    """Gives each rank every token of its samples; `shifts_labels` is as for `count_targets`."""
 
     def __init__(self, shifts_labels: bool | None) -> None:
         self._shifts_labels = shifts_labels

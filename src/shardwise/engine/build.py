@@ -66,7 +66,6 @@ class EngineInputs:
 
     Attributes:
         model: any module; it is changed in place.
-        config: resolved.
         layout: which slice of each state each rank holds.
         memory: the tracker of the device on which the engine computes.
         comm_factory: makes the communicators, real or simulated.
@@ -149,7 +148,6 @@ def release(cleanup: ExitStack, tiers: Tiers, sharding: ShardingState, keep_valu
     """Give the model its parameters back and close all else; a rank frees its own even where others do not come.
 
     Args:
-        cleanup: what `build` has returned.
         keep_values: False leaves the parameters without values, on meta.
     """
     with cleanup:
@@ -258,8 +256,8 @@ def _alter_modules(
         what shares batches out, and where activations are offloaded.
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
-    given = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels)
-    _undo_at_end(cleanup, given.undo)
+    sequences, undo_context = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels)
+    _undo_at_end(cleanup, undo_context)
     tensor, tp = layout.tensor, resources.comms.tensor
     if tensor is not None:
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
@@ -283,7 +281,7 @@ def _alter_modules(
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
     _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
-    return given.sequences, activations
+    return sequences, activations
 
 
 def _shared_forward(config: ResolvedConfig) -> str:

@@ -34,7 +34,6 @@ class SplitModelValues:
     """Bundles what shows hooks and losses whole values of a split model.
 
     Attributes:
-        views: for hooks.
         parameters: as hooks and losses read them.
         results: of a forward, as losses read them.
     """
@@ -59,7 +58,6 @@ class HookViews:
     """Gives the modules of a split model views for hooks, as long as they have any.
 
     Args:
-        parameters: as hooks see them.
         keeps_whole: says whether an evaluation leaves a sequence whole.
 
     Attributes:

@@ -106,9 +106,6 @@ def _num_samples(inputs: Any) -> int:
 def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
     """Run the model's forward and return what `read` makes of its output, before the parameters that it reads are
     resharded.
-
-    Args:
-        read: is given the model's output.
     """
     try:
         with parts.sharding.serving(), _numbers_for(parts, taken):

@@ -32,7 +32,6 @@ class StopRequests:
     """Knows which ranks were asked to stop; they add what they know to a sum over the ranks that is taken anyway.
 
     Attributes:
-        is_asked: says whether this rank was.
         num_asked: ranks that were, at the last sum.
         rank_sum: the sum of their numbers, so the rank where it is one.
     """

@@ -393,7 +393,6 @@ def backpropagate(
     """Run the backward of a loss through the models of engines.
 
     Args:
-        engines: whose models took part.
         weight: the gradient of the loss, 0-d.
         is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
     """
