@@ -75,8 +75,6 @@ def build_layout(
     """Compute the layout of `model` under a resolved config.
 
     Args:
-        model: as for `scan_model`.
-        config: as `Config.resolve` returns it.
         tensor: how parameters are split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline. The layout is that of its rank.
         trained: parameters that keep gradients and states whether or not they are frozen now.
@@ -136,34 +134,28 @@ def find_units(modules: Modules, patterns: Sequence[str] | None, key: str = "zer
     """
     if patterns is None:
         return tuple(_children_of_containers(modules[""], prefix=""))
-    names: tuple[str, ...] = ()
-    for name, module in _by_first_name(modules).items():
-        found = [pattern for pattern in patterns if name and _matches(name, module, (pattern,))]
-        above = [each for each in names if name.startswith(each + ".")]
-        # Only the outermost modules that a pattern matches: `blocks.*` are the blocks, not the modules in them.
-        if any(not any(_matches(each, modules[each], (pattern,)) for each in above) for pattern in found):
-            names += (name,)
+    first_names = {id(module): name for name, module in [*modules.items()][::-1]}
+    named = [(name, modules[name]) for name in modules if first_names[id(modules[name])] == name][1:]
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(_matches(name, modules[name], (pattern,)) for name in names):
+        # Only the outermost modules that a pattern matches: `blocks.*` are the blocks, not the modules in them.
+        outermost: list[str] = []
+        for name, module in named:
+            matches = type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
+            if matches and not (outermost and name.startswith(f"{outermost[-1]}.")):
+                outermost.append(name)
+        if not outermost:
             kinds = sorted({type(module).__name__ for module in modules.values()})
             raise ConfigError(
                 "no-module-matches", f"{key}={pattern!r} matches no module; classes in this model: {', '.join(kinds)}"
             )
-    for name in names:
-        for other in names:
-            if name.startswith(other + "."):
-                raise ConfigError(
-                    "block-in-block", f"{key}: block {name} is inside block {other}; name only one of the two"
-                )
-    return names
-
-
-def _by_first_name(modules: Modules) -> dict[str, nn.Module]:
-    """Return each module once, under the first of its names."""
-    first_names: dict[int, str] = {}
-    for name, module in modules.items():
-        first_names.setdefault(id(module), name)
-    return {name: modules[name] for name in first_names.values()}
+        chosen.update(outermost)
+    for name in sorted(chosen):
+        if nested := next((each for each in chosen if each.startswith(f"{name}.")), None):
+            raise ConfigError(
+                "block-in-block", f"{key}: block {nested} is inside block {name}; name only one of the two"
+            )
+    return tuple(name for name, _ in named if name in chosen)
 
 
 def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -175,10 +167,6 @@ def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:
             yield prefix + name
         else:
             yield from _children_of_containers(child, f"{prefix}{name}.")
-
-
-def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
-    return any(type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _read_parameters(modules: Modules, units: Sequence[str], precision: PrecisionConfig) -> tuple[ParamEntry, ...]:

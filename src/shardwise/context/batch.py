@@ -71,11 +71,7 @@ class BatchSharder(Protocol):
 
 
 class WholeBatch:
-    """Gives each rank every token of its samples.
-
-    Args:
-        shifts_labels: as for `count_targets`.
-    """
+    """Gives each rank every token of its samples; `shifts_labels` is as for `count_targets`."""
 
     def __init__(self, shifts_labels: bool | None) -> None:
         self._shifts_labels = shifts_labels

@@ -271,8 +271,9 @@ def _alter_modules(
     shapes = {} if tensor is None else {name: each.global_shape for name, each in tensor.splits.items()}
     if tensor is not None and not resources.comms.all.is_simulated:
         _undo_at_end(cleanup, prove_sequences(model, tensor, config))
-    given = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels, shapes)
-    _undo_at_end(cleanup, given.undo)
+    context, shifts_labels = resources.comms.context, layout.facts.shifts_labels
+    sequences, undo_context = apply_context_parallel(model, config, context, shifts_labels, shapes)
+    _undo_at_end(cleanup, undo_context)
     if tensor is not None:
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
@@ -295,7 +296,7 @@ def _alter_modules(
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
     _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
-    return given.sequences, activations
+    return sequences, activations
 
 
 def _shared_forward(config: ResolvedConfig) -> str:

@@ -38,15 +38,10 @@ class Engine:
 
     Attributes:
         model: the module as given, its parameters views of the engine's buffers.
-        config: resolved.
-        device: on which the engine computes.
         memory: the tracker of live bytes there.
         comm: over all ranks that take the same optimizer step.
-        tiers: where states are stored.
         optimizer: the torch optimizer over this rank's shards.
         parts: of which the engine is made, and the state of its step.
-        runner: computes micro-batches.
-        checkpoints: saves and loads.
     """
 
     @checked
@@ -116,7 +111,6 @@ class Engine:
         gradient of a step is the mean over the data ranks of the sum over its backwards.
 
         Args:
-            args: as the model takes them.
             inputs: by name; all of them under `mesh.cp`, where the output is that of this rank's tokens.
         """
         self.runner.check_direct("engine.forward")

@@ -96,12 +96,7 @@ def chunk_model(model: nn.Module, config: ResolvedConfig, layout: Layout, draws:
 
 @dataclass(frozen=True, eq=False)
 class ChunkState:
-    """Holds what a feed-forward needs to work in parts.
-
-    Attributes:
-        name: of the module, for messages.
-        num_tokens: of a part, at most.
-    """
+    """Holds what a feed-forward needs to work in parts."""
 
     name: str
     num_tokens: int

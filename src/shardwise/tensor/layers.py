@@ -63,7 +63,6 @@ class LayerState:
     """Holds what a module's forward needs besides its parameters.
 
     Attributes:
-        ops: the mappings of the engine.
         name: of the module, for counts and messages.
     """
 
@@ -273,7 +272,6 @@ class SharedInputState(LayerState):
     """Holds the state of a region.
 
     Attributes:
-        whole: arguments that arrive whole.
         sequences: arguments that arrive split along dim 1.
     """
 

@@ -98,7 +98,6 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     """Train on ranks that are started here, and return the exit code.
 
     Args:
-        config: as `job_config` returns it.
         console: the console for the data's progress; rank 0 shows everything after that on stdout.
         resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
 

@@ -29,7 +29,7 @@ from rich.text import Text
 from shardwise.config.resolve import Config, ConfigError, ResolvedConfig, Tier, batch_equation
 from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import Layout
-from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape
+from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape, check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.planner.configs import config_of
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory
@@ -41,7 +41,7 @@ from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.needs import checkpoint_bytes
 from shardwise.train.setup import check_job, layout_line, precision_line, sparse_words, wanted_device
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
-from shardwise.verify.simulate import RankJob, check_rank
+from shardwise.verify.simulate import RankJob
 
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _ROLES: Final[Mapping[str, str]] = {"param": "params", "grad": "grads", "optimizer": "optimizer"}
@@ -58,14 +58,11 @@ class DryRun:
     """Holds a job and what some of its ranks hold and send; the config is resolved.
 
     Attributes:
-        stages: a table of those of its pipeline; empty without one.
-        elapsed_s: seconds that all simulations took.
     """
 
     config: ResolvedConfig
     model: JobModel
     ranks: tuple[RankFigures, ...]
-    stages: str
     elapsed_s: float
 
     @property
@@ -83,7 +80,6 @@ def dry_run(
     """Simulate ranks of a job.
 
     Args:
-        config: as `job_config` returns it.
         world_size: the job's ranks; this machine need not have as many devices.
         ranks: ranks of the world, or "stages" for one of each place in a pipeline.
         announce: called with a few words before each simulation, and once it is known how long that takes.
@@ -111,8 +107,7 @@ def dry_run(
         announce(place)
         job = RankJob(model.skeleton(), resolved, make_batch, rank, model.loss_fn)
         found.append(rank_figures(job, lambda doing, place=place: announce(f"{place}: {doing}")))  # type: ignore[misc]
-    stages = layout.pipeline.summary if layout.pipeline is not None else ""
-    return DryRun(resolved, model, tuple(found), stages, time.perf_counter() - start_s)
+    return DryRun(resolved, model, tuple(found), time.perf_counter() - start_s)
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -146,7 +141,7 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Literal["stages"]) -> l
 def render(run: DryRun) -> RenderableType:
     """Draw the header and the tables of what the ranks hold and send; 80 columns are enough."""
     parts: list[RenderableType] = [_header(run)]
-    parts += [Text(run.stages)] if run.stages else []
+    parts += [Text(run.layout.pipeline.summary)] if run.layout.pipeline is not None else []
     parts += [_at_rest_table(run.ranks), *_moves_tables(run), _peak_table(run.ranks), _wire_table(run.ranks)]
     parts.append(Text(_footer(run), style="dim"))
     return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))

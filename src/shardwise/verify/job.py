@@ -22,7 +22,6 @@ from shardwise.config.resolve import Config, ConfigError, ContextConfig, Precisi
 from shardwise.construction.scan import find_units
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.layout.tp_sharding import check_length
 from shardwise.models import DecoderConfig, decoder_config
 from shardwise.models.shrink import (
     ModelSizes,
@@ -34,7 +33,7 @@ from shardwise.models.shrink import (
 )
 from shardwise.schedule.registry import placement_of
 from shardwise.tensor.plan_layout import plan_layout
-from shardwise.train.setup import check_job
+from shardwise.train.setup import check_job, job_layout
 from shardwise.verify.model import ModelSpec, build_skeleton
 
 MOST_PROCESSES: Final = 16
@@ -117,12 +116,7 @@ class VerifyJob:
     """Holds a small run, and what makes it small.
 
     Attributes:
-        world_size: its processes.
-        model: the model that it trains.
-        seq_len: tokens of a sample.
-        num_steps: the steps that it takes.
         folded: the changes to the mesh, one an entry.
-        shrunk: the changes to the model.
         replaced: all other changes to the run.
     """
 
@@ -244,10 +238,7 @@ def _check_run(config: Config, world_size: int, model: ModelSpec) -> ResolvedCon
     if model.kind == "decoder":
         return check_job(config, world_size)[0]
     resolved = config.resolve(world_size)
-    if resolved.tensor.sequence_parallel:
-        fix = "or set tensor.sequence_parallel=false"
-        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
-    plan_layout(build_skeleton(model), resolved)
+    job_layout(build_skeleton(model), resolved)
     return resolved
 
 
