@@ -282,23 +282,15 @@ class _PartParameter:
 
     @property
     def data(self) -> Tensor:
-        kind = type(self)
-        return cast(Tensor, kind.on_part(_DATA.__get__, (self,), {}, lambda *_: kind.own_kind.data.__get__(self)))
+        return cast(Tensor, _DATA.__get__(self))  # modes of torch functions see it first
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        kind = type(self)
-        kind.on_part(_DATA.__set__, (self, value), {}, lambda *_: kind.own_kind.data.__set__(self, value))
+        _DATA.__set__(self, value)
 
     def detach(self) -> Tensor:
         """Return an alias of what is read."""
-        kind = type(self)
-        return cast(
-            Tensor,
-            kind.on_part(
-                _DETACH, (self,), {}, lambda func, read: (func if read is not self else kind.own_kind.detach)(read)
-            ),
-        )
+        return cast(Tensor, _DETACH(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         own: Any = type(self).own_kind
@@ -309,7 +301,21 @@ class _PartParameter:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return cls.on_part(func, args, kwargs or {}, _as_it_is)
+        is_alias = func in _ALIASES and issubclass(cls.own_kind, _WatchedParameter)
+        return cls.on_part(func, args, kwargs or {}, _watched_alias if is_alias else _as_it_is)
+
+
+_ALIASES: Final = (_DATA.__get__, _DATA.__set__, _DETACH)
+
+
+def _watched_alias(func: Any, read: Any, *value: Tensor) -> Any:
+    """Call what the class of a watched parameter has in the place of a torch function."""
+    if not isinstance(read, _PartParameter):
+        return func(read, *value)
+    own = read.own_kind
+    if func == _DETACH:
+        return own.detach(read)
+    return own.data.__set__(read, *value) if value else own.data.__get__(read)
 
 
 def _as_it_is(func: Any, *args: Any, **kwargs: Any) -> Any:
