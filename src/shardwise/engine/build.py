@@ -32,6 +32,7 @@ from shardwise.engine.state_api import note_engine
 from shardwise.engine.status import EngineStatus
 from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
+from shardwise.engine.whole_values import check_of_graphs
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.offload.activations import ActivationStore, build_store
@@ -287,7 +288,8 @@ def _alter_modules(
     _undo_at_end(cleanup, keyed)
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
-    _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
+    check_graph = check_of_graphs(model, tensor, layout.units) if tensor is not None else None
+    _undo_at_end(cleanup, replace_forwards(model, layout, config, activations, check_graph))
     return given.sequences, activations
 
 

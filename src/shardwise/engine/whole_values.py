@@ -8,7 +8,9 @@ All ranks of a tensor-parallel group compute the loss, so what enters it must be
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
-from shardwise.layout.tensor_plan import TensorPlan, is_within
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.forward_state import around_second_passes
 from shardwise.runtime.param_guard import part_type, used_by_owner
@@ -53,7 +55,7 @@ class WholeParameters:
         sharding: ShardingState,
     ) -> None:
         self._comm, self._draws = comm, draws
-        self._show_parts = sharding.show_parts
+        self._sharding = weakref.ref(sharding)
         self._known: dict[int, Known] = {
             id(parameter): (name, splits[name])
             for name, parameter in model.named_parameters()
@@ -65,7 +67,7 @@ class WholeParameters:
         parts += [region.module for region in plan.regions]
         self._in_forward = reads = _ForwardReads(model, self._known, comm, parts)
         kinds: dict[type[nn.Parameter], type[nn.Parameter]] = {}
-        sharding.part_type = lambda kind: kinds.get(kind) or kinds.setdefault(kind, part_type(reads.answer, kind))
+        sharding.parts.part_type = lambda kind: kinds.get(kind) or kinds.setdefault(kind, part_type(reads.answer, kind))
 
     @contextmanager
     def shown_in_forward(self) -> Iterator[None]:
@@ -79,7 +81,12 @@ class WholeParameters:
                 yield
                 self._in_forward.check_unwritten()
         finally:
-            self._show_parts(False)  # where the forward has raised
+            self._show(False)  # where the forward has raised
+
+    def _show(self, is_on: bool) -> None:
+        sharding = self._sharding()
+        if sharding is not None:
+            sharding.parts.show(sharding.groups, is_on)
 
     @contextmanager
     def _shown_again(self) -> Iterator[None]:
@@ -88,11 +95,11 @@ class WholeParameters:
             yield
             return
         with self._in_forward.begun():
-            self._show_parts()
+            self._show(True)
             try:
                 yield
             finally:
-                self._show_parts(False)
+                self._show(False)
             self._in_forward.check_unwritten()
 
     @contextmanager
@@ -268,6 +275,65 @@ class _ForwardReads(_Reads):
             frame = frame.f_back
         self.has_read = True
         return super()._whole_of(parameter)
+
+
+def check_of_graphs(model: nn.Module, tensor: TensorLayout, units: Collection[str]) -> Callable[[Any], None]:
+    """Return what checks the graph of a compiled block: only the code of a module may read its parameters in parts.
+
+    Args:
+        units: names of the blocks that are compiled.
+
+    Raises:
+        EngineError: when it is called, and code of another module reads one.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if tensor.splits[name].is_partial or not tensor.splits[name].is_whole:
+            names[id(parameter)] = name
+    own = {id(each) for unit in units for each in model.get_submodule(unit).parameters(recurse=False)}
+
+    def check(graph: Any) -> None:
+        inputs = {node: node.meta.get("grapharg") for node in graph.graph.nodes if node.op == "placeholder"}
+        watched = {
+            node: (names[id(given.example)], _steps(given.source), id(given.example) in own)
+            for node, given in inputs.items()
+            if given is not None and id(getattr(given, "example", None)) in names
+        }
+        _check_readers(graph, watched)
+
+    return check
+
+
+_Watched = tuple[str, list[str], bool]
+"""The name of a parameter, the way to it from what is compiled, and whether it is the block's own."""
+
+
+def _check_readers(graph: Any, watched: Mapping[Any, _Watched]) -> None:
+    for node in graph.graph.nodes:
+        inner = [each for each in node.all_input_nodes if each.op == "get_attr"]
+        code: Any = getattr(graph, inner[0].target, None) if inner else None
+        if hasattr(code, "graph"):  # such as that of a checkpoint, whose inputs follow
+            given = [each for each in node.args if each is not inner[0]]
+            places = [each for each in code.graph.nodes if each.op == "placeholder"]
+            pairs = [(place, each) for place, each in zip(places, given, strict=False) if each in watched]
+            _check_readers(code, {place: watched[each] for place, each in pairs})
+            continue
+        for name, steps, is_own in [watched[each] for each in node.all_input_nodes if each in watched]:
+            stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+            if (_steps(stack[-1][0]) != steps[:-1]) if stack else not is_own:
+                raise EngineError(
+                    "split-parameter-read",
+                    f"a compiled block reads parameter {name}, of which each rank has a part, outside of its module's "
+                    "forward; read it in a module around, in the loss, set compile.enabled=false, or leave its "
+                    "module out of the plan",
+                )
+
+
+def _steps(source: Any) -> list[str]:
+    """Return the names on the way to a module or a parameter, as torch's compiler writes it."""
+    name = getattr(source, "name", source)
+    words = re.findall(r"\w+", name() if callable(name) else str(name))
+    return [each for each in words if each not in ("_modules", "_parameters", "getattr")]
 
 
 class WholeResults:

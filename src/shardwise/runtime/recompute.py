@@ -26,9 +26,10 @@ from shardwise.config.errors import CodedError
 from shardwise.config.resolve import CompileConfig, Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.runtime.module_hooks import InputStore, recompute_forward, replace_forward, run_forward, run_stored
-from shardwise.runtime.torch_private import compiler_errors, in_op_mode
+from shardwise.runtime.torch_private import checked_backend, compiler_errors, in_op_mode
 
 Run = Callable[..., Any]
+CheckGraph = Callable[[Any], None]
 
 
 class CompileError(CodedError, RuntimeError):
@@ -36,13 +37,18 @@ class CompileError(CodedError, RuntimeError):
 
 
 def replace_forwards(
-    model: nn.Module, layout: Layout, config: Config, store: InputStore | None = None
+    model: nn.Module,
+    layout: Layout,
+    config: Config,
+    store: InputStore | None = None,
+    check_graph: CheckGraph | None = None,
 ) -> list[Callable[[], None]]:
     """Recompute and compile the forwards of a model's blocks as the config says.
 
     Args:
         config: the sections `recompute` and `compile`.
         store: keeps the inputs of recomputed blocks; None leaves them where they are.
+        check_graph: is given the graph of each block that is compiled; None for no check.
 
     Returns:
         the functions that put their own back; call them in reverse order.
@@ -50,7 +56,7 @@ def replace_forwards(
     Raises:
         ConfigError: torch has no such backend, or it cannot work in this mode.
     """
-    compiler = _BlockCompiler(config.compile, layout, store) if config.compile.enabled else None
+    compiler = _BlockCompiler(config.compile, layout, store, check_graph) if config.compile.enabled else None
     undo = []
     for index, unit in enumerate(layout.units):
         module = model.get_submodule(unit)
@@ -129,9 +135,11 @@ class _BlockCompiler:
         store: keeps the inputs of recomputed blocks, from outside the compiled code.
     """
 
-    def __init__(self, config: CompileConfig, layout: Layout, store: InputStore | None) -> None:
+    def __init__(
+        self, config: CompileConfig, layout: Layout, store: InputStore | None, check_graph: CheckGraph | None
+    ) -> None:
         _check(config, layout)
-        self._config = config
+        self._config, self._check_graph = config, check_graph
         self._store = store
         self._shared: dict[Hashable, Run] = {}
         self._num_compiled = 0
@@ -172,7 +180,10 @@ class _BlockCompiler:
         name = f"{name}_{self._num_compiled}"
         own = FunctionType(run_forward.__code__.replace(co_name=name), run_forward.__globals__, name)
         config = self._config
-        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
+        if self._check_graph is None:
+            return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
+        backend = checked_backend(config.backend, config.mode, config.dynamic, self._check_graph)
+        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=backend)
 
 
 def _kind(module: nn.Module, recompute: str) -> Hashable:
@@ -211,9 +222,11 @@ def _check(config: CompileConfig, layout: Layout) -> None:
         )
 
 
-def _explained(error: Exception, unit: str, backend: str) -> CompileError:
+def _explained(error: Exception, unit: str, backend: str) -> Exception:
     """Make an error of one line from the several that torch writes: what, why and where."""
     inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, CodedError):  # of a check of ours
+        return inner
     if inner is not None:
         return CompileError(
             "compile-backend-failed",

@@ -25,13 +25,22 @@ from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
 from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.flat_buffer import PartType
 from shardwise.zero.grad_buckets import GradState
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, LentGroups, Phase, RemoteParams, Unit, check_members
+from shardwise.zero.unit import (
+    LEGAL,
+    GradientWatch,
+    HostUpdates,
+    LentGroups,
+    Phase,
+    RemoteParams,
+    ShownParts,
+    Unit,
+    check_members,
+)
 
 
 class ShardingState:
@@ -80,7 +89,7 @@ class ShardingState:
         self._gradient_handles: dict[ParamGroup, list[GradientHandle]] = {}
         self.watch = watch = GradientWatch(model, resources.events.zero_grad)
         self._classes = parameter_classes(weakref.ref(self), watch.on_read, watch.on_write)
-        self.part_type: PartType | None = None  # of parameters that forwards may read; None where all are whole
+        self.parts = ShownParts()
         try:
             for unit in self.units:
                 self.regroup(unit.name, layout)
@@ -159,6 +168,7 @@ class ShardingState:
             if not is_recomputed and group not in self.held:
                 self._lent.claim(group)
             group.unguard()
+        self.parts.enter(unit)
         if not is_recomputed:
             self._prefetch_units()
         unit.forward_start_s = self._timeline.now()
@@ -173,7 +183,7 @@ class ShardingState:
         self._enter(Phase.FORWARD)
         self._timeline.is_recording = torch.is_grad_enabled()
         self._resources.events.before_model()
-        self.show_parts()
+        self.parts.show(self.groups)
         self.order.start_forward()
 
     def post_forward(self, unit: Unit, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
@@ -195,6 +205,7 @@ class ShardingState:
                 group.share()
             if not group.is_pinned or group in self.held:
                 group.guard()
+        self.parts.leave(unit)
         if unit.is_root:
             self._end_forward(backward_follows)
             return
@@ -204,14 +215,8 @@ class ShardingState:
         elif not backward_follows or not self.order.is_last(unit.name):
             unit.reshard(keeps_views=not backward_follows)
 
-    def show_parts(self, is_on: bool = True) -> None:
-        """Let code other than that of its own module read the whole of a parameter, of which this rank has a part."""
-        if self.part_type is not None:
-            for group in self.groups:
-                group.show_parts(self.part_type if is_on else None)
-
     def _end_forward(self, backward_follows: bool | None) -> None:
-        self.show_parts(False)
+        self.parts.show(self.groups, False)
         self._updates.gather()  # before the backward's reductions: the same order of collectives on all ranks
         for name in self.order.unused():
             self._unit_of[name].reshard()
