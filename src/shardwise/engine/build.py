@@ -33,6 +33,7 @@ from shardwise.engine.runner import SequentialRunner, StepRunner
 from shardwise.engine.state_api import note_engine
 from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
+from shardwise.engine.whole_values import check_of_graphs
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.param_groups import GroupSpec
@@ -203,7 +204,7 @@ def _make_parts(
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
     if inputs.scheduler is not None:
         check_scheduler(inputs.scheduler, sharded.optimizer)
-    split_values, hooks_once = _follow_hooks(inputs, comms, draws, cleanup)
+    split_values, hooks_once = _follow_hooks(inputs, comms, draws, sharding, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     scheduler = inputs.scheduler or own_scheduler(config, sharded.optimizer)
     parts = EngineParts(
@@ -244,13 +245,13 @@ def _settle_if_alone(heads: Sequence[LazyLogitsHead], sharding: weakref.ref[Shar
 
 
 def _follow_hooks(
-    inputs: EngineInputs, comms: CommGroups, draws: KeyedDraws, cleanup: ExitStack
+    inputs: EngineInputs, comms: CommGroups, draws: KeyedDraws, sharding: ShardingState, cleanup: ExitStack
 ) -> tuple[SplitModelValues | None, HooksOnce | None]:
     """Make what shows whole values to hooks of users and to losses, and what recomputes without hooks that look."""
     model, config, tensor = inputs.model, inputs.config, inputs.layout.tensor
     values = once = None
     if tensor is not None and (mappings := mappings_of(model)) is not None and not comms.all.is_simulated:
-        values = SplitModelValues(model, tensor, config, mappings, draws)
+        values = SplitModelValues(model, tensor, config, mappings, draws, sharding)
         cleanup.callback(values.views.close)
     if config.recompute.mode != "none":
         once = HooksOnce(model.get_submodule(name) for name in inputs.layout.held_units)
@@ -295,7 +296,8 @@ def _alter_modules(
     _undo_at_end(cleanup, keyed)
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
-    _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
+    check_graph = check_of_graphs(model, tensor, layout.units) if tensor is not None else None
+    _undo_at_end(cleanup, replace_forwards(model, layout, config, activations, check_graph))
     return sequences, activations
 
 

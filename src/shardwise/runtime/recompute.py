@@ -39,6 +39,7 @@ from shardwise.runtime.forward_state import ForwardState
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import (
     COMPUTED_AGAIN,
+    checked_backend,
     compiler_errors,
     in_op_mode,
     pytree,
@@ -48,6 +49,7 @@ from shardwise.runtime.torch_private import (
 )
 
 Run = Callable[..., Any]
+CheckGraph = Callable[[Any], None]
 
 
 class CompileError(CodedError, RuntimeError):
@@ -55,13 +57,18 @@ class CompileError(CodedError, RuntimeError):
 
 
 def replace_forwards(
-    model: nn.Module, layout: Layout, config: ResolvedConfig, store: InputStore | None = None
+    model: nn.Module,
+    layout: Layout,
+    config: ResolvedConfig,
+    store: InputStore | None = None,
+    check_graph: CheckGraph | None = None,
 ) -> list[Callable[[], None]]:
     """Recompute and compile the forwards of a model's blocks as the config says.
 
     Args:
         config: the sections `recompute` and `compile`.
         store: keeps the inputs of recomputed blocks; None leaves them where they are.
+        check_graph: is given the graph of each block that is compiled; None for no check.
 
     Returns:
         the functions that put their own back; call them in reverse order.
@@ -69,7 +76,7 @@ def replace_forwards(
     Raises:
         ConfigError: torch has no such backend, or it cannot work in this mode.
     """
-    compiler = _BlockCompiler(config.compile, layout, store) if config.compile.enabled else None
+    compiler = _BlockCompiler(config.compile, layout, store, check_graph) if config.compile.enabled else None
     undo = []
     for index, unit in enumerate(layout.units):
         module = model.get_submodule(unit)
@@ -141,9 +148,11 @@ class _BlockCompiler:
         store: keeps the inputs of recomputed blocks, from outside the compiled code.
     """
 
-    def __init__(self, config: CompileConfig, layout: Layout, store: InputStore | None) -> None:
+    def __init__(
+        self, config: CompileConfig, layout: Layout, store: InputStore | None, check_graph: CheckGraph | None
+    ) -> None:
         _check(config, layout)
-        self._config = config
+        self._config, self._check_graph = config, check_graph
         self._store = store
         self._shared: dict[Hashable, Run] = {}
         self._num_compiled = 0
@@ -184,7 +193,10 @@ class _BlockCompiler:
         name = f"{name}_{self._num_compiled}"
         own = FunctionType(run_forward.__code__.replace(co_name=name), run_forward.__globals__, name)
         config = self._config
-        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
+        if self._check_graph is None:
+            return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
+        backend = checked_backend(config.backend, config.mode, config.dynamic, self._check_graph)
+        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=backend)
 
 
 def _kind(module: nn.Module, recompute: str) -> Hashable:
@@ -223,9 +235,11 @@ def _check(config: CompileConfig, layout: Layout) -> None:
         )
 
 
-def _explained(error: Exception, unit: str, backend: str) -> CompileError:
+def _explained(error: Exception, unit: str, backend: str) -> Exception:
     """Make an error of one line from the several that torch writes: what, why and where."""
     inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, CodedError):  # of a check of ours
+        return inner
     if inner is not None:
         return CompileError(
             "compile-backend-failed",

@@ -39,6 +39,7 @@ __all__ = [
     "OpMode",
     "OpOverload",
     "assert_async",
+    "checked_backend",
     "compiler_errors",
     "constant_in_graphs",
     "container_types",
@@ -207,6 +208,22 @@ def compiler_errors() -> tuple[type[Exception], type[Exception]]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def checked_backend(name: str, mode: str | None, dynamic: bool | None, check: Callable[[Any], None]) -> Any:
+    """Return a backend of `torch.compile` by its name that first shows each graph to `check`.
+
+    `torch.compile` gives a mode to inductor by its name only.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+
+    own: Any = torch._TorchCompileInductorWrapper(mode, None, dynamic) if name == "inductor" else lookup_backend(name)
+
+    def checked(graph: Any, inputs: Any) -> Any:
+        check(graph)
+        return own(graph, inputs)
+
+    return checked
 
 
 def constant_in_graphs(function: AnyFunction) -> AnyFunction:

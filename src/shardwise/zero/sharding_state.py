@@ -41,6 +41,7 @@ from shardwise.zero.unit import (
     LentGroups,
     Phase,
     RemoteParams,
+    ShownParts,
     Unit,
     check_members,
 )
@@ -85,6 +86,7 @@ class ShardingState:
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
         self._lent = LentGroups()
         self.watch = GradientWatch(model, weakref.ref(self), resources.events.zero_grad)
+        self.parts = ShownParts()
         try:
             for unit in self.units:
                 self.regroup(unit.name, layout)
@@ -164,6 +166,7 @@ class ShardingState:
             if not is_recomputed and group not in self.held:
                 self._lent.claim(group)
             group.unguard()
+        self.parts.enter(unit)
         if not is_recomputed:
             self._prefetch_units()
         unit.forward_start_s = self._resources.timeline.now()
@@ -178,6 +181,7 @@ class ShardingState:
         self._enter(Phase.FORWARD)
         self._resources.timeline.is_recording = torch.is_grad_enabled()
         self._resources.events.before_model()
+        self.parts.show(self.groups)
         self.order.start_forward()
 
     def post_forward(self, unit: Unit, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
@@ -199,6 +203,7 @@ class ShardingState:
                 group.share()
             if not group.is_pinned or group in self.held:
                 group.guard()
+        self.parts.leave(unit)
         if unit.is_root:
             self._end_forward(backward_follows)
             return
@@ -209,6 +214,7 @@ class ShardingState:
             unit.reshard(keeps_views=not backward_follows)
 
     def _end_forward(self, backward_follows: bool | None) -> None:
+        self.parts.show(self.groups, False)
         self._updates.gather()  # before the backward's reductions: the same order of collectives on all ranks
         for name in self.order.unused():
             self._unit_of[name].reshard()

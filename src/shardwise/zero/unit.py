@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -29,7 +29,7 @@ from shardwise.runtime.param_guard import (
 )
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data
-from shardwise.zero.flat_buffer import ParamState
+from shardwise.zero.flat_buffer import ParamState, PartType
 from shardwise.zero.param_group import ParamGroup
 
 log = logging.getLogger("shardwise")
@@ -225,6 +225,41 @@ class LentGroups:
         """Leave a group to its unit, which is about to use it."""
         self._groups = [other for other in self._groups if other is not group]
         group.claim()
+
+
+class ShownParts:
+    """Lets code in a forward read the whole of a parameter of another module, of which this rank has a part.
+
+    Attributes:
+        part_type: the classes of such parameters meanwhile; None where all are whole.
+        are_blocks_compiled: compiled code is for the classes of its parameters with which it was compiled.
+    """
+
+    def __init__(self) -> None:
+        self.part_type: PartType | None = None
+        self.are_blocks_compiled = False
+        self._shown: PartType | None = None
+        self._root_groups: list[ParamGroup] = []
+
+    def show(self, groups: Iterable[ParamGroup], is_on: bool = True) -> None:
+        """Begin or end to show whole parameters."""
+        self._shown = self.part_type if is_on else None
+        all_groups = [*groups] if self.part_type is not None else []
+        self._root_groups = [group for group in all_groups if group.spec.unit == ROOT]
+        for group in all_groups:
+            group.show_parts(self._shown)
+
+    def enter(self, unit: Unit) -> None:
+        """Give a compiled block parameters as they are; what it reads is checked when it is compiled."""
+        if self.are_blocks_compiled and not unit.is_root:
+            for group in (*unit.groups, *self._root_groups):
+                group.show_parts(None)
+
+    def leave(self, unit: Unit) -> None:
+        """Go on to show them after a compiled block."""
+        if self.are_blocks_compiled and not unit.is_root:
+            for group in (*unit.groups, *self._root_groups):
+                group.show_parts(self._shown)
 
 
 class GradientWatch:
