@@ -71,6 +71,10 @@ class RankExchange:
     rank: int
     timeout_s: float
 
+    # [Note: Why ranks compare through the store]
+    # What ranks compare decides whether their collectives fit: where sizes differ, gloo ends a process. A store takes
+    # any text, and shows who has not come. A key is used once, as it has a position or the name of a part in it: a rank
+    # that reads late finds its own verdict, never the next one. The last reader deletes the keys.
     def verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
         """Give this rank's note, and return the first rank's verdict on all of them; then the keys are deleted.
 

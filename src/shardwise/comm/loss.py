@@ -352,6 +352,7 @@ class LossAccumulator:
         return next((place for place, (reference, _) in enumerate(self._open) if reference() is loss), None)
 
     def _agree_on_normaliser(self, count: Tensor) -> float:
+        # Once a step: gradients of all its micro-batches, on all ranks, are added up, so they need one scale.
         if self.normaliser == 0.0:
             (largest,) = self._comms.data.max_scalars(count.double().nan_to_num(0, 0, 0).reshape(1), "loss normaliser")
             self.normaliser = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
