@@ -129,6 +129,10 @@ class StageCompute:
             if stage == self._last:
                 record.roots = [output]
             else:
+                # [Note: Edges in place of outputs]
+                # A backward begins at the output's place in the graph, and needs none of its values. A stage holds
+                # several micro-batches between forward and backward, and tensors would hold the memory of their
+                # outputs; an edge holds the graph alone. The output lives until it has been sent.
                 record.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
         elif stage != self._last:
             self._in_flight[stage, micro_batch] = record  # kept until the output is sent
@@ -195,6 +199,11 @@ class StageCompute:
         stage, micro_batch = _place(action)
         on_end = self._timeline.leave_open()
         ends = self._inlets if action.payload is Payload.ACTIVATION else self._outlets
+        # [Note: Receives are posted ahead]
+        # The schedule posts a receive one computation before its use (`insert_transfers`), so the message is under way
+        # while that computes. Neither posting nor sending waits: a rank waits in `take`, and in `finish` after its row.
+        # Both ends post in the order of the channel, and `verify` has found that the rows can run beside each other, so
+        # what a rank waits for is sent.
         ends[stage].post(micro_batch, on_end)
 
     def check_done(self) -> None:
