@@ -392,6 +392,8 @@ def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str
         failure = error
     if store is not None:
         meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, timeout_s)
+        # A rank that has failed comes to the meeting too: otherwise the others would learn of it only when their time
+        # is over.
         note = "" if failure is None else f"{type(failure).__name__}: {failure}"
         try:
             text = meeting.verdict(f"start/{part}", note, _judge_failures, "the end of shardwise.initialize")

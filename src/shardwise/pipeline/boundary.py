@@ -102,6 +102,10 @@ class _AgreedSpecs:
 class _Direction:
     """Holds the channels from one rank to another: for words, for what was not agreed, and for tensors."""
 
+    # [Note: Three channels for each direction]
+    # Receives of a word and of tensors are posted before it is known whether a value is as agreed, and those of the
+    # next value may be posted too. What describes a value is therefore sent on a channel of its own: on another one it
+    # would end in a receive that was posted for something else.
     name: str
     words: P2PChannel
     unagreed: P2PChannel
@@ -225,6 +229,7 @@ class RemoteEnd:
         if not is_packed:
             tensors = _allocate(agreed, way.tensors.device)
             transfers.append(way.tensors.receive(tensors, way.name))
+        # `take` waits: see [Note: Receives are posted ahead]
         self._posted.append(_Posted(micro_batch, agreed, first, tensors, transfers, on_end))
 
     def take(self, micro_batch: int) -> Any:

@@ -115,7 +115,7 @@ class StageCompute:
         inlet, outlet = self._inlets.get(stage), self._outlets.get(stage)
         received = None
         if inlet is not None:
-            received = inlet.take(micro_batch)
+            received = inlet.take(micro_batch)  # see [Note: Receives are posted ahead]
             self._timeline.restart()
         self._forward.begin(stage, received)
         try:
@@ -166,7 +166,7 @@ class StageCompute:
         del given, gradients
         events.after_backward(stage, micro_batch)
         if self._queue is not None:
-            self._queue.collect((stage, micro_batch))
+            self._queue.collect((stage, micro_batch))  # see [Note: Weight gradients and reductions]
         record.gradients = [leaf.grad for leaf in record.received]
         record.received = []
         if inlet is None:

@@ -56,8 +56,8 @@ class WeightGradQueue:
     # [Note: Weight gradients and reductions]
     # The first half of a backward gives a product's weight no gradient, so its hooks do not fire. `drain` runs autograd
     # once more, over what was queued, and then they fire as in a whole backward: the gradients reach the same buckets.
-    # So REDUCE follows BACKWARD_WEIGHT (`insert_gathers` of `schedule/lower.py`). Of a product's weight only the strides
-    # are read by then, so its parameter may have been released.
+    # So REDUCE follows BACKWARD_WEIGHT (`insert_gathers` of `schedule/lower.py`). Of a product's weight only the
+    # strides are read by then, so its parameter may have been released.
     def splitting(self) -> AbstractContextManager[Any]:
         """Return a context in which products with parameters defer the parameters' gradients to the queue.
 

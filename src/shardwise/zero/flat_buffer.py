@@ -204,6 +204,8 @@ class EncodedGather(Gather):
             shard.fetch(exact).wait()
         numel = self._num_coded(exact)
         self._measure(exact, self._codec.encode(exact[:numel], sent[: self._codec.num_bytes(numel)]))
+        # The codes are written on the current stream, and the stream of the gather begins after it: there is no other
+        # event to wait for.
         if not is_here:
             self._pool.release(exact)
         return Event(None)
@@ -350,7 +352,7 @@ class FlatBuffer(ABC):
             ReleasedParameterError: the parameters are offloaded.
         """
         if self.state is ParamState.STEPPING:
-            self.finish_update()
+            self.finish_update()  # see [Note: Steps that go on in the background]
         if self.state is ParamState.OFFLOADED:
             raise ReleasedParameterError(
                 "states-offloaded", f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
@@ -480,7 +482,7 @@ class FlatBuffer(ABC):
         if self._is_shared(len(self.parameters) if keeps_views or self.is_lent else None):
             self._replace_memory(keeps_values=False)
         else:
-            self._tracker.resize(self.full, 0)
+            self._tracker.resize(self.full, 0)  # see [Note: Why a storage is resized and not replaced]
         self.is_lent = False
         self._set_state(ParamState.SHARDED)
         return True

@@ -357,7 +357,7 @@ class RunningReductions:
             self._end_first()
         for other in self.groups:
             if other.grads is not None:
-                other.grads.advance_reduce()
+                other.grads.advance_reduce()  # see [Note: A reduction under way]
         self.groups.append(group)
 
     def finish(self) -> None:

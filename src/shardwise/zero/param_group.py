@@ -237,6 +237,7 @@ class ParamGroup(FlatBuffer):
 
     def refresh(self) -> None:
         """Take over the optimizer's update; where parameters are stored whole, start to gather them."""
+        # Asked first, as it says what was UNSHARDED, and `_take_over` ends that.
         is_aliased = self.is_aliased
         if self._take_over(is_narrowed=False):
             self.unshard()

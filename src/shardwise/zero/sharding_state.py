@@ -333,7 +333,7 @@ class ShardingState:
         self._enter(Phase.STEPPING)
         for group in self.groups:
             if group in stepping:
-                self._updates.start(group, stepping[group])
+                self._updates.start(group, stepping[group])  # see [Note: Gathers after the step]
             elif group.grads is not None:
                 group.refresh()
         if at_once:

@@ -123,6 +123,8 @@ def regroup(states: EngineState, layout: Layout, named_groups: Sequence[NamedGro
     sharding = states.sharding
     there = {group.spec for group in sharding.groups}
     changed = {spec.unit for spec in there.symmetric_difference(layout.groups)}
+    # One unit at a time: its masters and states are copied, its groups replaced, and the new ones filled, so that the
+    # copies never take more memory than one unit.
     for unit in [unit.name for unit in sharding.units if unit.name in changed]:
         masters: dict[str, Tensor | None] = {}
         optimizer_states: dict[str, dict[str, Tensor]] = {}
