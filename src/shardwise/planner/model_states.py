@@ -67,8 +67,8 @@ class ModelStates:
             (self.host_bytes, "of each host"),
             (self.nvme_bytes, "of its disks"),
         )
-        words = [f"{format_bytes(size)} {where}" for size, where in others if size]
-        return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *words])
+        texts = [f"{format_bytes(size)} {where}" for size, where in others if size]
+        return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *texts])
 
 
 @checked
@@ -96,12 +96,12 @@ def estimate_model_states(
     if num_gpus < 1:
         raise ConfigError("gpu-count-positive", f"num_gpus={num_gpus} is below 1; states are stored on one at least")
     sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
-    given: dict[str, Any] = dict(config or {})
-    given["precision"] = {"param": "bf16", **given.get("precision", {})}
+    values: dict[str, Any] = dict(config or {})
+    values["precision"] = {"param": "bf16", **values.get("precision", {})}
     estimates = []
     for stage in stages:
-        zero = {**given.get("zero", {}), "stage": int(stage)}
-        layout = build_layout(sized, Config.from_dict({**given, "zero": zero}).resolve(world_size=num_gpus))
+        zero = {**values.get("zero", {}), "stage": int(stage)}
+        layout = build_layout(sized, Config.from_dict({**values, "zero": zero}).resolve(world_size=num_gpus))
         estimates.append(
             ModelStates(
                 stage=stage,
