@@ -237,6 +237,15 @@ def literals(code: ast.expr) -> list[str]:
     return [code.value] if isinstance(code, ast.Constant) else []
 
 
+def test_notes_that_are_referred_to_exist_once() -> None:
+    """`[Note: Title]` begins a note, and other places say `see [Note: Title]`; a title may go on in the next line."""
+    text = "\n".join(re.sub(r"\n *# ", " ", text_of(path)) for path in FILES)
+    found = re.findall(r"(see )?\[Note: ([^]]+)\]", text)
+    notes = [title for see, title in found if not see]
+    assert len(notes) == len(set(notes)) > 30
+    assert {title for see, title in found if see} <= set(notes)
+
+
 def test_every_error_has_a_code_and_a_code_is_one_rule() -> None:
     nodes = {path.relative_to(SOURCE): nodes_of(path) for path in FILES}
     errors, wrong, packages_of = coded_errors(itertools.chain(*nodes.values())), [], defaultdict(set)

@@ -46,9 +46,9 @@ def attention_backend(name: str) -> Iterator[None]:
     Raises:
         ConfigError: there is no such back end.
     """
-    known = [*BACKENDS, _FLEX]
-    if name not in known:
-        raise ConfigError("unknown-backend", f"attention backend {name!r} does not exist; there are {', '.join(known)}")
+    names = [*BACKENDS, _FLEX]
+    if name not in names:
+        raise ConfigError("unknown-backend", f"attention backend {name!r} does not exist; there are {', '.join(names)}")
     token = _forced.set(name)
     try:
         yield
@@ -111,7 +111,7 @@ def block_sparse_attention_with_lse(
         [B, H, Nq, D]; and [B, H, Nq], in fp32 (fp64 for fp64), -inf where a query sees no key.
     """
     _check_kinds(layout, dropout, scale, q=q, k=k, v=v, key_padding=key_padding, bias=bias)
-    q, k, v = (autocast(each) for each in (q, k, v))
+    q, k, v = (autocast(tensor) for tensor in (q, k, v))
     _check_tensors(q, k, v)
     _check_untransformed(q, k, v, bias)
     _check_layout(q, k, layout)
@@ -129,17 +129,21 @@ def block_sparse_attention_with_lse(
     if backend == _FLEX:
         # Imported when it is first used, since it imports the compiler.
         flex: Any = importlib.import_module("shardwise.attention.flex")
-        found: tuple[Tensor, Tensor] = flex.flex_attention_of(q, k, v, layout, extras)
-        return found
+        attended: tuple[Tensor, Tensor] = flex.flex_attention_of(q, k, v, layout, extras)
+        return attended
     return attend(q, k, v, extras, layout, backend)
 
 
 def autocast(tensor: Tensor) -> Tensor:
     """Cast a floating input of attention to autocast's dtype where autocast is on; fp64 stays, as in torch's ops."""
-    kind = tensor.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+    device_type = tensor.device.type
+    if (
+        device_type not in ("cpu", "cuda")
+        or not torch.is_autocast_enabled(device_type)
+        or tensor.dtype == torch.float64
+    ):
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind)) if tensor.is_floating_point() else tensor
+    return tensor.to(torch.get_autocast_dtype(device_type)) if tensor.is_floating_point() else tensor
 
 
 @constant_in_graphs
@@ -150,9 +154,9 @@ def backend_for(device_type: str, preferred: str | None = None) -> str:
 
 def _check_kinds(layout: object, dropout: object, scale: object, **tensors: object) -> None:
     """Refuse arguments of other classes; plain tests, as compiled code passes here."""
-    for name, each in tensors.items():
-        if not isinstance(each, Tensor) and not (each is None and name in ("key_padding", "bias")):
-            raise ConfigError("attention-tensor", f"{described(name, each)}; give a tensor")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) and not (tensor is None and name in ("key_padding", "bias")):
+            raise ConfigError("attention-tensor", f"{described(name, tensor)}; give a tensor")
     if not isinstance(dropout, int | float | Draw):
         raise ConfigError("dropout-rate", f"{described('dropout', dropout)}; give a rate from 0 to below 1")
     if scale is not None and (not isinstance(scale, int | float) or not math.isfinite(scale)):
@@ -161,11 +165,12 @@ def _check_kinds(layout: object, dropout: object, scale: object, **tensors: obje
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     names = (("q", q), ("k", k), ("v", v))
-    for name, each in names:
-        if each.ndim != 4:
+    for name, tensor in names:
+        if tensor.ndim != 4:
             raise ConfigError(
                 "qkv-dims",
-                f"{name} of shape {tuple(each.shape)} has {each.ndim} dims; give [samples, heads, tokens, head size]",
+                f"{name} of shape {tuple(tensor.shape)} has {tensor.ndim} dims; "
+                "give [samples, heads, tokens, head size]",
             )
     if k.shape != v.shape:
         raise ConfigError(
@@ -192,11 +197,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ConfigError(
             "attention-dtype", f"q is of {q.dtype}; attention needs float16, bfloat16, float32 or float64"
         )
-    for name, each in names[1:]:
-        if each.dtype != q.dtype or each.device != q.device:
+    for name, tensor in names[1:]:
+        if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ConfigError(
                 "qkv-dtype-device",
-                f"{name} is of {each.dtype} on {each.device} and q of {q.dtype} on {q.device}; move {name} with "
+                f"{name} is of {tensor.dtype} on {tensor.device} and q of {q.dtype} on {q.device}; move {name} with "
                 f"{name}.to(q)",
             )
 
@@ -204,7 +209,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_untransformed(*tensors: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return
-    if any(each is not None and is_transformed(each) for each in tensors):
+    if any(tensor is not None and is_transformed(tensor) for tensor in tensors):
         raise NotImplementedError(
             "block-sparse attention has no rule for torch.func's transforms (vmap, grad, jvp) nor for forward-mode "
             "derivatives; use loss.backward(), more samples in place of vmap, or dense attention"
@@ -250,15 +255,15 @@ def _check_extras(q: Tensor, k: Tensor, key_padding: Tensor | None, bias: Tensor
 
 def _check_draw(q: Tensor, k: Tensor, draw: Draw) -> None:
     rows = [(size,) for size in q.shape[:3]]
-    for name, each, shape in (
+    for name, tensor, shape in (
         ("dropout.factors", draw.factors, rows),
         ("dropout.offsets", draw.offsets, rows),
         ("dropout.columns", draw.columns, [(k.shape[2],)]),
     ):
-        _check_shape(name, each, shape)
-        _check_device(name, each, q)
-        if each.dtype != torch.int32:
-            raise ConfigError("draw-int32", f"{name} is of {each.dtype}; give int32")
+        _check_shape(name, tensor, shape)
+        _check_device(name, tensor, q)
+        if tensor.dtype != torch.int32:
+            raise ConfigError("draw-int32", f"{name} is of {tensor.dtype}; give int32")
 
 
 def _check_shape(name: str, tensor: Tensor, legal: Sequence[tuple[int, ...]]) -> None:

@@ -225,7 +225,9 @@ class BlockLayout:
         """Return the layout without the pairs in which a key is after its query; self if there are none."""
         if self.is_token_causal:
             return self
-        return BlockLayout(tuple(replace(each, blocks=each.blocks.tril(), causal=True) for each in self.patterns))
+        return BlockLayout(
+            tuple(replace(pattern, blocks=pattern.blocks.tril(), causal=True) for pattern in self.patterns)
+        )
 
     def queries_from(self, first_query: int) -> BlockLayout:
         """Return the layout of the queries from `first_query` on, for use with cached keys; for one pattern only.
@@ -254,15 +256,15 @@ class BlockLayout:
         """
         patterns, before = [], 0
         for pattern in self.patterns:
-            own = ((before, before + pattern.num_tokens),)
-            here, there = (shift(intersect(runs, own), -before) for runs in (queries, keys))
-            patterns.append(replace(pattern, queries=here, keys=there))
+            document = ((before, before + pattern.num_tokens),)
+            own_queries, own_keys = (shift(intersect(runs, document), -before) for runs in (queries, keys))
+            patterns.append(replace(pattern, queries=own_queries, keys=own_keys))
             before += pattern.num_tokens
         return BlockLayout(tuple(patterns))
 
     def allowed(self) -> Tensor:
         """Say whether each query sees each key, bool [heads or 1, num_queries, num_keys]: for tests and drawings."""
-        whole = torch.zeros(self.num_heads, self.num_queries, self.num_keys, dtype=torch.bool)
+        mask = torch.zeros(self.num_heads, self.num_queries, self.num_keys, dtype=torch.bool)
         row = column = 0
         for pattern in self.patterns:
             queries, keys = (
@@ -272,9 +274,9 @@ class BlockLayout:
             seen = pattern.blocks[:, queries // pattern.block][:, :, keys // pattern.block]  # [heads or 1, ...]
             if pattern.causal:
                 seen = seen & (queries[:, None] >= keys)
-            whole[:, row : row + pattern.num_queries, column : column + pattern.num_keys] = seen
+            mask[:, row : row + pattern.num_queries, column : column + pattern.num_keys] = seen
             row, column = row + pattern.num_queries, column + pattern.num_keys
-        return whole
+        return mask
 
 
 def require_structure(given: object) -> None:
@@ -354,7 +356,7 @@ def visible_pairs(patterns: Sequence[Pattern], *, up_to_diagonal: bool = False) 
     Args:
         up_to_diagonal: leave out pairs in which the key is after the query.
     """
-    return sum(_mean(keys_of_rows(each, up_to_diagonal=up_to_diagonal)) for each in patterns)
+    return sum(_mean(keys_of_rows(pattern, up_to_diagonal=up_to_diagonal)) for pattern in patterns)
 
 
 def causal_pairs(patterns: Sequence[Pattern]) -> int:
@@ -398,7 +400,7 @@ def union_of_rows(pattern: Pattern, rows: int) -> Tensor:
 
     A pattern's queries are stored one run after another: a tile may have queries of several runs.
     """
-    queries, keys = (each.sum(1) for each in _there(pattern))  # [num_blocks] each
+    queries, keys = (presence.sum(1) for presence in _there(pattern))  # [num_blocks] each
     block_rows, key_blocks = queries.nonzero()[:, 0], keys.nonzero()[:, 0]
     blocks = cut(pattern.blocks, block_rows, key_blocks)  # [heads or 1, block rows, key blocks]
     if pattern.causal:
@@ -406,7 +408,9 @@ def union_of_rows(pattern: Pattern, rows: int) -> Tensor:
     starts = torch.arange(0, pattern.num_queries, rows)
     ends = (starts + rows).clamp(max=pattern.num_queries) - 1
     so_far = queries[block_rows].cumsum(0)  # [block rows], queries up to the end of each
-    first, last = (torch.searchsorted(so_far, each, right=True) for each in (starts, ends))  # [num_tiles], block rows
+    first, last = (
+        torch.searchsorted(so_far, bounds, right=True) for bounds in (starts, ends)
+    )  # [num_tiles], block rows
     union = blocks[:, first]  # [heads or 1, num_tiles, key blocks]
     for step in range(1, max((last - first).tolist(), default=0) + 1):
         union |= blocks[:, torch.minimum(first + step, last)]
@@ -439,10 +443,10 @@ def is_there(runs: Runs, num_blocks: int, block: int) -> Tensor:
     Args:
         block: slots of a block; those after the last token of the last block are False.
     """
-    there = torch.zeros(num_blocks * block, dtype=torch.bool)
+    is_token = torch.zeros(num_blocks * block, dtype=torch.bool)
     for start, stop in runs:
-        there[start:stop] = True
-    return there.view(num_blocks, block)
+        is_token[start:stop] = True
+    return is_token.view(num_blocks, block)
 
 
 def cut(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -452,6 +456,6 @@ def cut(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         rows: int64, ascending indices.
         columns: int64, ascending indices.
     """
-    if all(len(each) and int(each[-1] - each[0]) == len(each) - 1 for each in (rows, columns)):
+    if all(len(indices) and int(indices[-1] - indices[0]) == len(indices) - 1 for indices in (rows, columns)):
         return blocks[:, int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
     return blocks[:, rows[:, None], columns]

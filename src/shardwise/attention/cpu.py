@@ -210,7 +210,7 @@ def _flash_backward(
     lse = queries_of(rows.lse, call).transpose(0, 1)
     of_rows = (queries_of(blocks, call) for blocks in (rows.grad_out, rows.out))
     # The kernel returns gradients in the dtype of its inputs.
-    grad_out, out, q, k, v = (each.transpose(0, 1).to(dtype) for each in (*of_rows, *qkv))  # [T, L, ...] each
+    grad_out, out, q, k, v = (tensor.transpose(0, 1).to(dtype) for tensor in (*of_rows, *qkv))  # [T, L, ...] each
     grads = cpu_flash_attention_backward(grad_out, q, k, v, out, lse, _by_tile(scores.mask), scores.scale)
     return TileGrads(*(grad.transpose(0, 1) for grad in grads))
 

@@ -120,7 +120,7 @@ def make_plan(layout: BlockLayout, group: int) -> BackendPlan:
     for tiles_of_height in by_height.values():
         parts.append(_sorted_into(numbers, tiles_of_height, layout.num_heads == 1))
     none = torch.empty(0, dtype=torch.int64)
-    listed = (torch.cat([part[index] for part in parts]) if parts else none for index in range(3))
+    listed = (torch.cat([arrays[index] for arrays in parts]) if parts else none for index in range(3))
     positions = (queries.positions, keys.positions)
     return BackendPlan(
         (*listed, *positions, queries.token_of, queries.slot_of, keys.token_of, keys.slot_of),
@@ -138,9 +138,9 @@ def unfold(plan: BackendPlan) -> CpuPlan:
         head, height, width, num, is_masked = sizes[start : start + 5]
         next_row, next_column = row + num * height, column + num * width
         next_bit = bit + is_masked * num * height * width
-        here = seen[bit:next_bit].view(num, width, height) if is_masked else None
+        seen_here = seen[bit:next_bit].view(num, width, height) if is_masked else None
         in_rows = rows[row:next_row].view(num, height)
-        buckets.append(TileBucket(head, in_rows, columns[column:next_column].view(num, width), here))
+        buckets.append(TileBucket(head, in_rows, columns[column:next_column].view(num, width), seen_here))
         row, column, bit = next_row, next_column, next_bit
     queries = BlockTable(num_query_blocks, slots[0], slots[1], query_positions)
     return CpuPlan(block, queries, BlockTable(num_key_blocks, slots[2], slots[3], key_positions), tuple(buckets))
@@ -151,9 +151,11 @@ def _slots(layout: BlockLayout, is_query: bool) -> tuple[BlockTable, list[_Side]
     token_of, positions, sides = [], [], []
     num_tokens = num_before = num_blocks = 0
     for pattern in layout.patterns:
-        there = is_there(pattern.query_runs if is_query else pattern.key_runs, pattern.blocks.shape[1], pattern.block)
-        blocks = there.any(1).nonzero()[:, 0]
-        is_token = there[blocks]  # [blocks with tokens, block]
+        has_tokens = is_there(
+            pattern.query_runs if is_query else pattern.key_runs, pattern.blocks.shape[1], pattern.block
+        )
+        blocks = has_tokens.any(1).nonzero()[:, 0]
+        is_token = has_tokens[blocks]  # [blocks with tokens, block]
         token_of.append(torch.where(is_token, is_token.flatten().cumsum(0).view_as(is_token) - 1 + num_tokens, -1))
         position = blocks[:, None] * pattern.block + torch.arange(pattern.block) + num_before
         if is_query and not pattern.causal:
@@ -185,22 +187,22 @@ def _tiles_of(pattern: Pattern, group: int, rows: _Side, columns: _Side) -> Iter
     merged: list[Tensor] = []  # [heads, groups] each: whether a group is cheaper than its halves
     best = _price(nums[0], nums[0], 1, pattern.block * group)
     while 2 ** len(unions) * pattern.block <= MOST_TILE_TOKENS and unions[-1].shape[1] > 1:
-        height, whole = 2 ** len(unions), unions[-1].shape[1] // 2 * 2
-        unions.append(unions[-1][:, 0:whole:2] | unions[-1][:, 1:whole:2])
+        height, num_paired = 2 ** len(unions), unions[-1].shape[1] // 2 * 2
+        unions.append(unions[-1][:, 0:num_paired:2] | unions[-1][:, 1:num_paired:2])
         nums.append(_num_blocks(unions[-1]))
-        num_seen = nums[0][:, : whole // 2 * height].unflatten(1, (-1, height)).sum(-1)  # [heads, groups]
+        num_seen = nums[0][:, : num_paired // 2 * height].unflatten(1, (-1, height)).sum(-1)  # [heads, groups]
         price = _price(nums[-1], num_seen, height, pattern.block * group)
-        apart = best[:, :whole].unflatten(1, (-1, 2)).sum(-1)
+        apart = best[:, :num_paired].unflatten(1, (-1, 2)).sum(-1)
         merged.append(price < apart)
         best = torch.minimum(price, apart)
     taken_above = torch.zeros(blocks.shape[0], 0, dtype=torch.bool)
     for level in reversed(range(len(unions))):
         is_taken = torch.zeros(nums[level].shape, dtype=torch.bool)
         is_taken[:, : 2 * taken_above.shape[1]] = taken_above.repeat_interleave(2, 1)
-        own = (merged[level - 1] if level else nums[0] > 0) & ~is_taken
-        taken_above = is_taken | own
-        if own.any():
-            yield _tiles_at(blocks, unions[level], own, 2**level, rows, columns)
+        is_own = (merged[level - 1] if level else nums[0] > 0) & ~is_taken
+        taken_above = is_taken | is_own
+        if is_own.any():
+            yield _tiles_at(blocks, unions[level], is_own, 2**level, rows, columns)
 
 
 def _num_blocks(words: Tensor) -> Tensor:
@@ -220,9 +222,11 @@ def _tiles_at(blocks: Tensor, union: Tensor, own: Tensor, height: int, queries: 
     heads, groups = own.nonzero().unbind(1)  # [tiles] each
     local_rows = groups[:, None] * height + torch.arange(height)  # [tiles, height]
     listed = union.flatten(0, 1).index_select(0, heads * union.shape[1] + groups)  # [tiles, words]
-    in_tiles, words = listed.nonzero().unbind(1)  # [words with blocks] each
-    at, byte = listed[in_tiles, words, None].view(torch.bool).nonzero().unbind(1)  # [key blocks of all tiles] each
-    tiles, columns = in_tiles[at], words[at] * 8 + byte
+    in_tiles, columns_of_words = listed.nonzero().unbind(1)  # [words with blocks] each
+    at, byte = (
+        listed[in_tiles, columns_of_words, None].view(torch.bool).nonzero().unbind(1)
+    )  # [key blocks of all tiles] each
+    tiles, columns = in_tiles[at], columns_of_words[at] * 8 + byte
     seen = blocks[heads[tiles, None], local_rows[tiles], columns[:, None]]  # [key blocks of all tiles, height]
     nums = torch.bincount(tiles, minlength=len(heads))
     first_seen = queries.first[local_rows].amin(1)  # [tiles]
@@ -249,7 +253,7 @@ def _sorted_into(numbers: list[int], several: list[_Tiles], is_shared: bool) -> 
     column_order = kind_of_column.argsort(stable=True)
     masked_order = column_order[kinds[kind_of_column[column_order]] % 2 == 1]
     height = rows.shape[1]
-    for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-        head, num = divmod(kind // 2, widest)
-        numbers.extend((ALL_HEADS if is_shared else head, height, num, count, kind % 2))
+    for head_kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+        head, num = divmod(head_kind // 2, widest)
+        numbers.extend((ALL_HEADS if is_shared else head, height, num, count, head_kind % 2))
     return rows[order].reshape(-1), columns[column_order], seen[masked_order].reshape(-1)

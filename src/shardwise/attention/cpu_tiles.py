@@ -75,9 +75,9 @@ def calls_of(
         num_kv = min(most_kv, max(1, num_scores // of_a_tile))
         num_tiles = max(1, num_scores // (of_a_tile * num_kv))
         for start in range(0, len(bucket.rows), num_tiles):
-            here = slice(start, start + num_tiles)
-            rows, columns = bucket.rows[here], bucket.columns[here]
-            mask = None if bucket.seen is None else _mask(plan, rows, columns, bucket.seen[here], dtype)
+            batch = slice(start, start + num_tiles)
+            rows, columns = bucket.rows[batch], bucket.columns[batch]
+            mask = None if bucket.seen is None else _mask(plan, rows, columns, bucket.seen[batch], dtype)
             for sample in range(num_samples):
                 for first in range(0, most_kv, num_kv):
                     num = min(num_kv, most_kv - first)

@@ -78,18 +78,18 @@ def attention_backward_partial(
         extras: modifiers of the scores of the part; its bias gets no gradient.
         layout: of the queries and the part's keys.
     """
-    given = _given(saved.q, saved.k, extras, layout, backend)
+    extra = _given(saved.q, saved.k, extras, layout, backend)
     tensors = (saved.q, saved.k, saved.v, saved.out, saved.lse)
     with torch.no_grad():
-        q, k, v, _ = torch.ops.shardwise.block_sparse_attention_backward(grad_out, None, *tensors, *given, False, True)
+        q, k, v, _ = torch.ops.shardwise.block_sparse_attention_backward(grad_out, None, *tensors, *extra, False, True)
     return AttentionGrads(q, k, v, None)
 
 
 def backend_named(name: str) -> Backend:
     """Import and return the back end of a name of `BACKENDS`."""
-    module, kind = BACKENDS[name]
-    found: Any = importlib.import_module(module)
-    backend: Backend = found if kind is None else getattr(found, kind)()
+    module, attribute = BACKENDS[name]
+    module_of_backend: Any = importlib.import_module(module)
+    backend: Backend = module_of_backend if attribute is None else getattr(module_of_backend, attribute)()
     return backend
 
 
@@ -118,8 +118,8 @@ def _planned(layout: BlockLayout, q: Tensor, k: Tensor, backend: str) -> _Planne
     if q.is_meta or (not torch.compiler.is_compiling() and is_fake(q)):
         return (), ()  # fake tensors need no plan
     sizes = map(operator.index, (q.shape[1], k.shape[1], q.shape[3]))  # compiled code fixes them
-    place = (backend, *sizes, q.dtype, q.device)
-    return layout.cached(place, functools.partial(_plan, place))
+    plan_key = (backend, *sizes, q.dtype, q.device)
+    return layout.cached(plan_key, functools.partial(_plan, plan_key))
 
 
 def _plan(place: tuple[Any, ...], layout: BlockLayout) -> _Planned:
@@ -153,10 +153,10 @@ class _Extra(NamedTuple):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *extra: Any) -> tuple[Tensor, Tensor]:
-    given = _Extra(*extra)
-    plan = BackendPlan(tuple(given.plan), tuple(given.numbers))
+    extra_inputs = _Extra(*extra)
+    plan = BackendPlan(tuple(extra_inputs.plan), tuple(extra_inputs.numbers))
     with _without_autocast(q.device.type):
-        out, lse = backend_named(given.backend).forward(q, k, v, given.extras(), plan)
+        out, lse = backend_named(extra_inputs.backend).forward(q, k, v, extra_inputs.extras(), plan)
     return _in_form(out, _empty_output(q.to("meta"))), lse.contiguous()
 
 
@@ -168,13 +168,15 @@ def _backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *extra: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *rest, needs_bias, is_wide = extra
-    given = _Extra(*rest)
-    plan = BackendPlan(tuple(given.plan), tuple(given.numbers))
+    extra_inputs = _Extra(*rest)
+    plan = BackendPlan(tuple(extra_inputs.plan), tuple(extra_inputs.numbers))
     saved = SavedForBackward(q, k, v, out, lse)
     with _without_autocast(q.device.type):
-        backend = backend_named(given.backend)
-        grads = backend.backward(grad_out, grad_lse, saved, given.extras(), plan, needs_bias, is_wide)
-    grad_bias = q.new_empty(0) if given.bias is None or grads.bias is None else _like(grads.bias, given.bias)
+        backend = backend_named(extra_inputs.backend)
+        grads = backend.backward(grad_out, grad_lse, saved, extra_inputs.extras(), plan, needs_bias, is_wide)
+    grad_bias = (
+        q.new_empty(0) if extra_inputs.bias is None or grads.bias is None else _like(grads.bias, extra_inputs.bias)
+    )
     return _like(grads.q, q, is_wide), _like(grads.k, k, is_wide), _like(grads.v, v, is_wide), grad_bias
 
 
@@ -184,7 +186,7 @@ def _backward_fake(
     *rest, needs_bias, is_wide = extra
     bias = _Extra(*rest).bias
     grad_bias = q.new_empty(0) if bias is None or not needs_bias else torch.empty_like(bias)
-    dq, dk, dv = (torch.empty_like(each, dtype=_grad_dtype(each, is_wide)) for each in (q, k, v))
+    dq, dk, dv = (torch.empty_like(tensor, dtype=_grad_dtype(tensor, is_wide)) for tensor in (q, k, v))
     return dq, dk, dv, grad_bias
 
 
@@ -212,17 +214,17 @@ def _like(found: Tensor, like: Tensor, is_wide: bool = False) -> Tensor:
 def _in_form(found: Tensor, form: Tensor) -> Tensor:
     """Return `found` in the dtype and with the strides of `form`, which fake tensors get as well."""
     pairs = zip(found.stride(), form.stride(), found.shape, strict=True)
-    if found.dtype == form.dtype and all(own == other for own, other, size in pairs if size > 1):
+    if found.dtype == form.dtype and all(stride == other for stride, other, size in pairs if size > 1):
         return found
     return torch.empty_like(form, device=found.device).copy_(found)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *extra = inputs
-    given = _Extra(*extra)
+    extra_inputs = _Extra(*extra)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *given[:5])
-    ctx.others = given[5:]  # the layout keeps the plan
+    ctx.save_for_backward(q, k, v, *output, *extra_inputs[:5])
+    ctx.others = extra_inputs[5:]  # the layout keeps the plan
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:

@@ -126,7 +126,7 @@ def bands_of(layout: BlockLayout) -> list[Band]:
     bands, queries, keys = [], 0, 0
     for pattern in layout.patterns:
         make = _causal_bands if pattern.causal else _whole_band
-        bands += [each.band() for each in make(pattern, queries, keys)]
+        bands += [rectangle_band.band() for rectangle_band in make(pattern, queries, keys)]
         queries, keys = queries + pattern.num_queries, keys + pattern.num_keys
     return bands
 
@@ -199,7 +199,7 @@ class DenseBackend:
     def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         """Plan the bands of a layout, as eight numbers each; they are the same for all q and k."""
         return BackendPlan(
-            (), tuple(edge for band in bands_of(layout) for each in band for edge in (each.start, each.stop))
+            (), tuple(edge for band in bands_of(layout) for run in band for edge in (run.start, run.stop))
         )
 
     def forward(
@@ -216,13 +216,13 @@ class DenseBackend:
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         for band in _unfold(plan) if q.numel() else ():
             (queries, keys, mask), *second = band.rectangles()
-            own = _flash(q[:, :, queries], k[:, :, keys], v[:, :, keys], extras.scale, mask)
+            attended = _flash(q[:, :, queries], k[:, :, keys], v[:, :, keys], extras.scale, mask)
             for queries, keys, mask in second:
-                own = own[0].to(wide), own[1]
-                part = _flash(q[:, :, queries], k[:, :, keys], v[:, :, keys], extras.scale, mask)
+                attended = attended[0].to(wide), attended[1]
+                second_attended = _flash(q[:, :, queries], k[:, :, keys], v[:, :, keys], extras.scale, mask)
                 num_before = queries.start - band.queries.start
-                merge_partial(own[0][:, :, num_before:], own[1][:, :, num_before:], *part)
-            out[:, :, band.queries], lse[:, :, band.queries] = own
+                merge_partial(attended[0][:, :, num_before:], attended[1][:, :, num_before:], *second_attended)
+            out[:, :, band.queries], lse[:, :, band.queries] = attended
         return out, lse
 
     def backward(
@@ -246,18 +246,18 @@ class DenseBackend:
                 "the dense back end has no gradient of the log-sum-exp; use attention_backend('cpu')",
             )
         wide = wide_dtype(saved.q.dtype)
-        grads = [torch.zeros_like(each, dtype=wide) for each in (saved.q, saved.k, saved.v)]
+        grads = [torch.zeros_like(tensor, dtype=wide) for tensor in (saved.q, saved.k, saved.v)]
         # torch's kernel returns gradients in the dtype of its inputs.
         dtype = wide if is_wide else saved.q.dtype
-        tensors = (each.to(dtype) for each in (grad_out, saved.q, saved.k, saved.v, saved.out))
+        tensors = (tensor.to(dtype) for tensor in (grad_out, saved.q, saved.k, saved.v, saved.out))
         grad_out, q, k, v, out = map(_with_close_rows, tensors)
         for band in _unfold(plan) if q.numel() else ():
             for queries, keys, mask in band.rectangles():
-                own_q, own_out, own_lse = (each[:, :, queries] for each in (q, out, saved.lse))
-                own = SavedForBackward(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
-                parts = _flash_backward(grad_out[:, :, queries], own, extras.scale, mask)
-                for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
-                    grad[:, :, where] += part
+                own_q, own_out, own_lse = (tensor[:, :, queries] for tensor in (q, out, saved.lse))
+                saved_of_band = SavedForBackward(own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)
+                parts = _flash_backward(grad_out[:, :, queries], saved_of_band, extras.scale, mask)
+                for grad, partial_grad, where in zip(grads, parts, (queries, keys, keys), strict=True):
+                    grad[:, :, where] += partial_grad
         dq, dk, dv = (grad.to(dtype) for grad in grads)
         return AttentionGrads(dq, dk, dv, None)
 
@@ -298,11 +298,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: CausalMask) -> t
     heads = _Heads(q.shape[1], k.shape[1])
     if heads.group == 1:
         return cpu_flash_attention(q, k, v, mask, scale)
-    found = [
+    by_sample = [
         cpu_flash_attention(heads.of_queries(q[i]), heads.of_keys(k[i]), heads.of_keys(v[i]), mask, scale)
         for i in range(len(q))
     ]
-    out, lse = (torch.stack(each).flatten(1, 2) for each in zip(*found, strict=True))
+    out, lse = (torch.stack(samples).flatten(1, 2) for samples in zip(*by_sample, strict=True))
     return out, lse
 
 
@@ -314,13 +314,13 @@ def _flash_backward(
     heads, wide = _Heads(q.shape[1], k.shape[1]), wide_dtype(q.dtype)
     if heads.group == 1:
         return cpu_flash_attention_backward(grad_out, q, k, v, out, lse, mask, scale)
-    found = []
+    by_sample = []
     for i in range(len(q)):
-        own_grad_out, own_q, own_out, own_lse = (heads.of_queries(each[i]) for each in (grad_out, q, out, lse))
+        own_grad_out, own_q, own_out, own_lse = (heads.of_queries(tensor[i]) for tensor in (grad_out, q, out, lse))
         own_k, own_v = heads.of_keys(k[i]), heads.of_keys(v[i])
         dq, dk, dv = cpu_flash_attention_backward(own_grad_out, own_q, own_k, own_v, own_out, own_lse, mask, scale)
-        found.append((dq.flatten(0, 1), dk.sum(1, dtype=wide), dv.sum(1, dtype=wide)))
-    dq, dk, dv = (torch.stack(each) for each in zip(*found, strict=True))
+        by_sample.append((dq.flatten(0, 1), dk.sum(1, dtype=wide), dv.sum(1, dtype=wide)))
+    dq, dk, dv = (torch.stack(samples) for samples in zip(*by_sample, strict=True))
     return dq, dk, dv
 
 

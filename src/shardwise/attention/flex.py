@@ -114,9 +114,9 @@ def _planned(device: torch.device, layout: BlockLayout) -> tuple[Tensor, ...]:
     A compiled graph can hold tensors, but no `BlockMask`.
     """
     partial, full = _tiles(layout)
-    lists = [each for tiles in (partial, full) for each in _ordered(tiles)]
-    lists += [each for tiles in (partial, full) for each in _ordered(tiles.transpose(-1, -2))]
-    return tuple(each.to(device) for each in (*lists, *_looked_up(layout)))
+    lists = [block_list for tiles in (partial, full) for block_list in _ordered(tiles)]
+    lists += [block_list for tiles in (partial, full) for block_list in _ordered(tiles.transpose(-1, -2))]
+    return tuple(tensor.to(device) for tensor in (*lists, *_looked_up(layout)))
 
 
 def _first_query(pattern: Pattern) -> int:
@@ -230,8 +230,8 @@ def _looked_up(layout: BlockLayout) -> list[Tensor]:
         )
         base += num_blocks**2
     width = torch.int32 if base < 2**31 else torch.int64
-    tokens = [torch.cat(each).to(width) for each in zip(*fields, strict=True)]
-    return [*tokens, torch.cat([each.blocks.flatten(1) for each in layout.patterns], 1)]
+    tokens = [torch.cat(columns).to(width) for columns in zip(*fields, strict=True)]
+    return [*tokens, torch.cat([pattern.blocks.flatten(1) for pattern in layout.patterns], 1)]
 
 
 def _score_mod(extras: ScoreModifiers) -> ScoreMod | None:

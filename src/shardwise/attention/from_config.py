@@ -50,7 +50,7 @@ def structure_of(section: AttentionConfig, num_heads: int, *, causal: bool = Tru
         raise ConfigError(code, message)
     if section.kind == "dense":
         return None
-    given = {key: getattr(section, key) for key in ATTENTION_KEYS[section.kind]}
-    options: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    arguments = {key: getattr(section, key) for key in ATTENTION_KEYS[section.kind]}
+    options: dict[str, Any] = {key: value for key, value in arguments.items() if value is not None}
     options["attention"] = "unidirectional" if causal else "bidirectional"
     return _STRUCTURES[section.kind](num_heads, **options)

@@ -103,8 +103,8 @@ class _Layouts:
 
     def keep(self, place: _LayoutKey, make: Callable[[], BlockLayout]) -> None:
         """Make and keep the layout of a key unless it is kept already."""
-        whole = place.num_queries == place.num_keys
-        keep_last(self.at(place), place, make, _MOST_LAYOUTS if whole else _MOST_WITH_CACHE)
+        is_square = place.num_queries == place.num_keys
+        keep_last(self.at(place), place, make, _MOST_LAYOUTS if is_square else _MOST_WITH_CACHE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,26 +232,26 @@ def use_sparse_attention(
     from transformers import PreTrainedModel
 
     require_structure(structure_or_layout)
-    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not inner:
         raise ConfigError(
             "not-transformers",
             f"{type(model).__name__} holds no model of transformers; for others use "
             "sparse_sdpa_module, where they call torch's attention, or SparseSelfAttention",
         )
-    modules = [(path, each) for path, each in model.named_modules() if _attends(each) and each not in inner]
+    modules = [(path, module) for path, module in model.named_modules() if _attends(module) and module not in inner]
     register(name)
     undo: list[Callable[[], None]] = []
     for config in _configs(inner):
         undo.append(_restoring(config))
-    for each in inner:
-        each.set_attn_implementation(name)
+    for submodel in inner:
+        submodel.set_attn_implementation(name)
     shared = _Layouts()
     for path, module in modules:
-        given = _ModuleAttention(structure_or_layout, _crosses(path, module), name, spread, shared)
-        undo.append(set_attribute(module, _GIVEN, given))
+        attention = _ModuleAttention(structure_or_layout, _crosses(path, module), name, spread, shared)
+        undo.append(set_attribute(module, _GIVEN, attention))
     used = SparseAttention(undo)
-    deaf = [type(each).__name__ for each in inner if each.config._attn_implementation != name]
+    deaf = [type(submodel).__name__ for submodel in inner if submodel.config._attn_implementation != name]
     if deaf or not modules:
         used.undo()
         # Torch's attention, which `sparse_sdpa_module` replaces, sees one rank's tokens only.
@@ -266,7 +266,7 @@ def use_sparse_attention(
 
 def structure_given(model: nn.Module) -> LayoutFactory | BlockLayout | None:
     """Return the structure that `use_sparse_attention` has set on a model; None without one."""
-    return next((given.structure for _, given in _all_given(model)), None)
+    return next((attention.structure for _, attention in _all_given(model)), None)
 
 
 def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
@@ -275,8 +275,8 @@ def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
     Raises:
         ConfigError: the model has no structure.
     """
-    for module, given in _all_given(model):
-        return given.whole(sum(lengths), lengths if len(lengths) > 1 else None, is_module_causal(module, {}))
+    for module, attention in _all_given(model):
+        return attention.whole(sum(lengths), lengths if len(lengths) > 1 else None, is_module_causal(module, {}))
     raise _no_structure(model)
 
 
@@ -289,16 +289,16 @@ def _no_structure(module: nn.Module) -> ConfigError:
 def _all_given(model: nn.Module) -> Iterator[tuple[nn.Module, _ModuleAttention]]:
     """Yield the modules that attend to their own sequence, and the attribute of each."""
     for module in model.modules():
-        given: _ModuleAttention | None = getattr(module, _GIVEN, None)
-        if given is not None and not given.is_cross:
-            yield module, given
+        attention: _ModuleAttention | None = getattr(module, _GIVEN, None)
+        if attention is not None and not attention.is_cross:
+            yield module, attention
 
 
 def attends_causally(model: nn.Module) -> bool:
     """Say whether all self-attention of a model is causal; that of an encoder-decoder is not."""
-    modules = [(path, each) for path, each in model.named_modules() if _attends(each)]
-    own = [each for path, each in modules if not _crosses(path, each)]
-    return bool(own) and all(is_module_causal(each, {}) for each in own)
+    modules = [(path, module) for path, module in model.named_modules() if _attends(module)]
+    self_attentions = [attention for path, attention in modules if not _crosses(path, attention)]
+    return bool(self_attentions) and all(is_module_causal(module, {}) for module in self_attentions)
 
 
 def _crosses(path: str, module: nn.Module) -> bool:
@@ -318,7 +318,7 @@ def _configs(models: Sequence[Any]) -> Iterator[Any]:
         if config is not None and id(config) not in seen:
             seen.add(id(config))
             yield config
-            waiting = [getattr(config, each, None) for each in config.sub_configs] + waiting
+            waiting = [getattr(config, attribute, None) for attribute in config.sub_configs] + waiting
 
 
 def _restoring(config: Any) -> Callable[[], None]:
@@ -348,35 +348,35 @@ def sparse_attention_forward(
     Raises:
         ConfigError: the module has no structure, or asks for what block-sparse attention does not compute.
     """
-    given: _ModuleAttention | None = getattr(module, _GIVEN, None)
-    if given is None:
+    attention: _ModuleAttention | None = getattr(module, _GIVEN, None)
+    if attention is None:
         raise _no_structure(module)
     size, value_size = query.shape[-1], value.shape[-1]
     if size != value_size:  # latent attention: padding with zeros changes neither scores nor results
         widest, options["scaling"] = max(size, value_size), options.get("scaling") or size**-0.5
-        query, key, value = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, key, value))
+        query, key, value = (F.pad(tensor, (0, widest - tensor.shape[-1])) for tensor in (query, key, value))
         out, _ = sparse_attention_forward(module, query, key, value, attention_mask, **options)
         return out[..., :value_size], None
-    if given.spread is not None and is_sequence_mask(attention_mask):
-        return _spread(given.spread, given, module, (query, key, value), attention_mask, options), None
+    if attention.spread is not None and is_sequence_mask(attention_mask):
+        return _spread(attention.spread, attention, module, (query, key, value), attention_mask, options), None
     _refuse(module, attention_mask, key.shape[2], options)
     is_causal = is_module_causal(module, options)
-    if given.is_cross or (not is_causal and query.shape[2] != key.shape[2]):
+    if attention.is_cross or (not is_causal and query.shape[2] != key.shape[2]):
         return _dense(query, key, value, attention_mask, options), None
     if attention_mask is not None and attention_mask.shape[1] < key.shape[2]:  # a static cache, not full yet
-        key, value = (each[:, :, : attention_mask.shape[1]] for each in (key, value))  # [B, K, Nk, D]
+        key, value = (tensor[:, :, : attention_mask.shape[1]] for tensor in (key, value))  # [B, K, Nk, D]
     lengths = _lengths(attention_mask, options, query)
     padding = attention_mask if attention_mask is not None and attention_mask.dtype == torch.bool else None
     flat = lengths is not None and sum(lengths) != query.shape[2]
     batch_size = query.shape[0]
     if flat:  # rows of a batch packed in different ways are one long row
-        query, key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (query, key, value))
+        query, key, value = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
     num_heads, num_queries, num_keys = map(
         operator.index, (*query.shape[1:3], key.shape[2])
     )  # compiled code fixes them
-    place = _LayoutKey(num_heads, _rank_of(module), num_queries, num_keys, lengths, is_causal)
-    given.lay_out(*place)
-    layout = given.own.at(place)[place]
+    layout_key = _LayoutKey(num_heads, _rank_of(module), num_queries, num_keys, lengths, is_causal)
+    attention.lay_out(*layout_key)
+    layout = attention.own.at(layout_key)[layout_key]
     out = block_sparse_attention(
         query,
         key,
@@ -411,13 +411,15 @@ def _spread(
             "context parallelism does not compute; set mesh.cp=1",
         )
     packed = lengths if len(lengths) > 1 else None
-    place = _LayoutKey(num_heads, _rank_of(module), num_tokens, num_tokens, packed, is_module_causal(module, options))
-    given.lay_out(*place)
+    layout_key = _LayoutKey(
+        num_heads, _rank_of(module), num_tokens, num_tokens, packed, is_module_causal(module, options)
+    )
+    given.lay_out(*layout_key)
     out = spread(
         query,
         key,
         value,
-        given.own.at(place)[place],
+        given.own.at(layout_key)[layout_key],
         lengths=lengths,
         key_padding=None if real is None else real.to(query.device),
         dropout=options.get("dropout", 0.0),
@@ -432,7 +434,7 @@ def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict
         raise window_error(type(module).__name__, f"sliding_window={window} tokens", num_keys)
     if is_window_mark(mask):
         raise window_error(type(module).__name__, f"{mask.shape[2]} tokens in its mask", num_keys)
-    refused = [each for each in ("softcap", "s_aux", "output_attentions") if _is_asked(options.get(each))]
+    refused = [option for option in ("softcap", "s_aux", "output_attentions") if _is_asked(options.get(option))]
     if refused:
         fix = "" if refused[0] == "s_aux" else "take it out of the model's config, or "  # code has sinks, not configs
         raise ConfigError(
@@ -492,8 +494,8 @@ def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None
 
 def _rank_of(module: nn.Module) -> int | None:
     """Return the tensor-parallel rank of a module, which a split layer inside it knows; None where there is none."""
-    for each in module.modules():
-        state = getattr(each, "_shardwise_linear", None)
+    for submodule in module.modules():
+        state = getattr(submodule, "_shardwise_linear", None)
         if state is not None:
             rank: int = state.ops.comm.rank
             return rank

@@ -134,9 +134,9 @@ class SparseSelfAttention(nn.Module):
                 "the strict mode, or this module uncompiled",
             )
         # Loading a checkpoint may change a strict layout.
-        place = (index(length), version(self.master_layout) if self._is_strict else 0)
-        self._lay_out(*place)
-        return self._layouts[place]
+        plan_key = (index(length), version(self.master_layout) if self._is_strict else 0)
+        self._lay_out(*plan_key)
+        return self._layouts[plan_key]
 
     @constant_in_graphs
     def _lay_out(self, *place: int) -> None:
@@ -154,8 +154,8 @@ class SparseSelfAttention(nn.Module):
                 f"max_seq_length={num_blocks * block}; pad it, or leave DeepSpeed's strict mode",
             )
         is_real = not (is_fake(self.master_layout) or self.master_layout.is_meta)
-        whole = self.master_layout if is_real else self.sparsity_config.make_layout(num_blocks * block)
-        return BlockLayout.from_blocks(whole[:, : length // block, : length // block], block)
+        structure = self.master_layout if is_real else self.sparsity_config.make_layout(num_blocks * block)
+        return BlockLayout.from_blocks(structure[:, : length // block, : length // block], block)
 
 
 def _shaped(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -67,12 +67,12 @@ def pad_to_block_size(
     Raises:
         ConfigError: there is neither `input_ids` nor `inputs_embeds`, or no `model_embeddings` for the latter.
     """
-    given = inputs_embeds if input_ids is None else input_ids
-    if given is None or block < 1:
+    inputs = inputs_embeds if input_ids is None else input_ids
+    if inputs is None or block < 1:
         raise ConfigError(
             "nothing-to-pad", f"nothing to pad to block={block}; give input_ids or inputs_embeds and a positive block"
         )
-    batch_size, seq_len = given.shape[:2]
+    batch_size, seq_len = inputs.shape[:2]
     pad_len = -seq_len % block
     if pad_len == 0:
         return PaddedInputs(0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
@@ -82,10 +82,10 @@ def pad_to_block_size(
                 "padding-embeddings",
                 f"inputs_embeds lack {pad_len} tokens, and there is no model_embeddings to make them",
             )
-        added = torch.full((batch_size, pad_len), pad_token_id, dtype=torch.long, device=given.device)
+        added = torch.full((batch_size, pad_len), pad_token_id, dtype=torch.long, device=inputs.device)
         inputs_embeds = torch.cat([inputs_embeds, model_embeddings(added).to(inputs_embeds.dtype)], dim=1)
     if attention_mask is None:
-        attention_mask = torch.ones(batch_size, seq_len, dtype=torch.long, device=given.device)
+        attention_mask = torch.ones(batch_size, seq_len, dtype=torch.long, device=inputs.device)
     return PaddedInputs(
         pad_len,
         _padded(input_ids, pad_len, pad_token_id),

@@ -96,8 +96,10 @@ def _extend_buffers(parent: nn.Module, before: int, after: int) -> None:
 
 def _configs(model: nn.Module, parent: nn.Module) -> list[Any]:
     """Return the config of the innermost model of transformers that contains a module, if it counts positions."""
-    found = [each.config for each in model.modules() if hasattr(each, "config") and parent in set(each.modules())]
-    return [config for config in found[-1:] if hasattr(config, "max_position_embeddings")]
+    configs = [
+        module.config for module in model.modules() if hasattr(module, "config") and parent in set(module.modules())
+    ]
+    return [config for config in configs[-1:] if hasattr(config, "max_position_embeddings")]
 
 
 def extend_rope(model: Model, max_position: int, method: str = "linear", **parameters: Any) -> Model:
@@ -124,7 +126,7 @@ def extend_rope(model: Model, max_position: int, method: str = "linear", **param
         raise ConfigError(
             "rope-method", f"method={method!r} is not one of {sorted([*ROPE_INIT_FUNCTIONS, *_ROPE_TYPES])}"
         )
-    rotaries = [(name, each) for name, each in model.named_modules() if _is_rotary(each)]
+    rotaries = [(name, module) for name, module in model.named_modules() if _is_rotary(module)]
     if not rotaries:
         raise ConfigError(
             "no-rotary-positions",

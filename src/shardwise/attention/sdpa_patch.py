@@ -94,12 +94,12 @@ def sparse_sdpa_module(
     """
     mode = _Interception(structure, otherwise)
     undo: list[Callable[[], Any]] = []
-    for each in module.modules():
-        is_torchs = type(each).__module__.startswith("torch.")
-        if (is_torchs and not any(each.children())) or isinstance(each, nn.ModuleList | nn.ModuleDict):
+    for submodule in module.modules():
+        is_torchs = type(submodule).__module__.startswith("torch.")
+        if (is_torchs and not any(submodule.children())) or isinstance(submodule, nn.ModuleList | nn.ModuleDict):
             continue  # it calls no attention
-        undo.append(set_attribute(each, _MODE, mode))
-        undo.append(subclass_module(each, _PatchedModule))
+        undo.append(set_attribute(submodule, _MODE, mode))
+        undo.append(subclass_module(submodule, _PatchedModule))
 
     def put_back() -> None:
         while undo:
@@ -158,20 +158,20 @@ class _Interception(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            call = _SdpaCall(*args, **given)
+            call = _SdpaCall(*args, **keywords)
         elif func is keyed_attention:
-            call = replace(_SdpaCall(*args[1:], **given), site=args[0])
+            call = replace(_SdpaCall(*args[1:], **keywords), site=args[0])
         else:
-            return func(*args, **given)
+            return func(*args, **keywords)
         if call.is_cross:
-            return func(*args, **given)
+            return func(*args, **keywords)
         reason = call.obstacle() or self._misfit(call)
         if reason is None:
             return self._attend(call)
         if self._otherwise == "dense":
-            return func(*args, **given)
+            return func(*args, **keywords)
         raise ConfigError(
             "sdpa-not-sparse",
             f'{reason}, so it cannot be block-sparse; give otherwise="dense" to leave such calls dense',
@@ -189,9 +189,9 @@ class _Interception(TorchFunctionMode):
     def _layout(self, length: int, is_causal: bool = False) -> BlockLayout:
         if isinstance(self._structure, BlockLayout) and not is_causal:
             return self._structure
-        place = (index(length), is_causal)  # compiled code fixes it
-        self._lay_out(*place)
-        return self._layouts[place]
+        layout_key = (index(length), is_causal)  # compiled code fixes it
+        self._lay_out(*layout_key)
+        return self._layouts[layout_key]
 
     @constant_in_graphs
     def _lay_out(self, length: int, is_causal: bool) -> None:
@@ -212,9 +212,9 @@ class _Interception(TorchFunctionMode):
         if mask is not None:
             mask = mask.view((1,) * (4 - mask.ndim) + mask.shape)  # [1 or B, 1 or H, 1 or N, 1 or N]
             square = (query.shape[2], query.shape[2])
-            kind = self._kind(mask)
-            is_causal = is_causal or kind == "causal"
-            if kind == "bias":
+            mask_kind = self._kind(mask)
+            is_causal = is_causal or mask_kind == "causal"
+            if mask_kind == "bias":
                 bias = mask if mask.dtype != torch.bool else query.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
                 bias = bias.expand(*bias.shape[:2], *square)
             else:
@@ -241,10 +241,10 @@ class _Interception(TorchFunctionMode):
         source = mask if base is None else base
         if source.is_inference():  # its writes are not counted
             return _kind_of_values(mask)
-        place = (version(source), mask.storage_offset(), mask.shape, mask.stride())
-        if self._seen is None or self._seen[0]() is not source or self._seen[1] != place:
+        mask_key = (version(source), mask.storage_offset(), mask.shape, mask.stride())
+        if self._seen is None or self._seen[0]() is not source or self._seen[1] != mask_key:
             with unseen_by_op_modes(is_real=True):
-                self._seen = (weakref.ref(source), place, _kind_of_values(mask))
+                self._seen = (weakref.ref(source), mask_key, _kind_of_values(mask))
         return self._seen[2]
 
 
@@ -272,7 +272,7 @@ class _SdpaCall:
     @property
     def is_cross(self) -> bool:
         tensors = (self.query, self.key)
-        return not any(each.is_nested for each in tensors) and self.query.shape[-2] != self.key.shape[-2]
+        return not any(tensor.is_nested for tensor in tensors) and self.query.shape[-2] != self.key.shape[-2]
 
     def obstacle(self) -> str | None:
         """Return why no layout would fit the call; None where one may."""

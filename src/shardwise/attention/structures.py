@@ -172,12 +172,12 @@ class SparsityConfig:
             )
 
     def _need_attention(self, attention: str, is_checked_by_deepspeed: bool = True) -> None:
-        words = 'only "uni/bi-directional" attentions are supported for now!' if is_checked_by_deepspeed else None
+        message = 'only "uni/bi-directional" attentions are supported for now!' if is_checked_by_deepspeed else None
         self._need(
             attention in _ATTENTIONS,
             "attention-direction",
             f"attention={attention!r} is neither; give 'unidirectional' or 'bidirectional'",
-            words,
+            message,
             NotImplementedError,
         )
 
@@ -224,8 +224,8 @@ class SparsityConfig:
     def _freeze(self, *names: str) -> None:
         """Turn lists, which DeepSpeed takes, into tuples: a structure is a value."""
         for name in names:
-            given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else tuple(given))
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
 
 
 __all__ = [
@@ -299,7 +299,7 @@ class FixedSparsityConfig(SparsityConfig):
             num_local % num_global == 0,
             "global-blocks-divide",
             f"num_global_blocks={num_global} does not divide num_local_blocks={num_local}; nearest legal: "
-            f"{', '.join(str(each) for each in range(1, num_local + 1) if num_local % each == 0)}",
+            f"{', '.join(str(divisor) for divisor in range(1, num_local + 1) if num_local % divisor == 0)}",
             f"Number of blocks in a local window, {num_local}, must be dividable by number of global blocks, "
             f"{num_global}!",
         )

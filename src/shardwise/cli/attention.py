@@ -70,7 +70,9 @@ def _drawing(layout: BlockLayout) -> Iterator[str]:
     shares = avg_pool2d(pattern.blocks.float().mean(0, keepdim=True), size, ceil_mode=True)[0].tolist()
     for number, row in enumerate(shares, 1):
         shown = row[:number] if pattern.causal else row
-        yield "".join(2 * _SHADES[0 if each <= 0 else 4 if each >= 1 else 1 + min(2, int(3 * each))] for each in shown)
+        yield "".join(
+            2 * _SHADES[0 if density <= 0 else 4 if density >= 1 else 1 + min(2, int(3 * density))] for density in shown
+        )
     if size > 1:
         yield f"a cell is {size} x {size} blocks, darker as more of all heads' are visible"
 
@@ -83,10 +85,10 @@ def _figures(layout: BlockLayout) -> Iterator[str]:
     per_head = int(pattern.blocks.sum()) / layout.num_heads
     yield f"blocks       {per_head:,.0f} of {num_blocks**2:,} a head, of {pattern.block} tokens"
     yield f"visible      {100 * layout.density:.3g} % of all pairs{half}"
-    whole = pattern.blocks.new_ones(num_blocks, num_blocks)
-    dense = BlockLayout.from_blocks(whole, pattern.block, causal=pattern.causal, num_tokens=pattern.num_tokens)
+    dense_blocks = pattern.blocks.new_ones(num_blocks, num_blocks)
+    dense = BlockLayout.from_blocks(dense_blocks, pattern.block, causal=pattern.causal, num_tokens=pattern.num_tokens)
     for tile in (64, 128) if layout.density else ():
-        computed, of_dense = (each.tile_density(tile, tile) for each in (layout, dense))
+        computed, of_dense = (block_layout.tile_density(tile, tile) for block_layout in (layout, dense))
         yield f"tiles of {tile:<4}{100 * computed:.3g} % computed: up to {of_dense / computed:.1f} times dense's speed"
 
 
@@ -96,5 +98,5 @@ def _ranks(config: Config, layout: BlockLayout) -> Iterator[str]:
 
     chosen = choose_split(config.context.token_layout, layout, config.mesh.cp).kind
     yield f"token layout most work of {config.mesh.cp} ranks, keys sent in a ring (ulysses is even with any)"
-    for kind, work, sent in balance_table(layout, config.mesh.cp):
-        yield f"  {kind:<11}{work:.2f} x mean, {100 * sent:.3g} % of others'{', taken' if kind == chosen else ''}"
+    for balance, work, sent in balance_table(layout, config.mesh.cp):
+        yield f"  {balance:<11}{work:.2f} x mean, {100 * sent:.3g} % of others'{', taken' if balance == chosen else ''}"

@@ -101,21 +101,25 @@ def show(path: Path, step: int | None, tensors: str | None, as_json: bool) -> in
 
     path = root_of(path)
     folders = find(path, step)
-    found = survey(path) if is_root(path) and step is None else []
-    whole = [(each.folder, each.manifest) for each in found if each.manifest is not None]
-    if found and not whole:
-        _print(show.render_root(path, found))
-        newest = found[0]
+    checkpoints = survey(path) if is_root(path) and step is None else []
+    complete = [
+        (checkpoint.folder, checkpoint.manifest) for checkpoint in checkpoints if checkpoint.manifest is not None
+    ]
+    if checkpoints and not complete:
+        _print(show.render_root(path, checkpoints))
+        newest = checkpoints[0]
         why = f"the newest, {newest.folder.name}: {newest.damage}"
         return _say(f"{path} has no whole checkpoint; of {why}; copy it again from where it was saved", 1)
-    folder, manifest = whole[0] if found else (folders[0], read_manifest(folders[0]))
+    folder, manifest = complete[0] if checkpoints else (folders[0], read_manifest(folders[0]))
     matching = show.matching(manifest.tensors, tensors) if tensors is not None else []
     if as_json:
         detail = show.to_json(folder, manifest, matching)
-        print(json.dumps(show.root_to_json(path, found) | {"newest": detail} if found else detail, indent=2))
+        print(
+            json.dumps(show.root_to_json(path, checkpoints) | {"newest": detail} if checkpoints else detail, indent=2)
+        )
         return 0
-    if found and not matching:
-        _print(show.render_root(path, found), "")
+    if checkpoints and not matching:
+        _print(show.render_root(path, checkpoints), "")
     _print(show.render_checkpoint(folder, manifest))
     if matching:
         _print(show.render_tensors(matching))
@@ -135,9 +139,9 @@ def verify(path: Path, step: int | None) -> int:
         from shardwise.checkpoint.show import render_verification
 
         start_s = time.monotonic()
-        found = verify(folder, report)
-    _print(render_verification(folder, found, time.monotonic() - start_s))
-    return 1 if found.damages else 0
+        damage = verify(folder, report)
+    _print(render_verification(folder, damage, time.monotonic() - start_s))
+    return 1 if damage.damages else 0
 
 
 @checkpoint.command(
@@ -165,9 +169,9 @@ def diff(a: Path, b: Path, weights: bool, is_whole: bool) -> int:
         from shardwise.checkpoint.compare import compare
         from shardwise.checkpoint.show import render_difference
 
-        found = compare(first, second, weights, report)
-    _print(render_difference(first, second, found, is_whole))
-    return 1 if found else 0
+        difference = compare(first, second, weights, report)
+    _print(render_difference(first, second, difference, is_whole))
+    return 1 if difference else 0
 
 
 @checkpoint.command(

@@ -26,7 +26,7 @@ class Choice(click.Choice[str]):
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
         """Return what click says, and the nearest word."""
-        near = get_close_matches(str(value).lower(), [str(each) for each in self.choices], n=1)
+        near = get_close_matches(str(value).lower(), [str(choice) for choice in self.choices], n=1)
         return super().get_invalid_choice_message(value, ctx) + (f" Did you mean {near[0]}?" if near else "")
 
 
@@ -67,9 +67,9 @@ class Folder(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(value)
-        place = next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), path)
-        if not place.is_dir():
-            self.fail(f"{place} is not a folder.", param, ctx)
+        nearest = next((parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent)), path)
+        if not nearest.is_dir():
+            self.fail(f"{nearest} is not a folder.", param, ctx)
         return path
 
 
@@ -85,8 +85,8 @@ class OutputFile(click.ParamType):
         path, flag = Path(value), param.opts[0] if param is not None else "it"
         if str(path) == "-" and self.takes_dash:
             return path
-        place = path if path.exists() else path.parent
-        if str(path) == "-" or path.is_dir() or not os.access(place, os.W_OK):
+        target = path if path.exists() else path.parent
+        if str(path) == "-" or path.is_dir() or not os.access(target, os.W_OK):
             raise ConfigError("output-not-writable", f"{flag} {path} names no file that can be written; give another")
         return path
 

@@ -40,10 +40,10 @@ def _as_toml(path: Path, world_size: int | None) -> str:
     from shardwise.compat.deepspeed.config import read_config, translate
     from shardwise.planner.configs import to_toml
 
-    found = translate(read_config(path), world_size, refuse=False)
-    config = Config.from_dict(found.config)
-    comments = [*(f"refused in a run: {line}" for line in found.refused), *found.notes]
-    settings = dict(_schedule(found.section("scheduler"), comments))
+    translation = translate(read_config(path), world_size, refuse=False)
+    config = Config.from_dict(translation.config)
+    comments = [*(f"refused in a run: {line}" for line in translation.refused), *translation.notes]
+    settings = dict(_schedule(translation.section("scheduler"), comments))
     if config.optimizer.clip_norm is None:
         settings["optimizer.clip_norm"] = 1.0
         comments.append("gradient_clipping=0: TOML cannot say none; give optimizer.clip_norm=none beside this file")

@@ -62,8 +62,8 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
     """Measure with as many ranks as a job would have, and keep the profile where the planner looks for it."""
     cache = cache_folder(os.environ)
     # To find this out after minutes of measuring would be late.
-    place = next(each for each in (cache, *cache.parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(
             "profile-not-writable", f"the profile cannot be kept in {cache}; set XDG_CACHE_HOME to a writable folder"
         )

@@ -115,8 +115,8 @@ def _hosts(arguments: SimpleNamespace, num_ranks: int) -> Mapping[str, int]:
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError("hosts-and-hostfile", "--hosts and --hostfile both name hosts; drop one")
     if arguments.hostfile is not None:
-        found = read_hostfile(read_text(arguments.hostfile, "give --hostfile lines HOST slots=N").splitlines())
-        return dict.fromkeys(found, num_ranks) if arguments.gpus else found
+        hosts = read_hostfile(read_text(arguments.hostfile, "give --hostfile lines HOST slots=N").splitlines())
+        return dict.fromkeys(hosts, num_ranks) if arguments.gpus else hosts
     if arguments.hosts is None:
         return {}
     names = [host(name.strip(" "), "--hosts") for name in arguments.hosts.removesuffix(",").split(",")]
@@ -135,14 +135,14 @@ def program_of(command: Sequence[str]) -> tuple[str, ...]:
     >>> program_of(["python", "train.py"])
     ('train.py',)
     """
-    words = list(command[command[:1] == ["--"] :])
-    if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name):
-        del words[0]
-    if words[:1] == ["shardwise"]:
-        words[:0] = ["-m"]
-    if not words:
+    arguments = list(command[command[:1] == ["--"] :])
+    if arguments and re.fullmatch(r"python[\d.]*", Path(arguments[0]).name):
+        del arguments[0]
+    if arguments[:1] == ["shardwise"]:
+        arguments[:0] = ["-m"]
+    if not arguments:
         raise ConfigError("no-program", "no program was given; write shardwise launch ... -- train.py")
-    return python_file(tuple(words))
+    return python_file(tuple(arguments))
 
 
 def _name_of(program: Sequence[str]) -> str:
@@ -155,17 +155,21 @@ def _name_of(program: Sequence[str]) -> str:
     >>> _name_of(("train_all.py", "--lr", "1"))
     'train-all'
     """
-    words = [word for word in program if not word.startswith("-")]
-    if words[:2] == ["shardwise", "train"]:
-        files = [word for word in words[2:] if "=" not in word and Path(word).suffix in (".toml", ".json")]
-        given = [word.partition("=")[2] for word in words[2:] if word.startswith("run.name=")]
+    arguments = [word for word in program if not word.startswith("-")]
+    if arguments[:2] == ["shardwise", "train"]:
+        files = [word for word in arguments[2:] if "=" not in word and Path(word).suffix in (".toml", ".json")]
+        run_names = [word.partition("=")[2] for word in arguments[2:] if word.startswith("run.name=")]
         for file in files[:1]:
             with suppress(ConfigError):
                 run = read_toml(file).get("run")
-                given.insert(0, str(run.get("name") or "") if isinstance(run, dict) else "")
+                run_names.insert(0, str(run.get("name") or "") if isinstance(run, dict) else "")
         # What a run's config.json is called says nothing.
-        words = [*filter(None, reversed(given)), *(file for file in files if Path(file).stem != "config"), "train"]
-    name = re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()) if words else ""
+        arguments = [
+            *filter(None, reversed(run_names)),
+            *(file for file in files if Path(file).stem != "config"),
+            "train",
+        ]
+    name = re.sub(r"[^a-z0-9]+", "-", Path(arguments[0]).stem.lower()) if arguments else ""
     return name.lstrip("-0123456789")[:40].strip("-") or "train"
 
 

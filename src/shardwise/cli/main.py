@@ -89,15 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse_usage(error: click.UsageError) -> int:
     """Print in a line, with a code, what is wrong with a command; an unknown flag may be meant as a config's key."""
-    words, path = error.format_message(), error.ctx.command_path if error.ctx is not None else "shardwise"
+    message, path = error.format_message(), error.ctx.command_path if error.ctx is not None else "shardwise"
     if isinstance(error, click.NoSuchOption) and error.ctx is not None:
         leaf = error.option_name.lstrip("-").replace("-", "_")
         takes_keys = any(param.name == "settings" for param in error.ctx.command.params)
         keys = [f"{key}=..." for key in all_keys() if takes_keys and leaf in (key, key.rpartition(".")[2])]
         keys = keys or [setting for setting in [setting_of(leaf)] if takes_keys and setting]
-        words = f"{error.message} Did you mean {' or '.join(keys)}?" if keys else words
-    stop = "" if words.endswith((".", "?")) else "."
-    return refuse(OneLineError(_usage_code(error), f"{' '.join(words.split())}{stop} See {path} --help"))
+        message = f"{error.message} Did you mean {' or '.join(keys)}?" if keys else message
+    stop = "" if message.endswith((".", "?")) else "."
+    return refuse(OneLineError(_usage_code(error), f"{' '.join(message.split())}{stop} See {path} --help"))
 
 
 def _usage_code(error: click.UsageError) -> str:
@@ -206,9 +206,9 @@ def as_deepspeed() -> None:
 @click.argument("shell", type=Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print what makes a shell complete commands, flags and keys."""
-    kind = get_completion_class(shell)
-    assert kind is not None
-    print(kind(cli, {}, "shardwise", _COMPLETE).source())
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None
+    print(completion_class(cli, {}, "shardwise", _COMPLETE).source())
 
 
 for _each in (train, plan, verify, checkpoint, report, doctor, launch, config, presets, timeline, attention):

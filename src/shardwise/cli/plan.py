@@ -162,14 +162,14 @@ def _flag(name: str) -> str:
 
 def with_words(arguments: SimpleNamespace) -> list[str]:
     """Return the settings with those of the flags that pin; take a cluster among them for that of `--cluster`."""
-    words = [each for each in arguments.settings if _CLUSTER.fullmatch(each)]
-    clusters = [*words, *([] if arguments.cluster is None else [arguments.cluster])]
+    cluster_keys = [setting for setting in arguments.settings if _CLUSTER.fullmatch(setting)]
+    clusters = [*cluster_keys, *([] if arguments.cluster is None else [arguments.cluster])]
     if len(clusters) > 1:
         raise ConfigError("two-clusters", f"{' and '.join(clusters)} are two clusters; give one of them")
     arguments.cluster = next(iter(clusters), None)
     pinned = [f"{key}={getattr(arguments, name)}" for name, key in _PINS.items() if getattr(arguments, name)]
     pinned += ["lora.rank=16"] * arguments.lora
-    return [each for each in arguments.settings if each not in words] + pinned
+    return [setting for setting in arguments.settings if setting not in cluster_keys] + pinned
 
 
 def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence[str]) -> int:
@@ -191,7 +191,9 @@ def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence
 def _num_procs(source: str | None, assignments: Sequence[str]) -> int | None:
     """Return the ranks that the config or a setting wants on this machine; None where neither says it."""
     config = Config.from_toml(source) if source is not None and is_config(source) else Config()
-    return config.override([each for each in assignments if each.startswith("run.num_procs=")]).run.num_procs
+    return config.override(
+        [assignment for assignment in assignments if assignment.startswith("run.num_procs=")]
+    ).run.num_procs
 
 
 def _refuse_taken(path: Path | None) -> None:
@@ -218,9 +220,13 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         from shardwise.train.imported_plan import named_batch
         from shardwise.verify.dry_run import simulate_finalists
 
-        known, own = read_model(model), arguments.compare
-        batch = arguments.global_batch or known.global_batch or (own and named_batch(own, cluster.num_gpus))
-        asked = ask(known, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
+        source_model, own_config = read_model(model), arguments.compare
+        batch = (
+            arguments.global_batch
+            or source_model.global_batch
+            or (own_config and named_batch(own_config, cluster.num_gpus))
+        )
+        asked = ask(source_model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
         say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
         sizes = by_num_gpus(asked.job, asked.space, limits) if arguments.best == "price" else ()
@@ -228,7 +234,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         if sizes and _CLUSTER.fullmatch(arguments.cluster or ""):
             arguments.cluster = f"{arguments.cluster.partition(':')[0]}:{plan.job.cluster.num_gpus}"
         pricer = Pricer(plan.job)
-        yours, note = _yours(pricer, own, model if is_split(known) else None)
+        yours, note = _yours(pricer, own_config, model if is_split(source_model) else None)
         shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
         wanted = (*shown, *plan.near_misses)
         plan = settle(plan, simulate_finalists(wanted, asked.base, arguments.simulate, say))
@@ -321,12 +327,12 @@ def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pri
 def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
     """Say how a config is started: the file of `path` on a `cluster`, which may be this machine (`is_here`)."""
     # A person copies the words into a shell: a path is one word there, and no flag.
-    place = os.fsencode(path).decode(errors="replace")
-    place = f"./{place}" if place.startswith("-") else place
+    file_name = os.fsencode(path).decode(errors="replace")
+    file_name = f"./{file_name}" if file_name.startswith("-") else file_name
     if is_here:
-        return f"start it by shardwise train {shlex.quote(place)}"
+        return f"start it by shardwise train {shlex.quote(file_name)}"
     num_nodes, num_ranks = cluster.num_gpus // cluster.gpus_per_node, cluster.gpus_per_node
-    job = LaunchJob(("-m", "shardwise", "train", place), num_nodes, num_ranks, "job")
+    job = LaunchJob(("-m", "shardwise", "train", file_name), num_nodes, num_ranks, "job")
     line = shlex.join(torchrun(job, c10d(f"NODE0:{PORT}", path.stem.lstrip("-") or job.name)))
     if num_nodes == 1:
         return f"start it by {line}"
@@ -348,9 +354,9 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
         pricer = Pricer(asked.job)
         price = pricer.price(asked.strategy)
         missing = missing_memory(price.memory, cluster, arguments.margin)
-        found = () if missing is None else tuple(suggest(price, missing, pricer, arguments.margin))
-    view = explain_view(price, pricer, margin_share=arguments.margin, notes=asked.notes, suggestions=found)
-    answer = {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer), "cures": list(found)}
+        suggestions = () if missing is None else tuple(suggest(price, missing, pricer, arguments.margin))
+    view = explain_view(price, pricer, margin_share=arguments.margin, notes=asked.notes, suggestions=suggestions)
+    answer = {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer), "cures": list(suggestions)}
     _give(arguments, view, answer)
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1
 
@@ -361,15 +367,15 @@ def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int
         from shardwise.planner.render import fit_dict, fit_view
         from shardwise.planner.request import read_model, usual_dtype
 
-        known = None if model is None else read_model(model)
-        seq_len = arguments.seq or (known and (known.seq_len or known.longest)) or _USUAL_LENGTH
-        shape = None if known is None else known.shape
+        source_model = None if model is None else read_model(model)
+        seq_len = arguments.seq or (source_model and (source_model.seq_len or source_model.longest)) or _USUAL_LENGTH
+        shape = None if source_model is None else source_model.shape
         fits = []
         say("trying sizes")
         dtype = usual_dtype(cluster)
-        for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
-            fits.append(found)
-            say(f"trying sizes: {found.name}")
+        for fitting in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
+            fits.append(fitting)
+            say(f"trying sizes: {fitting.name}")
     _give(arguments, fit_view(fits, cluster, seq_len, shape), fit_dict(fits, cluster, seq_len, shape))
     return 0
 
@@ -421,7 +427,7 @@ def parse_ranks(text: str | None) -> list[int] | Literal["stages"]:
         return [0]
     if text == "stages":
         return "stages"
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"\d{1,18}", part, re.ASCII) for part in parts):
+    parts = [number.strip() for number in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,18}", number, re.ASCII) for number in parts):
         raise ConfigError("ranks-to-simulate", f"--ranks {text} names no ranks; give numbers such as 0,8,16, or stages")
-    return [int(part) for part in parts]
+    return [int(number) for number in parts]

@@ -49,9 +49,9 @@ def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: P
     """
     paths = [source, *compare, *others]
     sources = [_source(path, page.share_of(len(paths)), cluster) for path in paths]
-    for path, found in zip(paths, sources, strict=True):
-        if path.is_dir() and found["what"] != "run":
-            write_line(f"{path}: {found['what']}", to_stderr=True)
+    for path, shown in zip(paths, sources, strict=True):
+        if path.is_dir() and shown["what"] != "run":
+            write_line(f"{path}: {shown['what']}", to_stderr=True)
     if out is None:
         out = source / "report.html" if source.is_dir() else source.with_suffix(".html")
         page.write(out, sources)
@@ -88,9 +88,9 @@ def _of_config(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
         )
     from shardwise.cli.this_machine import read_cluster
 
-    found = read_cluster(cluster)
+    cluster_found = read_cluster(cluster)
     with progress("starting torch"):
-        answer = _priced(path, found)
+        answer = _priced(path, cluster_found)
     return plan_source(path.stem, answer, config.model_dump(mode="json"), max_bytes)
 
 

@@ -66,10 +66,10 @@ def timeline(settings: Sequence[str], recorded: Path | None, text: bool, **given
         (given["html"], lambda: page.draw([_source(panels)])),
         (given["chrome_trace"], lambda: json.dumps(chrome_trace(panels[0].actions))),
     ]
-    wanted = [(each, make) for each, make in files if each is not None]
-    for each, make in wanted:
-        write_asked(each, make())
-        write_line(f"wrote {each}")
+    wanted = [(file, make) for file, make in files if file is not None]
+    for file, make in wanted:
+        write_asked(file, make())
+        write_line(f"wrote {file}")
     if text or not wanted:
         console = Terminal(highlight=False)
         drawing = timeline_text.draw(panels, console.width)
@@ -85,19 +85,19 @@ def _noted_times(path: str, config: Config) -> OpTimes | None:
 
 def _op_times(arguments: Mapping[str, Any], recorded: Sequence[TimedAction] | None, noted: OpTimes | None) -> OpTimes:
     default = mean_times(recorded) if recorded is not None else noted or OpTimes()
-    names = [each.name for each in fields(OpTimes)]
-    given = {name: arguments[name] for name in names if arguments[name] is not None}
-    for name, value in given.items():
+    names = [op_field.name for op_field in fields(OpTimes)]
+    times = {name: arguments[name] for name in names if arguments[name] is not None}
+    for name, value in times.items():
         if not 0 <= value <= MAX_S:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError("op-time-range", f"{option} {value:g} is no duration; give seconds, from 0 to {MAX_S:g}")
-    return replace(default, **given)
+    return replace(default, **times)
 
 
 def _source(panels: Sequence[TerminalPanel]) -> page.Source:
-    found = page.source(panels[0].title, "a timeline", "")
-    found["timelines"] = page.timelines(panels)
-    return found
+    chart = page.source(panels[0].title, "a timeline", "")
+    chart["timelines"] = page.timelines(panels)
+    return chart
 
 
 def _read_recorded(path: Path) -> tuple[TimedAction, ...]:

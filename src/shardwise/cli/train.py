@@ -67,20 +67,20 @@ def train(
     """
     path, assignments = split(settings)
     flags = {"model.path": model, "lora.rank": 16 if lora else None, "data.path": data}
-    given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None] + assignments
+    settings_given = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None] + assignments
     if dry_run:
-        return _dry_run(path, given, resume, world_size)
+        return _dry_run(path, settings_given, resume, world_size)
     if world_size is not None:
         raise ConfigError(
             "flag-of-dry-run", f"--world-size {world_size} is of a dry run; add --dry-run or leave it out"
         )
     env = detect(os.environ)
     if env is None and prepared is None:
-        return _start(path, given, resume)
+        return _start(path, settings_given, resume)
     # Before torch is imported, which takes a second or two: Ctrl-C is to be heard from the start.
     stop = install_stop_signal()
     env = replace(env or lone_rank(), cache=cache_folder(os.environ))
-    exit_code = _be_rank(env, stop, (path, given, resume), prepared)
+    exit_code = _be_rank(env, stop, (path, settings_given, resume), prepared)
     from shardwise.launch.process_group import leave
 
     return leave(exit_code)

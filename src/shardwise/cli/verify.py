@@ -96,11 +96,11 @@ def _quality(settings: Sequence[str], num_seeds: int, num_steps: int) -> int:
 
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # of processes, where it takes several
         try:
-            found = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say, environ)
+            quality = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say, environ)
         except LaunchError as error:
             write_line(with_code(error), to_stderr=True)
             return 1
-    Terminal(highlight=False).print(render(found))
+    Terminal(highlight=False).print(render(quality))
     return 0
 
 
@@ -146,14 +146,14 @@ def describe(job: VerifyJob) -> Table:
 
 def conclude(job: VerifyJob, outcome: VerifyOutcome) -> Text:
     """Describe the outcome in a few lines."""
-    found, steps = outcome.difference, f"{job.num_steps} step{'s' if job.num_steps > 1 else ''}"
+    difference, steps = outcome.difference, f"{job.num_steps} step{'s' if job.num_steps > 1 else ''}"
     if outcome.exit_code == 0:
         line = f"{steps} in {outcome.elapsed_s:.1f} s, largest error {outcome.error:.1e} of 1e-9 allowed"
         return Text.assemble(("equal", "bold green"), f": losses, gradients and parameters, {line}")
-    if found is None:
+    if difference is None:
         why = "stopped" if outcome.folder is None else f"the small run failed; its logs are in {outcome.folder}"
         return Text.assemble(("nothing is proved", "bold red"), f": {why}")
-    return Text("\n").join(_difference(found, outcome))
+    return Text("\n").join(_difference(difference, outcome))
 
 
 def _difference(found: TrainingDifference, outcome: VerifyOutcome) -> list[Text]:

@@ -54,6 +54,8 @@ class GlooComm(Comm):
             return _scatter_alone(source, out, accumulate)
         received = self._pool.acquire(source.numel(), source.dtype)
 
+        # gloo's threads only move bytes: the sum runs on the thread that waits. So a reduction is summed when it is
+        # waited for, see [Note: Two reductions at a time].
         def finish() -> None:
             sum_chunks(out, received.view(self.world_size, -1), accumulate)
             self._pool.release(received)
@@ -130,6 +132,8 @@ class NcclComm(Comm):
     def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
         if self.world_size == 1:
             return AsyncWork()
+        # `full` is the output, and this rank's slice of it the input: NCCL gathers in place, so nothing is copied
+        # before or after.
         own = self.own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1), stream) as started:
             self._c10d.all_gather_into_tensor(full, own, group=self._group)
@@ -139,6 +143,10 @@ class NcclComm(Comm):
         """Sum natively in fp32 or wider; exchange what is narrower and sum it here. See `Comm.reduce_scatter`."""
         if self.world_size == 1:
             return _scatter_alone(source, out, accumulate)
+        # [Note: Leases on a side stream]
+        # The pool marks the end of a buffer's use on the stream that is current when it is released. These are leased
+        # and released inside the side stream's context, so the next user of the memory waits for the sum, on whatever
+        # stream it is; the compute stream does not wait for it here.
         with self.launch(self._count("reduce_scatter", name, source, passes=1), "reduce") as started:
             if source.dtype.itemsize >= 4:
                 summed = self._pool.acquire(out.numel(), source.dtype)

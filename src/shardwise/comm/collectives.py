@@ -287,6 +287,8 @@ class Comm(ABC):
         if wire is None:
             wire = self._pool.acquire(buffer.numel(), wire_dtype)
             wire.copy_(buffer)
+        # Two collectives, as one all-reduce would sum in the dtype on the wire. Here the sum is in fp32 or wider. It is
+        # rounded once, to be sent, and each rank takes the rounded values of its own slice too: so all have equal bits.
         reduced = self.reduce_scatter(wire, self.own_slice(buffer), accumulate=False, name=name)
         return AsyncWork(reduced.wait, partial(self.gather_sum, buffer, wire, name))
 
@@ -325,6 +327,7 @@ class Comm(ABC):
             write: fills the rows [p, row_bytes] to send; on NCCL it runs on the side stream of reductions.
             read: takes the rows that came, in the order of `peers`.
         """
+        # Leased and released on the side stream: see [Note: Leases on a side stream].
         with self._streams.side_stream("reduce"):
             sent, received = (self._pool.acquire(len(peers) * row_bytes, torch.uint8) for _ in range(2))
             rows = received.view(len(peers), row_bytes)
@@ -389,13 +392,18 @@ class Comm(ABC):
                     batch += [self._c10d.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
             # One batch, so that on NCCL no order of sends and receives deadlocks.
             started.add(*(self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else ()))
+        # [Note: Tensors that a side stream uses]
+        # torch gives memory out again in the order of the stream on which it was made, and knows of no reader on
+        # another one. So what a side stream reads or writes is held here until the compute stream waits for the event
+        # after it. `record_stream` would hold it until the device has come so far and torch asks it, so that peaks
+        # of memory would depend on timing.
         wait = started.wait
         if wait is None or self.waits_on_host:  # torch's works hold the tensors
             return AsyncWork(wait)
 
         def finish() -> None:
             wait()
-            held.clear()  # their memory goes back to the compute stream, which now waits for the side stream
+            held.clear()  # the compute stream now waits for the side stream
 
         return AsyncWork(finish)
 
@@ -435,6 +443,11 @@ class Comm(ABC):
                 with suppress(CommError):
                     launch.wait()
 
+    # [Note: A collective belongs to its communicator]
+    # gloo cancels a receive whose work is dropped, and gives what the other rank has sent to the next receive. After an
+    # exception no caller may be left that waits for a collective, and its data would end in another tensor. So a launch
+    # stays in `_in_flight` from its start until it has been waited for, and `drain` waits for those that are left
+    # before the connection is used again. On NCCL the order of the stream does this.
     @contextmanager
     def launch(
         self,
@@ -492,6 +505,8 @@ class Comm(ABC):
             given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
+        # The host needs these numbers: they decide on the step. So they travel in one collective, together with what
+        # the host knows already, and the host waits for the device once.
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
         started.as_work().wait()  # on CUDA the stream waits, not the host

@@ -91,6 +91,9 @@ class EncodedSum:
             peers = range(place, self.world_size, self._node_size)
             return self._comm.swap_rows(peers, row_bytes, write_node, read, name)
 
+        # The second exchange sends this node's sums. On gloo the host has them when it has waited for the first, so it
+        # starts the second then. On NCCL both are in the order of the stream "reduce", so the second is enqueued at
+        # once.
         within = self._comm.swap_rows(peers, num_nodes * row_bytes, write, read_node, name)
         return AsyncWork(within.wait, across) if self._comm.waits_on_host else across()
 

@@ -352,6 +352,7 @@ class LossAccumulator:
         return next((place for place, (reference, _) in enumerate(self._open) if reference() is loss), None)
 
     def _agree_on_normaliser(self, total: LossSum) -> float:
+        # Once a step: gradients of all its micro-batches, on all ranks, are added up, so they need one scale.
         if self.normaliser == 0.0:
             count = total.count.double().nan_to_num(0, 0, 0).reshape(1)
             if total.is_counted and self._comms.context.world_size > 1:  # hooks see gradients as in one process

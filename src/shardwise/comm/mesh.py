@@ -66,6 +66,11 @@ class Mesh:
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
+    # [Note: A communicator for each use]
+    # A communicator matches collectives by their order, and NCCL runs those of one communicator one after the other. So
+    # what may start in another order, or is to run beside the rest, has its own: exchanges of context parallelism amid
+    # a unit's computation, reductions beside gathers on CUDA, messages up and down a pipeline. On gloo gathers and
+    # reductions share one, since hooks start both in one order on all ranks.
     def group(self, axes: tuple[str, ...], use: str = "gather") -> dist.ProcessGroup:
         """Return the process group of the ranks that differ from this one along `axes` only; all of them call it
         together.

@@ -30,6 +30,11 @@ class P2PTransfer:
     gloo cancels a receive whose work is dropped, and what the other rank has sent goes to the next one.
     """
 
+    # [Note: A message's memory]
+    # A message is sent or received on a stream of its own, of which the allocator knows nothing, see [Note: Tensors
+    # that a side stream uses]. So the transfer holds the tensors, and lets them go in `wait`, which also makes the
+    # current stream wait for the message. To wait for what has been sent costs nothing once it has left: `is_done` says
+    # so where the device can tell.
     def __init__(self, launches: Sequence[Launch] = (), held: list[Tensor] | None = None) -> None:
         self._launches = launches
         self._held = held or []
@@ -137,6 +142,8 @@ class P2PChannels:
             tag: that no other channel of the mesh has.
             on_host: for tensors on the host, also where the device is CUDA.
         """
+        # NCCL runs the messages of one communicator one after the other: with one for both directions, two ranks that
+        # send to each other at the same time would wait for ever.
         comm = self._host if on_host else self._down if ends[0] < ends[1] else self._up
         group = self._comm_log.open_pipe("+".join(PIPELINE_AXES), (self._ranks[ends[0]], self._ranks[ends[1]]), name)
         channel = P2PChannel(comm, group, ends, tag)

@@ -258,6 +258,7 @@ class CommLog:
 
     def begin(self, call: Collective) -> None:
         """Record that the host starts `call`, or begins to wait for it."""
+        # One object in one assignment: the watchdog's thread reads it without a lock.
         self.inside = CollectiveEvent(call, time.monotonic(), threading.get_ident())
 
     def end(self) -> None:

@@ -149,4 +149,5 @@ def _serve(requests: SimpleQueue[_Request]) -> None:
                 answer.set_result(request())
             except Exception as error:
                 answer.set_exception(error)
+        # The thread may wait long for the next request, and would keep all that the last one refers to.
         del asked, answer, request

@@ -57,6 +57,10 @@ class Watchdog:
         patience_s: seconds that a collective may take.
     """
 
+    # [Note: Alarms go through the store]
+    # While a rank hangs, its main thread is inside a collective, and another collective would be matched with the wrong
+    # one. So the thread asks through the store, which needs no other rank to come along except the one that holds it.
+    # It touches no tensor and no process group.
     def __init__(
         self, store: dist.Store, comm_log: CommLog, timeline: Timeline, world_size: int, patience_s: float
     ) -> None:
@@ -227,6 +231,8 @@ class Watchdog:
             self._raised.add(_key(moment.call))
             self._pending[number] = time.monotonic() + self._answer_s, moment
             self._lower(f"lowest/{number}")
+        # The count goes last: once all have counted in, the rank that reports finds every answer, and knows whether it
+        # is the lowest.
         self._store.add(f"num_answers/{number}", 1)
 
     def _lower(self, key: str) -> None:

@@ -43,9 +43,9 @@ def window_error(module: str, window: str, num_keys: int) -> ConfigError:
 
 def is_module_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
     """Say whether an attention module is causal, by what it is given or else by its attributes."""
-    given = options.get("is_causal")
-    own = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
-    return bool(own if given is None else given)
+    requested = options.get("is_causal")
+    of_module = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
+    return bool(of_module if requested is None else requested)
 
 
 def is_window_mark(mask: Tensor | None) -> TypeGuard[Tensor]:
@@ -176,12 +176,12 @@ def find_mask_window(model: nn.Module, inputs: Mapping[str, Any]) -> MaskWindow 
 
     AttentionInterface.register(_PROBE, _note_reach)
     AttentionMaskInterface.register(_PROBE, _reach_mask)
-    for each in model.modules():
-        if isinstance(each, PreTrainedModel):
-            each.set_attn_implementation(_PROBE)
+    for submodule in model.modules():
+        if isinstance(submodule, PreTrainedModel):
+            submodule.set_attn_implementation(_PROBE)
     model(**inputs)
-    known = [(getattr(each, _REACH, _MOST_TOKENS), type(each).__name__) for each in model.modules()]
-    shortest, module = min(known)
+    reaches = [(getattr(submodule, _REACH, _MOST_TOKENS), type(submodule).__name__) for submodule in model.modules()]
+    shortest, module = min(reaches)
     return MaskWindow(module, shortest) if shortest < _MOST_TOKENS else None
 
 

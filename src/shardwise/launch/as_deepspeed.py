@@ -29,8 +29,10 @@ def deepspeed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _prepended(folders: tuple[Path, ...], before: str | None) -> str:
-    first = [str(each) for each in folders]
-    return os.pathsep.join(first + [each for each in (before or "").split(os.pathsep) if each and each not in first])
+    first = [str(folder) for folder in folders]
+    return os.pathsep.join(
+        first + [entry for entry in (before or "").split(os.pathsep) if entry and entry not in first]
+    )
 
 
 def announce(version: str) -> None:

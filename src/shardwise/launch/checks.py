@@ -178,8 +178,8 @@ def folder_here() -> str:
 def python_file(words: tuple[str, ...]) -> tuple[str, ...]:
     """Check that words are `SCRIPT.py ...` or `-m MODULE ...`, which torchrun would not take for options of its own."""
     if words[0] == "-m" and (len(words) < 2 or not words[1].strip() or words[1].startswith("-")):
-        given = shown_value(words[1]) if len(words) > 1 else "nothing"
-        raise ConfigError("module-name", f"-m is followed by {given}, which is no module; write -m my.module")
+        setting = shown_value(words[1]) if len(words) > 1 else "nothing"
+        raise ConfigError("module-name", f"-m is followed by {setting}, which is no module; write -m my.module")
     if words[0] != "-m" and (not words[0].endswith(".py") or words[0].startswith("-")):
         fix = f"./{words[0]}" if Path(words[0]).suffix == ".py" else "-- train.py, -m module or shardwise train"
         raise ConfigError("program-not-python", f"{shown_value(words[0])} is no script of Python; write {fix}")

@@ -167,9 +167,9 @@ def select_slots(pool: Mapping[str, int], include: str = "", exclude: str = "") 
     for host, count in pool.items():
         # A host that is also named with slots has these only, as with DeepSpeed.
         chosen = (named[host] or set(range(count))) if host in named else set()
-        if beyond := sorted(each for each in chosen if each >= count):
+        if beyond := sorted(slot for slot in chosen if slot >= count):
             raise ConfigError("no-such-slot", f"host {host} has no slot {beyond[0]}; its slots are 0 to {count - 1}")
-        left[host] = [each for each in range(count) if (each in chosen) == bool(include)]
+        left[host] = [slot for slot in range(count) if (slot in chosen) == bool(include)]
     return {host: slots for host, slots in left.items() if slots}
 
 
@@ -180,7 +180,7 @@ def torchrun(options: argparse.Namespace, slots: Slots, node_rank: int, master_a
         options: those of the program `deepspeed`.
         master_addr: where rank 0 runs.
     """
-    counts = [len(each) for each in slots.values()]
+    counts = [len(slot) for slot in slots.values()]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(counts)}", f"--node-rank={node_rank}"]
     command += [f"--nproc-per-node={counts[node_rank]}"]
     command += [f"--master-addr={master_addr}", f"--master-port={options.master_port}"]
@@ -204,8 +204,8 @@ def remote_line(
         options: those of the program `deepspeed`.
     """
     first = [f". {shlex.quote(checks.word(options.venv_script, '--venv_script'))}"] if options.venv_script else []
-    words = [checks.word(word, "the argument") for word in command]
-    return hosts.remote_line(words, {**exports, _DEVICES: _joined(devices)}, checks.folder_here(), first)
+    checked = [checks.word(word, "the argument") for word in command]
+    return hosts.remote_line(checked, {**exports, _DEVICES: _joined(devices)}, checks.folder_here(), first)
 
 
 def _exported() -> dict[str, str]:
@@ -224,7 +224,7 @@ def read_env_file(lines: Iterable[str], name: str) -> dict[str, str]:
     >>> read_env_file(["# for our network", "NCCL_DEBUG=INFO", "export A=b=c"], "file")
     {'NCCL_DEBUG': 'INFO', 'A': 'b=c'}
     """
-    found = {}
+    option_values = {}
     for line in lines:
         variable, is_set, value = line.partition("=")
         variable = variable.removeprefix("export ").strip()
@@ -235,8 +235,8 @@ def read_env_file(lines: Iterable[str], name: str) -> dict[str, str]:
                 "variable-name",
                 f"{name}: {shown_value(variable)} is no name that a shell can set; use A-Z, a-z, 0-9 and _",
             )
-        found[variable] = checks.word(value, f"{name}: {variable}")
-    return found
+        option_values[variable] = checks.word(value, f"{name}: {variable}")
+    return option_values
 
 
 def _run_by_ssh(options: argparse.Namespace, slots: Slots) -> int:

@@ -179,8 +179,8 @@ def first_host(nodelist: str) -> str:
 def _tasks_per_node(text: str) -> list[int]:
     """Read a list of Slurm's: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part, re.ASCII)
+    for field in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", field, re.ASCII)
         if match is None or len(counts) + int(match[2] or 1) > checks.MOST_NODES:
             raise ConfigError(
                 "slurm-tasks-per-node",

@@ -89,7 +89,7 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         if controllers and not top.is_dir():
             top = mount / controller
         folder = top / path.lstrip("/")
-        yield from (folder, *(each for each in folder.parents if each.is_relative_to(top)))
+        yield from (folder, *(parent for parent in folder.parents if parent.is_relative_to(top)))
 
 
 def machine_name(root: Path = ROOT) -> str:

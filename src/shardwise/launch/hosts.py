@@ -39,7 +39,7 @@ _GRACE_S: Final = 10.0
 def read_hostfile(lines: Iterable[str]) -> dict[str, int]:
     """Return the number of slots of each host; a line is `HOST slots=N`, a comment or empty."""
     pool: dict[str, int] = {}
-    for line in filter(None, (each.strip() for each in lines if not each.lstrip().startswith("#"))):
+    for line in filter(None, (stripped.strip() for stripped in lines if not stripped.lstrip().startswith("#"))):
         match = _HOSTFILE_LINE.fullmatch(line)
         if match is None:
             raise ConfigError(
@@ -134,21 +134,21 @@ def run_by_ssh(lines: Mapping[str, str], port: int | None = None, hidden: Mappin
         codes: dict[str, int | None] = dict.fromkeys(running)
         while None in codes.values() and not any(codes.values()):
             time.sleep(_POLL_S)
-            codes = {host: each.poll() for host, each in running.items()}
+            codes = {host: process.poll() for host, process in running.items()}
         failed = {host: code for host, code in codes.items() if code}
         for host, code in failed.items():
             lost = "; it cannot be reached, or was cut off" if code == 255 else ""
             print(printable(f"shardwise: host {host} ended with exit code {code}{lost}"), file=sys.stderr)
         return next((abs(code) for code in failed.values()), 0)
     finally:
-        for each in running.values():
-            each.terminate()
+        for process in running.values():
+            process.terminate()
         deadline = time.monotonic() + _GRACE_S
-        for each in running.values():
+        for process in running.values():
             try:
-                each.wait(max(deadline - time.monotonic(), 0))
+                process.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:  # torchrun hears nothing while it waits for the other hosts' end
-                each.kill()
+                process.kill()
         signal.signal(signal.SIGTERM, previous)
 
 
@@ -167,10 +167,10 @@ def _with_hidden(lines: Mapping[str, str], port: int | None, hidden: Mapping[str
     for host, file in files.items():
         command = _without_terminal(ssh_command(host, f"umask 077 && set -C && cat > {file}", port))
         sending[host] = _start(command, stdin=subprocess.PIPE)
-    for each in sending.values():
-        each.communicate(text)
-    failed = [host for host, each in sending.items() if each.returncode]
-    for host in [each for each in files if failed and each not in failed]:
+    for process in sending.values():
+        process.communicate(text)
+    failed = [host for host, process in sending.items() if process.returncode]
+    for host in [file for file in files if failed and file not in failed]:
         _start(_without_terminal(ssh_command(host, f"rm -f {files[host]}", port)), stdin=subprocess.DEVNULL).wait()
     if failed:
         raise ConfigError(

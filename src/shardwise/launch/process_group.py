@@ -86,9 +86,9 @@ def join_named(
     if dist.is_initialized() or is_same:
         return ensure_process_group(device_kind, timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
-    place: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    rendezvous: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             "ranks-not-connected",

@@ -149,15 +149,15 @@ def watch_signals(names: Sequence[str]) -> StopFlag:
     Raises:
         ConfigError: a name is no signal's, or this is another thread, where Python installs no handler.
     """
-    known = signal.Signals.__members__
-    if unknown := [name for name in names if name not in known]:
+    signal_names = signal.Signals.__members__
+    if unknown := [name for name in names if name not in signal_names]:
         raise ConfigError("signal-unknown", f"{unknown[0]} is no signal here; give names such as SIGTERM, SIGUSR1")
-    if fixed := [name for name in names if known[name] in (signal.SIGKILL, signal.SIGSTOP)]:
+    if fixed := [name for name in names if signal_names[name] in (signal.SIGKILL, signal.SIGSTOP)]:
         raise ConfigError("signal-not-handled", f"{fixed[0]} reaches no program; give names such as SIGTERM, SIGUSR1")
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("signals-off-main", "signals are watched on the main thread only; call it there")
     stop = StopFlag()
-    stop.listen([known[name] for name in names])
+    stop.listen([signal_names[name] for name in names])
     return stop
 
 

@@ -72,8 +72,8 @@ class LaunchJob:
     exports: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for each in self.program:
-            checks.word(each, "the argument")
+        for argument in self.program:
+            checks.word(argument, "the argument")
         checks.python_file(self.program)
         checks.count(self.num_nodes, "--nodes", 1, checks.MOST_NODES)
         checks.count(self.num_ranks_per_node, "--gpus", 1, checks.MOST_RANKS)
@@ -172,9 +172,9 @@ def text_for(target: str, job: LaunchJob) -> str:
 def left_out(target: str, job: LaunchJob) -> list[str]:
     """Return the flags of a job that a target has no use for."""
     uses = {*TARGETS[target].takes, *TARGETS[target].needs}
-    given = {"gpu": job.gpu, "image": job.image, "time_limit": job.time_limit, "port": job.port != PORT}
+    keys_given = {"gpu": job.gpu, "image": job.image, "time_limit": job.time_limit, "port": job.port != PORT}
     flags = {"gpu": f"{job.gpu}: of --gpus", "image": "--image", "time_limit": "--time", "port": "--port"}
-    return [flags[name] for name, is_given in given.items() if is_given and name not in uses]
+    return [flags[name] for name, is_given in keys_given.items() if is_given and name not in uses]
 
 
 def lines_of_hosts(job: LaunchJob) -> dict[str, str]:
@@ -296,10 +296,10 @@ def _filled(node: Any, values: Mapping[str, object]) -> Any:
         filled = {key: _filled(value, values) for key, value in node.items()}
         return {key: value for key, value in filled.items() if value is not None}
     if isinstance(node, list):
-        return [_filled(each, values) for each in node]
+        return [_filled(item, values) for item in node]
     value = values[node[1:]] if isinstance(node, str) and node.startswith("%") else node
     if isinstance(value, list):
-        return [_Given(each) for each in value]
+        return [_Given(item) for item in value]
     return _Given(value) if isinstance(value, str) and value is not node else value
 
 

@@ -67,15 +67,17 @@ class DecoderConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
     def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
-            if each.name in ("tie_embeddings", "attention"):
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if option.name in ("tie_embeddings", "attention"):
                 continue
-            kinds, most = ((int, float), 2.0**63) if each.name in ("rope_theta", "norm_eps") else ((int,), 2**31)
+            kinds, most = ((int, float), 2.0**63) if option.name in ("rope_theta", "norm_eps") else ((int,), 2**31)
             if isinstance(value, bool) or not isinstance(value, kinds) or value >= most:
-                raise ConfigError("shape-not-a-number", f"{each.name}={value!r} is no number below {most:g}; give one")
+                raise ConfigError(
+                    "shape-not-a-number", f"{option.name}={value!r} is no number below {most:g}; give one"
+                )
             if not value > 0:
-                raise ConfigError("shape-not-positive", f"{each.name}={value} is not positive; give more than 0")
+                raise ConfigError("shape-not-positive", f"{option.name}={value} is not positive; give more than 0")
         if self.head_dim % 2:
             legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"
             raise ConfigError(
@@ -92,7 +94,7 @@ class DecoderConfig:
 
     def values(self) -> dict[str, Any]:
         """Return all fields as JSON values, for `from_values`; `attention` is left out where it is dense."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.attention.kind == "dense":
             del values["attention"]
         else:
@@ -473,7 +475,7 @@ def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     starts: Sequence[int] = range(0, logits.shape[0], num_rows)
     if is_fake(logits):
         starts = (*starts[:2], *starts[2:][-1:])
-    return [tuple(each[start : start + num_rows] for each in (logits, *others)) for start in starts]
+    return [tuple(tensor[start : start + num_rows] for tensor in (logits, *others)) for start in starts]
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:

@@ -84,9 +84,9 @@ class BlockSparse:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None
     ) -> Tensor:  # [B, H, S, D], [B, K, S, D]
-        place = index(q.shape[2]), first_head, index(q.shape[1])  # compiled code fixes them
-        self._lay_out(*place)
-        return block_sparse_attention(q, k, v, self._layouts[place])
+        layout_key = index(q.shape[2]), first_head, index(q.shape[1])  # compiled code fixes them
+        self._lay_out(*layout_key)
+        return block_sparse_attention(q, k, v, self._layouts[layout_key])
 
     def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
         """Return the layout of seq_len tokens for num_heads heads from first_head on; it is kept."""

@@ -84,8 +84,8 @@ class LayerSpec:
         return layer
 
     def __repr__(self) -> str:
-        given = [*map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
-        return f"LayerSpec({', '.join([getattr(self.factory, '__name__', repr(self.factory)), *given])})"
+        arguments = [*map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
+        return f"LayerSpec({', '.join([getattr(self.factory, '__name__', repr(self.factory)), *arguments])})"
 
 
 class LayerList(nn.Sequential):
@@ -185,19 +185,19 @@ def _tie(layer: nn.Module, owner: nn.Module, what: str) -> None:
     if layer is owner:
         return
     shared = dict(owner.named_parameters(remove_duplicate=False))
-    own = dict(layer.named_parameters(remove_duplicate=False))
-    if not shared.keys() & own.keys():
+    of_layer = dict(layer.named_parameters(remove_duplicate=False))
+    if not shared.keys() & of_layer.keys():
         raise ConfigError(
             "tied-names-differ",
-            f"{what}: it has {', '.join(own) or 'no parameters'}, but the first of that key has "
+            f"{what}: it has {', '.join(of_layer) or 'no parameters'}, but the first of that key has "
             f"{', '.join(shared) or 'none'}; tied layers share parameters of one name",
         )
-    for name in own.keys() & shared.keys():
-        if own[name].shape != shared[name].shape:
+    for name in of_layer.keys() & shared.keys():
+        if of_layer[name].shape != shared[name].shape:
             raise ConfigError(
                 "tied-shapes-differ",
-                f"{what}: {name} is {_shown(own[name])}, but {_shown(shared[name])} in the first of that key; tied "
-                "parameters have one shape, and forward_fn may use them otherwise",
+                f"{what}: {name} is {_shown(of_layer[name])}, but {_shown(shared[name])} in the first of that key; "
+                "tied parameters have one shape, and forward_fn may use them otherwise",
             )
         parent, _, leaf = name.rpartition(".")
         layer.get_submodule(parent).register_parameter(leaf, shared[name])

@@ -127,7 +127,7 @@ def preset(name: str) -> DecoderConfig:
     if name in PRESETS:
         return PRESETS[name]
     close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-    close = close or [each for each in PRESETS if name and each.endswith(name.lower())]
+    close = close or [preset for preset in PRESETS if name and preset.endswith(name.lower())]
     fix = f"did you mean {' or '.join(close)}?" if close else f"presets are {', '.join(PRESETS)}"
     raise ConfigError("unknown-preset", f"{name} is not a preset; {fix}")
 
@@ -156,11 +156,11 @@ def decoder_config(
             f"model.path={model.path} is a Hugging Face model, and this takes presets; leave model.path out",
         )
     shape = preset(model.preset)
-    given = model.model_dump(exclude={*MODEL_SOURCE_KEYS}) | {
+    values = model.model_dump(exclude={*MODEL_SOURCE_KEYS}) | {
         "max_seq_len": max_seq_len,
         "attention": attention,
     }
-    changes = {key: value for key, value in given.items() if value is not None}
+    changes = {key: value for key, value in values.items() if value is not None}
     if "hidden_size" in changes or "num_heads" in changes:
         hidden = changes.get("hidden_size", shape.hidden_size)
         heads = changes.get("num_heads", shape.num_heads)

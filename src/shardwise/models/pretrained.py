@@ -105,8 +105,8 @@ def open_tokenizer(source: str | Path, *, trusts_code: bool = False) -> Any:
     values: dict[str, Any] = {}
     if folder.is_dir():
         _check_files(folder)
-        for each, read in ((CONFIG_NAME, _read_config), (_TOKENIZER_CONFIG, _read_tokenizer_config)):
-            if os.path.lexists(folder / each):
+        for file_name, read in ((CONFIG_NAME, _read_config), (_TOKENIZER_CONFIG, _read_tokenizer_config)):
+            if os.path.lexists(folder / file_name):
                 values |= read(folder, _FIX_TOKENIZER)
     with _one_line(
         "model-without-tokenizer",
@@ -136,7 +136,7 @@ def _one_line(code: str, what: str, fix: str, values: Mapping[str, Any], trusts_
                 f"{what} without running Python code of its own (auto_map), which is not run unasked; read that code, "
                 f"then set {_TRUST}",
             ) from None
-        lines = [each.strip() for each in str(error).splitlines() if each.strip()] or [type(error).__name__]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise ConfigError(code, f"{what}: {' '.join(lines[:2])}; {fix}") from error
 
 

@@ -175,9 +175,9 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
     if isinstance(values.get("layer_types"), list):
         shrunk["layer_types"] = values["layer_types"][: small.num_layers]
     if isinstance(rotary, dict) and isinstance(axes, list):
-        each = small.head_dim // 2 // max(1, len(axes))
-        first = small.head_dim // 2 - each * (len(axes) - 1)
-        shrunk["rope_parameters"] = {**rotary, "mrope_section": [first, *[each] * (len(axes) - 1)]}
+        section_dim = small.head_dim // 2 // max(1, len(axes))
+        first = small.head_dim // 2 - section_dim * (len(axes) - 1)
+        shrunk["rope_parameters"] = {**rotary, "mrope_section": [first, *[section_dim] * (len(axes) - 1)]}
     window = values.get("sliding_window")
     if isinstance(window, int) and window < seq_len:
         shrunk["sliding_window"] = _WINDOW
@@ -197,23 +197,23 @@ def read_huggingface(values: Mapping[str, Any]) -> ModelSizes:
         check_model_config(values, "the Hugging Face config")
     except UntrustedFileError as error:
         raise ConfigError(error.code, str(error)) from None
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for field in fields(ModelSizes):
-        known = [values[key] for key in _NAMES[field.name] if isinstance(values.get(key), int)]
-        if known:
-            found[field.name] = known[0]
+        numbers = [values[key] for key in _NAMES[field.name] if isinstance(values.get(key), int)]
+        if numbers:
+            sizes[field.name] = numbers[0]
     for name in ("num_layers", "hidden_size", "num_heads", "vocab_size"):
-        if name not in found:
+        if name not in sizes:
             raise ConfigError(
                 "model-size-unknown",
                 f"the Hugging Face config of a {values.get('model_type', 'model')} has none of "
                 f"{', '.join(_NAMES[name])}; give one of a text model, in which they stand at the top",
             )
-    found.setdefault("num_kv_heads", found["num_heads"])
-    found.setdefault("head_dim", max(1, found["hidden_size"] // found["num_heads"]))
-    found.setdefault("ffn_size", 4 * found["hidden_size"])
-    found.setdefault("max_seq_len", _NUM_POSITIONS)
-    return ModelSizes(**found)
+    sizes.setdefault("num_kv_heads", sizes["num_heads"])
+    sizes.setdefault("head_dim", max(1, sizes["hidden_size"] // sizes["num_heads"]))
+    sizes.setdefault("ffn_size", 4 * sizes["hidden_size"])
+    sizes.setdefault("max_seq_len", _NUM_POSITIONS)
+    return ModelSizes(**sizes)
 
 
 def _shrink_key(name: str, key: str, value: int, sizes: ModelSizes, small: ModelSizes, scale: Scale) -> int:

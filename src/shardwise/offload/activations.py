@@ -166,8 +166,12 @@ class ActivationStore:
                 yield
         finally:
             self._block, self._inputs = outer
+            # [Note: Memory of inputs that leave]
+            # What leaves is copied while this block computes. Its memory may be given out again once the compute stream
+            # has waited for the copies. Before the block it would wait for them with nothing to do; later, the inputs
+            # of one more block would take memory.
             for sent, _, _ in self._leaving:
-                sent.wait()  # the copy ran beside this block: from here on the memory may be used again
+                sent.wait()
             self._forget_sources(is_waited_for=True)
 
     def pack(self, tensor: Tensor) -> StoredActivation:
@@ -250,6 +254,8 @@ class ActivationStore:
             sent = Event.record(self._streams.device)
         self._traffic.add("device", "host", num_bytes)
         saved.copy = _HostCopy(memory, sent)
+        # Not released here: the last graph may die on a thread of autograd, while a copy reads the buffer. `_settle`
+        # releases it once the last copy is over.
         weakref.finalize(saved, self._given_up.append, saved.copy).atexit = False
         self._leaving.append((sent, source, weakref.ref(saved)))
         self._forget_sources()
@@ -284,6 +290,10 @@ class ActivationStore:
         """Start to copy something back."""
         if saved.copy is None:
             return
+        # [Note: Memory for what comes back]
+        # It is made in the order of the compute stream, in which it is freed as well. The reload stream begins after
+        # what the compute stream holds now, as that may still use the memory for something else. `_arriving` holds the
+        # tensor until the copy is over: its graph may die before.
         # Seen by a meter, unlike the copy, which also reads memory that is not the device's.
         tensor = torch.empty_strided(saved.size, saved.stride, dtype=saved.dtype, device=saved.device)
         with unseen_by_op_modes(), torch.no_grad(), self._streams.side_stream("reload"):

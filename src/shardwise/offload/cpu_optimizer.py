@@ -160,6 +160,7 @@ def _step_block(
                 state.encode(values[name])
                 if exact is not None and errors is not None:
                     errors.add(name, exact, state.decode())
+    # While the block is in the cache: a pass of its own over the masters would read them from memory again.
     for part in block:
         if part.param is not None:
             part.param.copy_(part.master)

@@ -135,6 +135,7 @@ class SwapFolder:
 
     def close(self) -> None:
         """Finish what is under way, end the threads, and remove the folder with all files; may be called twice."""
+        # Each transfer opens its file by the path, so all of them end before the folder is removed.
         self._threads.close()
         self._remover()
 

@@ -80,6 +80,7 @@ class BufferCache:
                 oldest, release_oldest = self._buffers.popitem(last=False)
                 self._num_bytes -= oldest.memory.numel()
                 gone.append((oldest, release_oldest))
+        # Without the lock: to release a buffer waits for its write, and takes the lock of its storage.
         for oldest, release_oldest in gone:
             release_oldest(oldest)
 
@@ -151,6 +152,11 @@ class NvmeStorage:
         buffer = self._take_kept(first, last) or self._load(first, last, read or shares)
         return _NvmeView(self, buffer, start * item - first, (stop - start) * item)
 
+    # [Note: Reads ahead of their use]
+    # A gather waits for the slice of this rank, and a disk needs longer for it than the network for the rest. So while
+    # a unit computes, those after the next one are read (`NUM_PREFETCHED` of `offload/sizing.py`). A state has at most
+    # one such window. It is dropped when a part is opened, because a step would make its content old. It is read only
+    # after the last `put`, whose bytes the worker thread brings to the file.
     def fetch(self, target: Tensor) -> Event:
         """Copy on the gather stream, once the file is read; the host waits for the read, unless it was prefetched."""
         self.prefetch()
@@ -160,13 +166,14 @@ class NvmeStorage:
             target.copy_(memory, non_blocking=True)
             copied = Event.record(self._transfers.streams.device)
         self._transfers.traffic.add("host", "device", memory.numel() * memory.element_size())
-        self._transfers.close_after(copied, window)
+        self._transfers.close_after(copied, window)  # see [Note: Staging buffers wait for an event]
         return copied
 
     def prefetch(self) -> None:
         """Start to read all of the state."""
         self._transfers.close_reached()
         if self._prefetched is None:
+            # A put is no write under way until the worker thread has started it.
             self._await_put()
             self._prefetched = self._open(0, self.numel, read=True)
 
@@ -264,7 +271,7 @@ class NvmeStorage:
             putting.wait()
 
     def _load(self, first: int, last: int, is_read: bool) -> _FileBuffer:
-        self._await_writes(first, last)
+        self._await_writes(first, last)  # see [Note: Reads and writes of the same bytes]
         buffer = _FileBuffer(first, last, self._transfers.buffers.acquire(last - first))
         if is_read:
             buffer.ready = self._file.read(first, buffer.memory)
@@ -278,11 +285,16 @@ class NvmeStorage:
             if self._kept.take(buffer):
                 with self._lock:
                     self._idle.remove(buffer)
-                _end(buffer)
+                _end(buffer)  # its write: see [Note: Reads and writes of the same bytes]
                 self._transfers.traffic.keep(last - first)
                 return buffer
         return None
 
+    # [Note: Reads and writes of the same bytes]
+    # Threads read and write a file in any order. So a read waits for writes of its bytes, which would come too late for
+    # it, and a write waits for older ones, which might come after it. The memory of a write must not change until it
+    # has ended: a kept buffer is waited for before it is used again, and a released one before it goes back to the
+    # pool.
     def _await_writes(self, first: int, last: int) -> None:
         with self._lock:
             writing = [each for each in self._under_way if each.start < last and first < each.stop]

@@ -79,6 +79,7 @@ class StagingBuffers:
         Raises:
             ValueError: it is not on lease: released already, a view of it, or from elsewhere.
         """
+        # The pool has no events here: see [Note: Staging buffers wait for an event].
         with self._lock:
             self._pool.release(tensor)
 

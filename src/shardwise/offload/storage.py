@@ -142,6 +142,11 @@ class TransferContext:
         self._staged: deque[Task] = deque()
         self._fetched: deque[tuple[Event, StagedView]] = deque()
 
+    # [Note: Staging buffers wait for an event]
+    # A staging buffer is host memory: no stream orders its reuse, and its pool has no events. So it goes back only
+    # after the host has seen that the copy is over. The host does not wait for that as long as few copies are under
+    # way: it looks for copies that are over when it starts the next one. It waits above MOST_FETCHED, as a host that is
+    # far ahead of its device would fill its memory with what the device has not taken yet.
     def close_after(self, copied: Event, window: StagedView) -> None:
         """Close a window once the device has copied its content."""
         self._fetched.append((copied, window))
@@ -255,7 +260,7 @@ class _DeviceView:
         self._memory = transfers.buffers.acquire(tensor.numel() * tensor.element_size())
         self._there: Event | None = None
         if read:
-            with transfers.streams.side_stream("offload", after):
+            with transfers.streams.side_stream("offload", after):  # see [Note: What a chunk waits for]
                 self._memory.view(tensor.dtype).copy_(tensor, non_blocking=True)
                 self._there = Event.record(transfers.streams.device)
             transfers.traffic.add("device", "host", self._memory.numel())
@@ -271,6 +276,8 @@ class _DeviceView:
                 self._there.wait_on_host()  # not waited for yet if an earlier task has failed
             self._transfers.buffers.release(self._memory)
             return
+        # After `after`, not after all that the compute stream holds now: the worker thread comes here while the engine
+        # enqueues other work, which does not use these parameters until the step's task has ended.
         with self._transfers.streams.side_stream("reload", self._after):
             self._tensor.copy_(self._memory.view(self._tensor.dtype), non_blocking=True)
             written = Event.record(self._transfers.streams.device)
@@ -289,6 +296,10 @@ class HostStorage:
         self.numel = tensor.numel()
         self.dtype = tensor.dtype
         self._transfers = transfers
+        # [Note: One event for all copies of a state]
+        # Copies of one state run on two streams: to the device on "gather", from it on "offload". Each waits for the
+        # event of the one before, and leaves its own. So the last event stands for all copies. Streams order nothing
+        # for the host, which waits for the event before it reads or writes the memory.
         self._moved = Event(None)  # the end of the last copy from or to the device
 
     @property
@@ -300,7 +311,7 @@ class HostStorage:
     def fetch(self, target: Tensor) -> Event:
         """Copy on the gather stream, so that a gather comes after it."""
         with self._transfers.streams.side_stream("gather"):
-            self._moved.wait()
+            self._moved.wait()  # see [Note: One event for all copies of a state]
             target.copy_(self._tensor, non_blocking=True)
             return self._note("host", "device")
 
@@ -323,6 +334,7 @@ class HostStorage:
                 self._note("device", "host")
                 pool.release(source)
                 return None
+            # Released on the stream that copies, so that the next user of the memory waits for the copy.
             memory, there = self._transfers.stage(source)
             pool.release(source)
         dtype = source.dtype  # the worker may run this late, and must not keep the device's memory so long

@@ -66,6 +66,8 @@ class Tiers:
         self._transfers = TransferContext(streams, self.buffers, self.worker, self.traffic)
         self._folder: SwapFolder | None = None
         self._nvme_storages: weakref.WeakSet[NvmeStorage] = weakref.WeakSet()
+        # Two caches: parameters and gradients pass in every backward, and would push out the chunks of the optimizer's
+        # states that the last step has left, with which the next one begins.
         self._kept = BufferCache(NUM_KEPT * _chunk_bytes(layout))
         self._passing = BufferCache(NUM_KEPT * _largest_bytes(layout))
 
@@ -165,6 +167,7 @@ class Tiers:
 
     def close(self) -> None:
         """End the threads, and free files and buffers."""
+        # The worker first: what it has been given uses the threads, buffers and files that go after it.
         self.worker.close()
         if self.step_threads is not None:
             self.step_threads.close()

@@ -78,6 +78,7 @@ class Task:
             HostWorkError: it failed, or something else on the worker has, and `recover` was not called since.
         """
         self.end()
+        # Of any task: after a failure what this one was to do has been skipped, or stands on mixed states.
         self._outcome.check()
 
     def end(self) -> None:
@@ -97,6 +98,11 @@ class HostWorker:
         outcome: whether something has failed so far.
     """
 
+    # [Note: One thread, in order]
+    # What the host does in a step builds on what the backward has left there: a gradient is added, then written, then
+    # stepped with. One thread keeps that order, so that states need no locks and no task waits for a later one. After a
+    # failure the rest is skipped, since some states are of this step and some of the one before: what is computed from
+    # both would be wrong, and no error would say so.
     def __init__(self, device: torch.device, cores: tuple[int, ...] | None = None, is_inline: bool = False) -> None:
         self._is_inline = is_inline
         self.outcome = WorkerOutcome()

@@ -71,6 +71,10 @@ class _AgreedSpecs:
         self._latest: dict[bool, tuple[Key, PytreeSpec]] = {}
         self._keys: Sequence[Key] = ()
 
+    # [Note: Both ends agree without a message]
+    # A sender knows the spec of a value when it sends it, the receiver only once it has it: in between they know
+    # different things. So what a step has shown counts from the next one on, when both have all values of the last. A
+    # kind of micro-batch that had two specs in one step has none agreed, and each of its values is described.
     def begin_step(self, keys: Sequence[Key]) -> None:
         """Agree on what the last step has shown, for the micro-batches of the next one."""
         self._agreed.update(self._seen)
@@ -98,6 +102,10 @@ class _AgreedSpecs:
 class _Direction:
     """Holds the channels from one rank to another: for words, for what was not agreed, and for tensors."""
 
+    # [Note: Three channels for each direction]
+    # Receives of a word and of tensors are posted before it is known whether a value is as agreed, and those of the
+    # next value may be posted too. What describes a value is therefore sent on a channel of its own: on another one it
+    # would end in a receive that was posted for something else.
     name: str
     words: P2PChannel
     unagreed: P2PChannel
@@ -190,6 +198,8 @@ class RemoteEnd:
             self._simulated_gradients.append([torch.empty_like(leaf, device="meta") for leaf in leaves])
         is_agreed = spec == agreed
         text = "" if is_agreed else spec.to_json()
+        # The other end has posted its receives for what is agreed, and a posted receive takes the next message of its
+        # channel, whatever that has. So these receives are filled first, with any content.
         given = tensors if is_agreed else _allocate(agreed, _HOST)
         if out.packs(agreed):
             transfers = [out.words.send([_packed(agreed, given, len(text))], out.name)]
@@ -200,6 +210,11 @@ class RemoteEnd:
             unagreed = [_bytes(text, self._is_simulated), _packed(spec, tensors)]
             transfers.append(out.unagreed.send(unagreed, f"{out.name} not agreed"))
         out.specs.note(micro_batch, spec)
+        # [Note: How long a sent message is held]
+        # A message holds its tensors until it is waited for. NCCL's can say that they have left. gloo's cannot, and to
+        # wait at once would hold up this stage until the other one has taken the message. Values are
+        # waited for in `take`: gradients that have come back show that what they were computed from had arrived. The
+        # rest is waited for in `finish`.
         for sent in self._sent.values():
             if sent[-1].is_done():
                 sent[-1].wait()  # which frees the tensors
@@ -214,6 +229,7 @@ class RemoteEnd:
         if not is_packed:
             tensors = _allocate(agreed, way.tensors.device)
             transfers.append(way.tensors.receive(tensors, way.name))
+        # `take` waits: see [Note: Receives are posted ahead]
         self._posted.append(_Posted(micro_batch, agreed, first, tensors, transfers, on_end))
 
     def take(self, micro_batch: int) -> Any:
@@ -229,7 +245,7 @@ class RemoteEnd:
         spec, tensors, on_end = self._arrived.pop(micro_batch)
         on_end()
         for transfer in self._sent.pop(micro_batch, ()):
-            transfer.wait()  # gradients were computed from it, so it has arrived; gloo frees it when it is waited for
+            transfer.wait()  # it has arrived: see [Note: How long a sent message is held]
         for tensor, part in zip(tensors, spec.tensors, strict=True):
             tensor.requires_grad_(part.requires_grad)
         return put_together(spec, tensors, self._types)

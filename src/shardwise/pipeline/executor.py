@@ -115,7 +115,7 @@ class StageCompute:
         inlet, outlet = self._inlets.get(stage), self._outlets.get(stage)
         received = None
         if inlet is not None:
-            received = inlet.take(micro_batch)
+            received = inlet.take(micro_batch)  # see [Note: Receives are posted ahead]
             self._timeline.restart()
         self._forward.begin(stage, received)
         try:
@@ -129,6 +129,10 @@ class StageCompute:
             if stage == self._last:
                 record.roots = [output]
             else:
+                # [Note: Edges in place of outputs]
+                # A backward begins at the output's place in the graph, and needs none of its values. A stage holds
+                # several micro-batches between forward and backward, and tensors would hold the memory of their
+                # outputs; an edge holds the graph alone. The output lives until it has been sent.
                 record.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
         elif stage != self._last:
             self._in_flight[stage, micro_batch] = record  # kept until the output is sent
@@ -162,7 +166,7 @@ class StageCompute:
         del given, gradients
         events.after_backward(stage, micro_batch)
         if self._queue is not None:
-            self._queue.collect((stage, micro_batch))
+            self._queue.collect((stage, micro_batch))  # see [Note: Weight gradients and reductions]
         record.gradients = [leaf.grad for leaf in record.received]
         record.received = []
         if inlet is None:
@@ -194,6 +198,11 @@ class StageCompute:
         stage, micro_batch = _place(action)
         on_end = self._timeline.leave_open()
         ends = self._inlets if action.payload is Payload.ACTIVATION else self._outlets
+        # [Note: Receives are posted ahead]
+        # The schedule posts a receive one computation before its use (`insert_transfers`), so the message is under way
+        # while that computes. Neither posting nor sending waits: a rank waits in `take`, and in `finish` after its row.
+        # Both ends post in the order of the channel, and `verify` has found that the rows can run beside each other, so
+        # what a rank waits for is sent.
         ends[stage].post(micro_batch, on_end)
 
     def check_done(self) -> None:

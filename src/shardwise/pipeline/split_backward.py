@@ -53,6 +53,11 @@ class WeightGradQueue:
         storages = {id(storage): storage for entry in entries for storage in entry.storages()}
         return sum(storage.nbytes() for storage in storages.values())
 
+    # [Note: Weight gradients and reductions]
+    # The first half of a backward gives a product's weight no gradient, so its hooks do not fire. `drain` runs autograd
+    # once more, over what was queued, and then they fire as in a whole backward: the gradients reach the same buckets.
+    # So REDUCE follows BACKWARD_WEIGHT (`insert_gathers` of `schedule/lower.py`). Of a product's weight only the
+    # strides are read by then, so its parameter may have been released.
     def splitting(self) -> AbstractContextManager[Any]:
         """Return a context in which products with parameters defer the parameters' gradients to the queue.
 
@@ -82,6 +87,8 @@ class WeightGradQueue:
                 "create_graph=True in a backward that computes weight gradients later: those have no graph; "
                 "use a schedule that is not a zero-bubble one, or no gradients of gradients",
             )
+        # Other micro-batches run before these tensors are read. Autograd checks the versions of what it saves, and here
+        # it saves nothing.
         self._queued.append(_QueuedGrad(tuple(parameters), compute, tuple(held), tuple(map(version, held))))
 
     def collect(self, key: Hashable) -> None:
@@ -109,6 +116,8 @@ class WeightGradQueue:
             )
         entries = self._collected.pop(key)
         entries.reverse()  # autograd runs the newest node first
+        # All in one backward: autograd sums what comes for one parameter before it calls the hooks, which would refuse
+        # a second gradient.
         with torch.enable_grad():
             deliveries = [_Deliver.apply(entry, *entry.parameters) for entry in entries]
         entries.clear()

@@ -337,6 +337,8 @@ class StageForward:
                 f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {NO_PIPELINE}",
             )
         self._check_function(index)
+        # Here, since the unit before the cut returns here: what the model records from now on comes after what the
+        # earlier stages have recorded, as in one process.
         put_recorded(self._received)
         if self._stop == len(self._names):
             self._hooks.show(self._start)
@@ -400,6 +402,8 @@ class StageForward:
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
             self._sent.append(self._hooks.pack(self._own, with_recorded(_in_own_containers(output))))
+            # From here on nothing of the forward counts for this stage, but the model's code must reach its end. On
+            # meta that takes no memory and no kernels.
             self._like_known = self._without_device(output)
             if self._root is not None:
                 self._root.end_units()

@@ -38,7 +38,7 @@ class PassTimes:
 
     def times(self, factor: float) -> PassTimes:
         """Multiply all times by `factor`."""
-        return PassTimes(*(factor * each for each in self._seconds))
+        return PassTimes(*(factor * seconds for seconds in self._seconds))
 
     def plus(self, other: PassTimes) -> PassTimes:
         """Add the times of two units that run one after the other."""
@@ -86,20 +86,20 @@ class Corrections:
 
     def _of_blocks(self, dtype: Dtype) -> LogInterpolator | None:
         points = []
-        for each in () if self._profile is None else self._profile.blocks:
-            if each.dtype == dtype:
-                shape = _shape(each, each.num_heads, each.num_kv_heads, each.head_dim, each.ffn_size)
-                priced = self._price_block(self._measured_job(shape, each.seq_len), Strategy(param=dtype))
-                points.append(_point(each, priced, each.seq_len, _num_weights(shape)))
+        for block in () if self._profile is None else self._profile.blocks:
+            if block.dtype == dtype:
+                shape = _shape(block, block.num_heads, block.num_kv_heads, block.head_dim, block.ffn_size)
+                priced = self._price_block(self._measured_job(shape, block.seq_len), Strategy(param=dtype))
+                points.append(_point(block, priced, block.seq_len, _num_weights(shape)))
         return LogInterpolator(points) if points else None
 
     def _of_heads(self, dtype: Dtype) -> LogInterpolator | None:
         points = []
-        for each in () if self._profile is None else self._profile.heads:
-            if each.dtype == dtype:
-                shape = _shape(each, 1, 1, each.hidden_size, each.hidden_size, each.vocab_size)
-                priced = self._price_head(self._measured_job(shape, each.num_tokens), Strategy(param=dtype))
-                points.append(_point(each, priced, each.num_tokens, each.hidden_size * each.vocab_size))
+        for head in () if self._profile is None else self._profile.heads:
+            if head.dtype == dtype:
+                shape = _shape(head, 1, 1, head.hidden_size, head.hidden_size, head.vocab_size)
+                priced = self._price_head(self._measured_job(shape, head.num_tokens), Strategy(param=dtype))
+                points.append(_point(head, priced, head.num_tokens, head.hidden_size * head.vocab_size))
         return LogInterpolator(points) if points else None
 
     def _measured_job(self, shape: ModelShape, seq_len: int) -> PlanJob:
@@ -162,8 +162,8 @@ class LogInterpolator:
     def at(self, *where: float) -> tuple[float, ...]:
         """Return the values at some coordinates, between the least and the greatest known."""
         bounds = zip(map(math.log, where), self._low, self._high, strict=True)
-        logs = [min(max(each, low), high) for each, low, high in bounds]
-        distances = [math.dist(known, logs) ** 2 for known, _ in self._points]
+        logs = [min(max(value, low), high) for value, low, high in bounds]
+        distances = [math.dist(point, logs) ** 2 for point, _ in self._points]
         if min(distances) < 1e-12:
             return tuple(map(math.exp, self._points[distances.index(min(distances))][1]))
         weights = [1 / distance**2 for distance in distances]

@@ -163,7 +163,7 @@ def why_none(job: PlanJob, space: SearchSpace) -> str:
             continue
         fewer = replace(space, pins={other: values for other, values in space.pins.items() if other != name})
         if next(candidates(job, fewer), None) is not None:
-            values = ",".join(str(each).lower() for each in space.pins[name])
+            values = ",".join(str(pin).lower() for pin in space.pins[name])
             beside = " beside what else is pinned" if len(space.pins) > 1 else ""
             return f"{none} {key}={values}{beside}; give another value, or leave it out"
     fix = "give a batch that more numbers divide, or pin less"
@@ -176,7 +176,7 @@ def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
     Args:
         space: the pins, and whether states may leave the devices.
     """
-    found = []
+    tried = []
     for tiers in _all_tiers(job, space, candidate):
         is_away = tiers[:3] != ("device", "device", "device")
         for stage in space.of("zero_stage", (0, 1, 2, 3)):
@@ -184,8 +184,8 @@ def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
                 for dp_shard in _shard_sizes(job, space, candidate, stage, is_away):
                     placement = PlacementCandidate(stage, dp_shard, gather, *tiers)
                     if _is_legal(space, candidate, placement):
-                        found.append(placement)
-    return tuple(found)
+                        tried.append(placement)
+    return tuple(tried)
 
 
 def strategy_at(candidate: ParallelismCandidate, placement: PlacementCandidate, base: Strategy) -> Strategy:
@@ -207,8 +207,8 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return sorted({*low, *(number // each for each in low)})
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*low, *(number // divisor for divisor in low)})
 
 
 def is_legal(job: PlanJob, strategy: Strategy) -> bool:
@@ -234,7 +234,7 @@ def _tensor_sizes(job: PlanJob, space: SearchSpace) -> list[int]:
     ffn_sizes = {shape.ffn_size} if shape.experts is None else {shape.experts.ffn_size}
     return [
         tp
-        for tp in space.of("tp", [each for each in divisors(shape.num_heads) if each <= domain])
+        for tp in space.of("tp", [degree for degree in divisors(shape.num_heads) if degree <= domain])
         if shape.num_heads % tp == 0
         and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
         and all(size % tp == 0 for size in ffn_sizes)
@@ -249,7 +249,7 @@ def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[tuple[int, 
     """
     domain = max(1, job.cluster.gpus_per_node // tp)
     most = min(job.cluster.num_gpus // tp, job.seq_len // _MIN_TOKENS)
-    sizes = [1, *(each for each in (2**power for power in range(1, 12)) if each <= most)]
+    sizes = [1, *(size for size in (2**power for power in range(1, 12)) if size <= most)]
     for cp in space.of("cp", sizes):
         if (job.cluster.num_gpus // tp) % cp or (cp > 1 and job.seq_len % (2 * cp)):
             continue
@@ -263,9 +263,9 @@ def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[tuple[int, 
                     yield cp, transport, None
                 continue
             teams = [
-                each
-                for each in divisors(cp)
-                if 1 < each < cp and (each <= domain or "heads_over" in space.pins) and _exchanges(job, tp, each)
+                degree
+                for degree in divisors(cp)
+                if 1 < degree < cp and (degree <= domain or "heads_over" in space.pins) and _exchanges(job, tp, degree)
             ]
             tried = [None, *(teams[-1:] if transport == "ring" else [])]
             for team in space.of("heads_over", tried):
@@ -275,8 +275,8 @@ def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[tuple[int, 
 
 def _exchanges(job: PlanJob, tp: int, size: int) -> bool:
     """Say whether `size` ranks can exchange heads; source: `shardwise.context.ulysses`."""
-    own, own_kv = job.shape.num_heads // tp, max(1, job.shape.num_kv_heads // tp)
-    return own % size == 0 and (own_kv % size == 0 or size % own_kv == 0)
+    own_heads, own_kv = job.shape.num_heads // tp, max(1, job.shape.num_kv_heads // tp)
+    return own_heads % size == 0 and (own_kv % size == 0 or size % own_kv == 0)
 
 
 def _sequence_parallel(job: PlanJob, space: SearchSpace, tp: int, cp: int) -> bool | None:
@@ -288,14 +288,14 @@ def _sequence_parallel(job: PlanJob, space: SearchSpace, tp: int, cp: int) -> bo
 
 def _pipeline_sizes(job: PlanJob, space: SearchSpace, num_ranks: int) -> list[int]:
     most = min(num_ranks, job.shape.num_layers + 2)  # the embedding and the head may be stages of their own
-    sizes = [each for each in divisors(num_ranks) if each <= most]
-    return [each for each in space.of("pp", sizes) if each in sizes]
+    sizes = [size for size in divisors(num_ranks) if size <= most]
+    return [size for size in space.of("pp", sizes) if size in sizes]
 
 
 def _micro_sizes(job: PlanJob, space: SearchSpace, each_batch: int, cp: int) -> list[int]:
     most = min(_MAX_MICRO_SIZE, max(1, _MAX_TOKENS * cp // job.seq_len))
-    sizes = [each for each in divisors(each_batch) if space.allows("num_micro_batches", each_batch // each)]
-    return [each for each in sizes if each in space.of("micro_size", range(1, most + 1))]
+    sizes = [size for size in divisors(each_batch) if space.allows("num_micro_batches", each_batch // size)]
+    return [size for size in sizes if size in space.of("micro_size", range(1, most + 1))]
 
 
 def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str, int]]:
@@ -338,16 +338,18 @@ def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
             ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]
     # A block's input is a small part of what selective recomputation keeps, so moving it is tried only where pinned.
     activations = ["device", "host"] if candidate.recompute == "full" and offloads else ["device"]
-    tried = [(*states, kept) for states in ladder for kept in activations]
+    tried = [(*states, activations_tier) for states in ladder for activations_tier in activations]
     if any(name in space.pins for name in names):
-        options = [space.of(name, sorted({each[index] for each in tried})) for index, name in enumerate(names)]
+        options = [
+            space.of(name, sorted({combination[index] for combination in tried})) for index, name in enumerate(names)
+        ]
         tried = sorted(set(product(*options)), key=lambda each: (sum(tier != "device" for tier in each), each))
     return tried
 
 
 def _gathers(space: SearchSpace, candidate: ParallelismCandidate, stage: int) -> Sequence[str]:
     if candidate.pp == 1 or stage < 3:
-        return [each for each in ("batch",) if space.allows("gather", each)]
+        return [way for way in ("batch",) if space.allows("gather", way)]
     return space.of("gather", ("batch", "micro-batch"))
 
 
@@ -357,21 +359,23 @@ def _shard_sizes(
     """Return the sizes to try of the group that shares states: a node's ranks, those of some nodes, all."""
     every = divisors(candidate.num_data_ranks)
     if (near := job.secondary_shard) and stage == 3:
-        every = [each for each in every if each * candidate.cp <= near or each * candidate.cp % near == 0]
+        every = [size for size in every if size * candidate.cp <= near or size * candidate.cp % near == 0]
     if "dp_shard" in space.pins or "dp_replicate" in space.pins:
         return [
-            each
-            for each in every
-            if space.allows("dp_shard", each) and space.allows("dp_replicate", candidate.num_data_ranks // each)
+            size
+            for size in every
+            if space.allows("dp_shard", size) and space.allows("dp_replicate", candidate.num_data_ranks // size)
         ]
     if stage == 0:
         return every[-1:]
     if len(every) > 3:
         in_node = max(1, job.cluster.gpus_per_node // (candidate.cp * candidate.tp))
         sizes = {in_node, 4 * in_node, 32 * in_node}
-        every = sorted({max(each for each in every if each <= size) for size in sizes} | {candidate.num_data_ranks})
+        every = sorted(
+            {max(divisor for divisor in every if divisor <= size) for size in sizes} | {candidate.num_data_ranks}
+        )
     return [
-        each for each in every if each * candidate.cp > 1 or (is_away and candidate.num_data_ranks * candidate.cp == 1)
+        size for size in every if size * candidate.cp > 1 or (is_away and candidate.num_data_ranks * candidate.cp == 1)
     ]
 
 

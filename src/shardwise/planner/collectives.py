@@ -171,9 +171,9 @@ def _read_tables(cluster: Cluster) -> dict[str, dict[int, _Table]]:
     """Return the measured tables by op and number of ranks; a larger buffer is never faster, whatever was measured."""
     rows = () if cluster.profile is None else cluster.profile.collectives
     points: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for each in rows:
-        if each.num_ranks > 1 and each.num_bytes > 0:
-            points.setdefault(each.op, {}).setdefault(each.num_ranks, []).append((each.num_bytes, each.seconds))
+    for row in rows:
+        if row.num_ranks > 1 and row.num_bytes > 0:
+            points.setdefault(row.op, {}).setdefault(row.num_ranks, []).append((row.num_bytes, row.seconds))
     return {op: {n: _ascending(sorted(table)) for n, table in of_op.items()} for op, of_op in points.items()}
 
 

@@ -120,8 +120,8 @@ class OverlapTimes:
     @property
     def total_s(self) -> float:
         """Return the seconds of all moves of a step."""
-        each = self.num_micro_batches * (self.forward_s + self.backward_s)
-        return each + self.first_forward_s + self.last_backward_s + self.step_s
+        passes_s = self.num_micro_batches * (self.forward_s + self.backward_s)
+        return passes_s + self.first_forward_s + self.last_backward_s + self.step_s
 
     def exposed_s(self, forward_s: float, backward_s: float) -> float:
         """Return the seconds of a step that the passes of micro-batches, recomputation included, do not hide."""
@@ -285,18 +285,18 @@ class CommTimeModel:
             master_bytes = numel * DTYPE_BYTES[widths.master]
             yield call("all_reduce", master_bytes, holders, s.num_ranks // s.pp, "last backward")
         each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
-        for over, each in layout.sums_of(group).items():
+        for over, total in layout.sums_of(group).items():
             stride = far if over == "replicas" else near
             moment: Moment = "backward" if each_time and over == "shards" else "last backward"
-            whole_bytes = each.numel * DTYPE_BYTES[each.dtype]
-            for num_ranks, row_bytes in each.hops:
+            whole_bytes = total.numel * DTYPE_BYTES[total.dtype]
+            for num_ranks, row_bytes in total.hops:
                 yield call("all_to_all", num_ranks * row_bytes, num_ranks, stride, moment)
                 stride *= num_ranks
-            if each.hops and each.is_for_all:
-                yield call("all_gather", whole_bytes, each.num_ranks, far if over == "replicas" else near, moment)
-            elif not each.hops:
-                op: Op = "all_reduce" if each.is_for_all else "reduce_scatter"
-                yield call(op, whole_bytes, each.num_ranks, stride, moment)
+            if total.hops and total.is_for_all:
+                yield call("all_gather", whole_bytes, total.num_ranks, far if over == "replicas" else near, moment)
+            elif not total.hops:
+                op: Op = "all_reduce" if total.is_for_all else "reduce_scatter"
+                yield call(op, whole_bytes, total.num_ranks, stride, moment)
 
     def _block(self, s: Strategy) -> BlockComm:
         pass_s = self._tensor_pass_s(s)
@@ -350,13 +350,15 @@ class CommTimeModel:
         forward_s = backward_s = 0.0
         if over > 1:
             sent = bytes_of_heads(num_tokens, over, sizes)
-            whole = over / (over - 1)
-            forward_s += 2 * self.network.collective_s("all_to_all", sent.forward * whole / 2, over, s.tp)
-            backward_s += 2 * self.network.collective_s("all_to_all", sent.backward * whole / 2, over, s.tp)
+            to_whole = over / (over - 1)
+            forward_s += 2 * self.network.collective_s("all_to_all", sent.forward * to_whole / 2, over, s.tp)
+            backward_s += 2 * self.network.collective_s("all_to_all", sent.backward * to_whole / 2, over, s.tp)
         ring = s.cp // over
         if ring > 1:
-            own = AttentionSizes(s.micro_size, heads // over, max(1, kv_heads // over), shape.head_dim, element_bytes)
-            sent = bytes_of_ring(num_tokens * over, ring, own)
+            head_sizes = AttentionSizes(
+                s.micro_size, heads // over, max(1, kv_heads // over), shape.head_dim, element_bytes
+            )
+            sent = bytes_of_ring(num_tokens * over, ring, head_sizes)
             forward_s += self._around_s(s, sent.forward, ring, s.tp * over)
             backward_s += self._around_s(s, sent.backward, ring, s.tp * over)
         return forward_s, backward_s

@@ -106,10 +106,10 @@ class CompactLayout:
 
     def key(self, strategy: Strategy, pipeline_rank: int) -> tuple[Any, ...]:
         """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
-        s, held = strategy, self.stages.of(strategy).held_by(pipeline_rank)
+        s, layers = strategy, self.stages.of(strategy).held_by(pipeline_rank)
         axes = (s.pp > 1, s.dp_replicate, s.dp_shard, s.cp, s.tp, s.ep, s.zero_stage, s.gather)
         shares = (s.params_on_device, s.grads_on_device, s.optimizer_on_device)
-        return (*axes, held, s.params_tier, s.grads_tier, s.optimizer_tier, *shares, s.param, s.reduce, s.accumulate)
+        return (*axes, layers, s.params_tier, s.grads_tier, s.optimizer_tier, *shares, s.param, s.reduce, s.accumulate)
 
     def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         rank = self.rank(strategy, pipeline_rank)
@@ -119,10 +119,10 @@ class CompactLayout:
         s, stages = strategy, self.stages.of(strategy)
         mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), _stage_of(s)
         policy = self._policy(s)
-        held = [
+        held_folds = [
             LayerCount(_placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)
         ]
-        folds = tuple(self._tiered(s, tiers, held, pipeline_rank))
+        folds = tuple(self._tiered(s, tiers, held_folds, pipeline_rank))
         groups = tuple(fold.group for fold in folds)
         states = states_of(stage, policy, OptimizerConfig(name=self.job.optimizer), groups)
         pipeline = None
@@ -130,8 +130,8 @@ class CompactLayout:
             gathers_once = s.gather == "batch" or s.zero_stage < 3
             pipeline = PipelineLayout(stages.placement, (), {}, gathers_once, index=pipeline_rank)
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
-        given = self.job.secondary_shard if s.params_tier == "device" else 0
-        secondary = secondary_ranks(given, mesh.size_along(SHARD_AXES), stage)
+        num_sharing = self.job.secondary_shard if s.params_tier == "device" else 0
+        secondary = secondary_ranks(num_sharing, mesh.size_along(SHARD_AXES), stage)
         layout = Layout(mesh, units, groups, stage, policy, states, None, pipeline, secondary_shard=secondary)
         node, num_shards = self.job.secondary_shard, mesh.size_along(SHARD_AXES)
         layout = replace(layout, node_size=node if node and num_shards % node == 0 else 1)
@@ -152,18 +152,20 @@ class CompactLayout:
             return
         rank_of = self.stages.of(strategy).placement.rank_of
         holders = [min(map(rank_of, fold.group.stages)) if strategy.pp > 1 else pipeline_rank for fold in held]
-        own = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
-        runs = [list(run) for _, run in groupby(own, key=lambda fold: fold.group.unit)]  # a block may have two groups
-        each = [
+        own_folds = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
+        # A block may have two groups.
+        runs = [list(run) for _, run in groupby(own_folds, key=lambda fold: fold.group.unit)]
+        unfolded = [
             replace(fold.group, name=f"{fold.group.name}.{index}")
             for run in runs
             for index in range(run[0].count)
             for fold in run
         ]
-        assigned = {group.name: group.tiers for group in assign_tiers(each, tiers)}
+        assigned = {group.name: group.tiers for group in assign_tiers(unfolded, tiers)}
         for fold, holder in zip(held, holders, strict=True):
             if holder != pipeline_rank:
-                first = next(each for each in self.rank(strategy, holder).folds if each.group.name == fold.group.name)
+                of_holder = self.rank(strategy, holder).folds
+                first = next(other for other in of_holder if other.group.name == fold.group.name)
                 yield LayerCount(replace(fold.group, tiers=first.group.tiers), fold.count)
                 continue
             counts = Counter(assigned[f"{fold.group.name}.{index}"] for index in range(fold.count))
@@ -171,13 +173,13 @@ class CompactLayout:
 
     def _held(self, strategy: Strategy, stages: StageLayouts, pipeline_rank: int) -> Iterable[LayerCount]:
         """Yield the templates of what a pipeline rank holds: the root's first, the last block at the end."""
-        held = stages.placement.stages_of(pipeline_rank)
+        held_stages = stages.placement.stages_of(pipeline_rank)
         for group in self._root(strategy, stages):
-            if not set(group.stages).isdisjoint(held):
+            if not set(group.stages).isdisjoint(held_stages):
                 yield LayerCount(group, 1)
-        for stage in held:
+        for stage in held_stages:
             kinds = enumerate(stages.kinds[stage])
-            runs = [(bool(kind), count, str(stage)) for kind, count in kinds if count]
+            runs = [(bool(is_of_experts), count, str(stage)) for is_of_experts, count in kinds if count]
             if strategy.pp == 1 and runs:  # what the last block was gathered for in the forward serves its backward
                 has_experts, count, name = runs.pop()
                 runs += [(has_experts, count - 1, name), (has_experts, 1, _LAST)]
@@ -192,11 +194,13 @@ class CompactLayout:
             params = with_adapters(
                 block_params(self.job.shape, has_experts=has_experts, expert_ranks=strategy.ep), self.job.lora
             )
-            parts = {kind: [each for each in params if each.is_of_experts is bool(kind)] for kind in ("", _EXPERTS)}
+            parts = {
+                suffix: [param for param in params if param.is_of_experts is bool(suffix)] for suffix in ("", _EXPERTS)
+            }
             self._templates[key] = tuple(
-                replace(group, name=group.name + kind, stages=(stage,))
-                for kind, part in parts.items()
-                for group in self._templates_of(part, strategy, name, below)
+                replace(group, name=group.name + suffix, stages=(stage,))
+                for suffix, group_params in parts.items()
+                for group in self._templates_of(group_params, strategy, name, below)
             )
         return self._templates[key]
 
@@ -246,17 +250,17 @@ class CompactLayout:
         trains_all, has_matrices = self.job.trains_all, unit != ROOT and bool(matrix_state_names(self.job.optimizer))
         entries = [
             ParamEntry(
-                each.name,
+                param.name,
                 (),
                 unit,
-                each.stored_shape,
-                requires_grad=trains_all or is_adapter(each),
-                is_opaque=each.is_packed,
-                is_matrix=has_matrices and len(each.shape) > 1,
+                param.stored_shape,
+                requires_grad=trains_all or is_adapter(param),
+                is_opaque=param.is_packed,
+                is_matrix=has_matrices and len(param.shape) > 1,
             )
-            for each in params
+            for param in params
         ]
-        splits = {each.name: each.split(strategy.tp) for each in params} if strategy.tp > 1 else None
+        splits = {param.name: param.split(strategy.tp) for param in params} if strategy.tp > 1 else None
         units = () if unit == ROOT else (unit,)
         groups = build_groups(entries, units, 1, 1, self.job.replicate_frozen, splits, keep_whole_below=below)
         return aligned_to_blocks(groups, self._policy(strategy))

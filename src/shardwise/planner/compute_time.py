@@ -144,7 +144,7 @@ class ComputeTimeModel:
         *stack, rows, columns = shape
         m, n, count = float(min(rows, columns)), float(max(rows, columns)), float(math.prod(stack))
         products = ((m, m, n), (m, m, m), (m, n, m))
-        return NUM_ITERATIONS * sum(self._product_s(*each, "bf16", count) for each in products)
+        return NUM_ITERATIONS * sum(self._product_s(*product, "bf16", count) for product in products)
 
     def _tokens(self, strategy: Strategy) -> float:
         return self.job.seq_len * strategy.micro_size / strategy.cp
@@ -163,14 +163,14 @@ class ComputeTimeModel:
                 kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
                 products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
         kernels = self._launched(products.plus(attention).plus(streams))
-        whole = self._corrections.block(kernels, s, self._tokens(s))
-        streamed_s = max(0.0, streams.forward_s + whole.forward_s - kernels.forward_s)
+        corrected = self._corrections.block(kernels, s, self._tokens(s))
+        streamed_s = max(0.0, streams.forward_s + corrected.forward_s - kernels.forward_s)
         again = {
             "none": 0.0,
-            "full": whole.forward_s,
+            "full": corrected.forward_s,
             "selective": streamed_s,
         }[s.recompute]
-        return replace(whole, recompute_s=again / s.recompute_every)
+        return replace(corrected, recompute_s=again / s.recompute_every)
 
     def _launched(self, times: PassTimes) -> PassTimes:
         """Raise each pass to at least what the host takes to launch its kernels."""
@@ -223,29 +223,31 @@ class ComputeTimeModel:
         experts, tokens = self.job.shape.experts, self._tokens(s)
         if experts is None:
             return []
-        here = max(experts.num_experts / s.ep, 1)
-        each = tokens * experts.num_chosen / here * (self.job.traits.expert_imbalance if s.ep > 1 else 1.0)
+        num_local = max(experts.num_experts / s.ep, 1)
+        tokens_of_expert = (
+            tokens * experts.num_chosen / num_local * (self.job.traits.expert_imbalance if s.ep > 1 else 1.0)
+        )
         adapters = self._adapters_of(has_experts=True)
         # PEFT adds an adapter's product to the experts' weights, whose gradients are computed for it.
         is_frozen = not (self.job.trains_all or any(one.is_of_experts for one in adapters))
         router = GemmShape(tokens, experts.num_experts, self.job.shape.hidden_size, is_frozen=not self.job.trains_all)
-        routed = self._ffn_linears(s, experts.ffn_size, each, here, is_frozen=is_frozen)
+        routed = self._ffn_linears(s, experts.ffn_size, tokens_of_expert, num_local, is_frozen=is_frozen)
         shared = experts.num_shared * experts.ffn_size
         return [router, *routed, *(self._ffn_linears(s, shared, tokens) if shared else [])]
 
     def _adapters_of(self, *, has_experts: bool) -> list[SkeletonParam]:
         params = block_params(self.job.shape, has_experts=has_experts)
-        return [each for each in with_adapters(params, self.job.lora) if is_adapter(each)]
+        return [adapter for adapter in with_adapters(params, self.job.lora) if is_adapter(adapter)]
 
     def _adapters(self, s: Strategy, *, has_experts: bool) -> PassTimes:
         """Price the adapters of a block, of which there are none where all weights train."""
         tokens, width, times = self._tokens(s), _WIDTHS[s.param], PassTimes()
-        for each in self._adapters_of(has_experts=has_experts):
-            if each.is_of_experts:
+        for adapter in self._adapters_of(has_experts=has_experts):
+            if adapter.is_of_experts:
                 experts_s = self._stream_s(_ADAPTER / 2 * width * self._expert_numel / (s.ep * s.tp))
                 times = times.plus(PassTimes(experts_s, experts_s))
                 continue
-            outputs, inputs = each.split(s.tp).local_shape
+            outputs, inputs = adapter.split(s.tp).local_shape
             times = times.plus(self._linears([GemmShape(tokens, outputs, inputs)], s, s.param))
             summed_s = self._stream_s(_ADAPTER * tokens * max(outputs, inputs) * width)
             times = times.plus(PassTimes(summed_s) if outputs > inputs else PassTimes(0.0, summed_s))
@@ -254,7 +256,7 @@ class ComputeTimeModel:
     def _unpacking(self, s: Strategy, *, has_experts: bool) -> PassTimes:
         """Price what unpacks the packed weights of a block for each product with them."""
         numel = sum(
-            math.prod(each.shape) for each in packed_params(self.job.shape, self.job.lora, has_experts=has_experts)
+            math.prod(param.shape) for param in packed_params(self.job.shape, self.job.lora, has_experts=has_experts)
         )
         return self._streamed(numel * (PACKED_BYTES + _WIDTHS[s.param]), (1.0, 1.0))
 
@@ -275,19 +277,19 @@ class ComputeTimeModel:
         forward_s = input_s = weight_s = 0.0
         wide = _WIDTHS[s.param]
         is_fused = self.job.traits.is_compiled and not self.job.cluster.gpu.is_cpu  # a thread runs one kernel at a time
-        for each in linears:
-            forward_s += self._product_s(each.m, each.n, each.k, dtype, each.count)
-            input_s += self._product_s(each.m, each.k, each.n, dtype, each.count)
-            if not each.is_frozen:
-                accumulated_s = self._stream_s(each.count * each.n * each.k * self._accumulation_bytes(s))
-                product_s = self._product_s(each.k, each.n, each.m, dtype, each.count, is_weight=True)
+        for linear in linears:
+            forward_s += self._product_s(linear.m, linear.n, linear.k, dtype, linear.count)
+            input_s += self._product_s(linear.m, linear.k, linear.n, dtype, linear.count)
+            if not linear.is_frozen:
+                accumulated_s = self._stream_s(linear.count * linear.n * linear.k * self._accumulation_bytes(s))
+                product_s = self._product_s(linear.k, linear.n, linear.m, dtype, linear.count, is_weight=True)
                 weight_s += max(product_s, accumulated_s) if is_fused else product_s + accumulated_s
             if _WIDTHS[dtype] < wide:
                 # Once as it is and once transposed; fused with what made it, nothing more is read.
                 narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
                 narrow += _FP4_READS * wide if dtype == "fp4" else 0.0
-                forward_s += each.count * self._stream_s(each.m * each.k * narrow)
-                input_s += each.count * self._stream_s(each.m * each.n * narrow)
+                forward_s += linear.count * self._stream_s(linear.m * linear.k * narrow)
+                input_s += linear.count * self._stream_s(linear.m * linear.n * narrow)
         return PassTimes(forward_s, input_s, weight_s)
 
     def _accumulation_bytes(self, s: Strategy) -> float:
@@ -362,7 +364,7 @@ class ComputeTimeModel:
     def _streams(self, s: Strategy) -> PassTimes:
         """Price norms, residual sums, activation and rotation by their passes over each tensor."""
         shape, traits, tokens, width = self.job.shape, self.job.traits, self._tokens(s), _WIDTHS[s.param]
-        around = [2 * (each + _SUM) for each in _NORM]  # of attention and of the feed-forward
+        around = [2 * (norm_bytes + _SUM) for norm_bytes in _NORM]  # of attention and of the feed-forward
         if shape.ffn == "gated":
             activation = _FUSED_GATE if traits.is_compiled else _GATE
         else:
@@ -384,7 +386,7 @@ class ComputeTimeModel:
 
     def _streamed(self, size: float, num_passes: Iterable[float]) -> PassTimes:
         """Price a forward and a backward that each pass so many times over `size` bytes."""
-        return PassTimes(*(self._stream_s(size * each) for each in num_passes))
+        return PassTimes(*(self._stream_s(size * factor) for factor in num_passes))
 
     def _stream_s(self, num_bytes: float) -> float:
         return num_bytes / self._bandwidth
@@ -395,7 +397,9 @@ def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
     gpu = job.cluster.gpu
     if dtype in gpu.ceiling_flops_per_s:
         return gpu.ceiling_flops_per_s[dtype]
-    shares = [reached / gpu.peak_flops_per_s[each] for each, reached in gpu.ceiling_flops_per_s.items()]
+    shares = [
+        reached / gpu.peak_flops_per_s[dtype_reached] for dtype_reached, reached in gpu.ceiling_flops_per_s.items()
+    ]
     peak = gpu.peak_flops_per_s.get(dtype) or max(gpu.peak_flops_per_s.values())
     return peak * (min(shares) if shares else _USUAL_CEILING_SHARE)
 
@@ -438,17 +442,17 @@ def alignment_share(n: float, k: float, width: float) -> float:
 
 def _matmul_rates(table: Iterable[MatmulTime], dtype: str) -> LogInterpolator | None:
     """Fit FLOPs a second over m, n and k; None where the table has no row of this dtype."""
-    rows = [each for each in table if each.dtype == dtype]
-    points = [((each.m, each.n, each.k), (2.0 * each.m * each.n * each.k / each.seconds,)) for each in rows]
+    rows = [row for row in table if row.dtype == dtype]
+    points = [((row.m, row.n, row.k), (2.0 * row.m * row.n * row.k / row.seconds,)) for row in rows]
     return LogInterpolator(points) if points else None
 
 
 def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> LogInterpolator | None:
     """Fit the forward's FLOPs by the seconds of each pass, over keys, and tokens times the heads' elements."""
     points = []
-    for each in table:
-        if each.dtype == dtype:
-            width = each.seq_len * each.num_heads * each.head_dim
-            flops = 4.0 * width * each.seq_len
-            points.append(((each.seq_len, width), (flops / each.forward_s, flops / each.backward_s)))
+    for row in table:
+        if row.dtype == dtype:
+            width = row.seq_len * row.num_heads * row.head_dim
+            flops = 4.0 * width * row.seq_len
+            points.append(((row.seq_len, width), (flops / row.forward_s, flops / row.backward_s)))
     return LogInterpolator(points) if points else None

@@ -136,10 +136,10 @@ def shape_of(config: Config) -> ModelShape:
     """
     if config.model.path is not None:
         path = Path(config.model.path).expanduser() / "config.json"
-        found = read_huggingface(path if path.is_file() else cached_config(config.model.path) or path).shape
-        if found is None:
+        source_shape = read_huggingface(path if path.is_file() else cached_config(config.model.path) or path).shape
+        if source_shape is None:
             raise ConfigError("model-not-named", f"model.path={config.model.path} names no model; give its folder")
-        return found
+        return source_shape
     decoder = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
     return ModelShape.of_decoder(decoder, name=config.model.preset)
 
@@ -193,17 +193,17 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
         "biases": shape.has_biases,
         "learned positions": shape.num_positions > 0,
     }
-    found = [what for what, is_there in foreign.items() if is_there]
+    used_keys = [what for what, is_there in foreign.items() if is_there]
     wanted, sections = replace(shape, name="", window=None), [base]
     for name, preset in PRESETS.items():
         changes = {key: getattr(wanted, key) for key in _SHAPE_KEYS if getattr(wanted, key) != getattr(preset, key)}
         if wanted.is_tied != preset.tie_embeddings:
             changes["tie_embeddings"] = wanted.is_tied
-        if not found and shape.hidden_size % shape.num_heads == 0:
+        if not used_keys and shape.hidden_size % shape.num_heads == 0:
             sections.append(ModelConfig(preset=name, **changes))
-    same = [each for each in sections if ModelShape.of_decoder(decoder_config(each), name="") == wanted]
+    same = [section for section in sections if ModelShape.of_decoder(decoder_config(section), name="") == wanted]
     if not same:
-        what = " and ".join(found) or f"head_dim={shape.head_dim}, not hidden_size / num_heads"
+        what = " and ".join(used_keys) or f"head_dim={shape.head_dim}, not hidden_size / num_heads"
         raise ConfigError(
             "model-plan-only", f"model {shape.name} has {what}, and the decoder of shardwise train has not; plan only"
         )
@@ -237,7 +237,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
                 "key-chosen-last", f"{key} is chosen last, as large as fits; leave it out, or price yours by --explain"
             )
         section, _, leaf = key.partition(".")
-        configs = [Config().override([f"{key}={each.strip()}"]) for each in text.split(",")]
+        configs = [Config().override([f"{key}={value.strip()}"]) for value in text.split(",")]
         pins[KEYS[key]] = tuple(getattr(getattr(config, section), leaf) for config in configs)
     return pins
 
@@ -272,7 +272,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return repr(value)

@@ -73,12 +73,12 @@ def run_cost(price: Estimate, num_tokens: float | None = None, budget_usd: float
 
 def cost_words(price: Estimate) -> str:
     """Write what tokens and a day cost; return "" where no price is known."""
-    each, cluster = usd_per_million_tokens(price), price.job.cluster
-    if each is None:
+    per_million, cluster = usd_per_million_tokens(price), price.job.cluster
+    if per_million is None:
         return ""
     hourly = cluster.gpu.price_per_hour
     day = money_words(24 * hourly * cluster.num_gpus)
-    return f"{money_words(each)} for a million tokens, {day} a day, at ${hourly:.2f} an hour and GPU"
+    return f"{money_words(per_million)} for a million tokens, {day} a day, at ${hourly:.2f} an hour and GPU"
 
 
 def run_words(price: Estimate, num_tokens: float | None = None, budget_usd: float | None = None) -> str:
@@ -90,13 +90,13 @@ def run_words(price: Estimate, num_tokens: float | None = None, budget_usd: floa
     if run is None:
         return ""
     low, high = (run.days * edge_s / time.step_s for edge_s in (time.low_s, time.high_s))
-    words = f"{format_count(run.num_tokens)} tokens: {'' if run.usd is None else money_words(run.usd) + ', '}"
-    words += f"{_days(run.days)} days ({_days(low)} to {_days(high)})"
+    sentence = f"{format_count(run.num_tokens)} tokens: {'' if run.usd is None else money_words(run.usd) + ', '}"
+    sentence += f"{_days(run.days)} days ({_days(low)} to {_days(high)})"
     if run.usd is not None and num_tokens is not None and budget_usd is not None:
         left, bought = budget_usd - run.usd, num_tokens * budget_usd / run.usd
         more = "left of the budget" if left >= 0 else f"over the budget, which buys {format_count(bought)} tokens"
-        words += f"; {money_words(abs(left))} {more}"
-    return words
+        sentence += f"; {money_words(abs(left))} {more}"
+    return sentence
 
 
 def by_num_gpus(
@@ -113,20 +113,20 @@ def by_num_gpus(
     Raises:
         ConfigError: no number of GPUs has a candidate.
     """
-    found, num_gpus, problem = [], job.cluster.num_gpus, None
+    plans, num_gpus, problem = [], job.cluster.num_gpus, None
     for _ in range(_MOST_SIZES):
         cluster = replace(job.cluster, num_gpus=num_gpus, gpus_per_node=min(num_gpus, job.cluster.gpus_per_node))
         smaller = replace(job, cluster=cluster)
         try:
-            found.append(search(smaller, space, limits))
+            plans.append(search(smaller, space, limits))
         except ConfigError as error:
             problem = problem or error
         if num_gpus % 2:
             break
         num_gpus //= 2
-    if problem is not None and not found:
+    if problem is not None and not plans:
         raise problem
-    fitting = [each for each in found if each.winner is not None] or found[:1]
+    fitting = [plan for plan in plans if plan.winner is not None] or plans[:1]
     return tuple(sorted(fitting, key=gpu_s_per_token))
 
 

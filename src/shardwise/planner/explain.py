@@ -89,9 +89,15 @@ class Reasons:
     @property
     def plain(self) -> DefaultChoice | None:
         """Return the fastest popular layout that fits without other memories; None where none does."""
-        fitting = [(each.price, each) for each in self.defaults if each.price is not None and each.missing is None]
-        here = [(price.time.step_s, each) for price, each in fitting if price.strategy.optimizer_tier == "device"]
-        return min(here, key=lambda each: each[0], default=(0.0, None))[1]
+        fitting = [
+            (default.price, default)
+            for default in self.defaults
+            if default.price is not None and default.missing is None
+        ]
+        on_device = [
+            (price.time.step_s, default) for price, default in fitting if price.strategy.optimizer_tier == "device"
+        ]
+        return min(on_device, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate | None = None) -> Reasons:
@@ -104,20 +110,20 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
     """
     pricer = pricer or Pricer(plan.job)
     winner, margin_share = plan.winner, plan.limits.margin_share
-    found = Reasons(
+    reasons = Reasons(
         defaults=tuple(defaults(plan, pricer)),
         yours="" if yours is None else why_yours(yours, winner, pricer, margin_share),
     )
     if winner is not None:
         return replace(
-            found,
+            reasons,
             wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
-            runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
+            runners_up=tuple(why_slower(runner_up, winner) for runner_up in plan.runners_up),
         )
     if plan.nearest is None:
-        return found
+        return reasons
     suggestions = tuple(suggest(*plan.nearest, pricer, margin_share))
-    return replace(found, misses=lacks(*plan.nearest), suggestions=suggestions)
+    return replace(reasons, misses=lacks(*plan.nearest), suggestions=suggestions)
 
 
 def why_faster(winner: Estimate, other: Estimate) -> str:
@@ -168,9 +174,9 @@ def parts_words(differences: Mapping[str, float]) -> str:
     """Name the parts that differ most between two times, the largest first."""
     ordered = sorted(differences.items(), key=lambda each: -abs(each[1]))
     largest = abs(ordered[0][1]) if ordered else 0.0
-    shown = [(part, seconds) for part, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
+    shown = [(name, seconds) for name, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
     return ", ".join(
-        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {PART_WORDS[part]}" for part, seconds in shown
+        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {PART_WORDS[name]}" for name, seconds in shown
     )
 
 
@@ -189,7 +195,7 @@ def defaults(plan: SearchResult, pricer: Pricer) -> Iterator[DefaultChoice]:
     """Yield the layouts that people would start with, recomputing all where they must, and how each does."""
     job = plan.job
     for name, strategies in _default_strategies(job, plan):
-        legal = [each for each in strategies if is_legal(job, each)]
+        legal = [strategy for strategy in strategies if is_legal(job, strategy)]
         if legal:
             yield _default(name, legal, plan, pricer)
         else:
@@ -201,11 +207,11 @@ def defaults(plan: SearchResult, pricer: Pricer) -> Iterator[DefaultChoice]:
 def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricer: Pricer) -> DefaultChoice:
     job, margin_share, winner = plan.job, plan.limits.margin_share, plan.winner
     for recompute in ("none", "full"):  # the memories of the last are those of what misses by least
-        tried = [replace(each, recompute=recompute) for each in strategies]
-        memories = [(each, pricer.memory.estimate(each)) for each in tried]
+        tried = [replace(strategy, recompute=recompute) for strategy in strategies]
+        memories = [(strategy, pricer.memory.estimate(strategy)) for strategy in tried]
         fitting = [
-            priced(job, each, pricer, memory)
-            for each, memory in memories
+            priced(job, strategy, pricer, memory)
+            for strategy, memory in memories
             if missing_memory(memory, job.cluster, margin_share) is None
         ]
         if fitting:
@@ -213,8 +219,8 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricer: 
             sentence = f"{format_s(best.time.step_s)}, nothing is faster"
             if winner is not None and best.time.step_s > winner.time.step_s:
                 sentence = why_slower(best, winner)
-            words = "with recompute full, " if recompute == "full" else ""
-            return DefaultChoice(name=name, price=best, missing=None, sentence=words + sentence)
+            prefix = "with recompute full, " if recompute == "full" else ""
+            return DefaultChoice(name=name, price=best, missing=None, sentence=prefix + sentence)
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
     price = priced(job, strategy, pricer, memory)
     missing = missing_memory(price.memory, job.cluster, margin_share)
@@ -225,8 +231,8 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricer: 
 
 def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str, list[Strategy]]]:
     num_gpus = job.cluster.num_gpus
-    found = plan.winner or (plan.nearest[0] if plan.nearest else None)
-    base = Strategy() if found is None else found.strategy
+    best = plan.winner or (plan.nearest[0] if plan.nearest else None)
+    base = Strategy() if best is None else best.strategy
     base = Strategy(param=base.param, reduce=base.reduce, accumulate=base.accumulate, matmul=base.matmul)
     host = {"optimizer_tier": "host", "grads_tier": "host"}
     yield "DDP", _with_batches(job, replace(base, dp_shard=num_gpus))
@@ -241,8 +247,8 @@ def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str,
         sizes = [(tp, pp) for tp in divisors(most)[1:] for pp in divisors(num_gpus // tp)[1:]]
         sizes = [(tp, pp) for tp, pp in sizes if pp <= job.shape.num_layers]
         meshes = [replace(split, tp=tp, pp=pp, dp_shard=num_gpus // tp // pp, zero_stage=1) for tp, pp in sizes]
-        meshes = [each if each.dp_shard > 1 else replace(each, zero_stage=0) for each in meshes]
-        yield f"Megatron (TP to {most} + PP)", [each for mesh in meshes for each in _with_batches(job, mesh)]
+        meshes = [mesh if mesh.dp_shard > 1 else replace(mesh, zero_stage=0) for mesh in meshes]
+        yield f"Megatron (TP to {most} + PP)", [strategy for mesh in meshes for strategy in _with_batches(job, mesh)]
 
 
 def _with_batches(job: PlanJob, strategy: Strategy) -> list[Strategy]:
@@ -254,19 +260,19 @@ def _with_batches(job: PlanJob, strategy: Strategy) -> list[Strategy]:
 
 
 def _differences(one: Estimate, other: Estimate) -> dict[str, float]:
-    return {part: one.time.parts.get(part, 0.0) - other.time.parts.get(part, 0.0) for part in TIME_PARTS}
+    return {name: one.time.parts.get(name, 0.0) - other.time.parts.get(name, 0.0) for name in TIME_PARTS}
 
 
 def lacks(price: Estimate, missing: MissingMemory) -> str:
     """Say how much memory a strategy lacks, and what takes most of it."""
     if missing.tier != "device":
         return f"out of memory by {format_bytes(missing.missing_bytes)} of each node's {missing.tier} memory"
-    words, left = f"out of memory by {format_bytes(-price.margin_bytes)}", price.margin_bytes
-    words = words if left < 0 else f"only {format_bytes(left)} left, less than is kept free (--margin)"
-    rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
+    problem, left = f"out of memory by {format_bytes(-price.margin_bytes)}", price.margin_bytes
+    problem = problem if left < 0 else f"only {format_bytes(left)} left, less than is kept free (--margin)"
+    rank = next(rank for rank in price.memory.ranks if rank.pipeline_rank == missing.pipeline_rank)
     where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
-    return f"{words}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}"
+    return f"{problem}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}"
 
 
 CHUNK_TOKENS: Final = 1024
@@ -312,15 +318,17 @@ def smallest_change(job: PlanJob, strategy: Strategy, pricer: Pricer, margin_sha
     def fits(savings: Sequence[Saving]) -> bool:
         return _fits(job, _saved(strategy, savings), pricer, margin_share)
 
-    every = [each for each in _SAVINGS if any(getattr(strategy, name) != value for name, value in each[1].items())]
+    every = [
+        saving for saving in _SAVINGS if any(getattr(strategy, name) != value for name, value in saving[1].items())
+    ]
     enough = next((every[:count] for count in range(1, len(every) + 1) if fits(every[:count])), None)
     if enough is None:
         return None
-    for each in reversed(enough):
-        fewer = [other for other in enough if other is not each]
+    for saving in reversed(enough):
+        fewer = [other for other in enough if other is not saving]
         if fewer and fits(fewer):
             enough = fewer
-    return Change(" ".join(words for words, _ in enough), priced(job, _saved(strategy, enough), pricer))
+    return Change(" ".join(label for label, _ in enough), priced(job, _saved(strategy, enough), pricer))
 
 
 def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[str]:

@@ -85,11 +85,11 @@ def family_shape(num_heads: int) -> ModelShape:
 def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[Fit]:
     """Yield well-known ways to split a job, from the simplest to the one that holds most."""
     ranks = cluster.num_gpus
-    whole = Strategy(dp_shard=ranks, param=param)
-    yield Fit(name="DDP" if ranks > 1 else "on the device", strategy=whole)
+    sharded = Strategy(dp_shard=ranks, param=param)
+    yield Fit(name="DDP" if ranks > 1 else "on the device", strategy=sharded)
     for stage in (1, 2, 3) if ranks > 1 else ():
-        yield Fit(name=f"ZeRO-{stage}", strategy=replace(whole, zero_stage=stage))
-    saving = replace(whole, zero_stage=3, recompute="full")
+        yield Fit(name=f"ZeRO-{stage}", strategy=replace(sharded, zero_stage=stage))
+    saving = replace(sharded, zero_stage=3, recompute="full")
     yield Fit(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
     team = min(cluster.gpus_per_node, max(1, cluster.gpu.link_domain), 8)
     if team > 1 and ranks % team == 0:
@@ -132,12 +132,12 @@ def _largest_of(
 ) -> Fit:
     most = _MOST_HEADS // _HEADS_STEP
     heads = largest(lambda count: holds(family_shape(_HEADS_STEP * count), seq_len, 1), 1, most)
-    found = replace(setup, shape=None if heads is None else family_shape(_HEADS_STEP * heads))
+    family_setup = replace(setup, shape=None if heads is None else family_shape(_HEADS_STEP * heads))
     if shape is None or shape.num_heads % setup.strategy.tp:
-        return found
+        return family_setup
     samples = largest(lambda size: holds(shape, seq_len, size), 1, _MOST_SAMPLES)
     lengths = largest(lambda count: holds(shape, _LENGTH_STEP * count, 1), 1, _MOST_LENGTHS)
-    return replace(found, micro_size=samples, seq_len=None if lengths is None else _LENGTH_STEP * lengths)
+    return replace(family_setup, micro_size=samples, seq_len=None if lengths is None else _LENGTH_STEP * lengths)
 
 
 def _holds(

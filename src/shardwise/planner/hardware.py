@@ -154,9 +154,9 @@ def find_gpu(name: str) -> GpuSpec:
     Raises:
         ConfigError: no such device is known.
     """
-    found = known_gpu(name)
-    if found is not None:
-        return found
+    gpu = known_gpu(name)
+    if gpu is not None:
+        return gpu
     close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
     fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"
     raise ConfigError("unknown-device", f"{name} is no device that the planner knows; {fix}")
@@ -172,17 +172,17 @@ def known_gpu(name: str) -> GpuSpec | None:
         return ENTRIES[name].gpu
     # Without what stands in brackets and the count of `8xA100`.
     bare = re.sub(r"\(.*?\)|^\s*\d+\s*x\s*", " ", name.lower())
-    words = [word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE]
-    forms = {word for word in words if _FORMS.fullmatch(word)}
-    sizes = {word: int(found[1]) for word in words if (found := _SIZE.fullmatch(word))}
-    size = next((each for each in sizes.values() if each <= _MAX_SIZE_GB), None)
+    name_words = [word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE]
+    forms = {word for word in name_words if _FORMS.fullmatch(word)}
+    sizes = {word: int(size_match[1]) for word in name_words if (size_match := _SIZE.fullmatch(word))}
+    size = next((size for size in sizes.values() if size <= _MAX_SIZE_GB), None)
 
     def distance(entry: CatalogueEntry) -> tuple[float, bool, int]:
         """Rank by size, then by whether a named form fits, then by forms that do not."""
         off = 0.0 if size is None else abs(entry.sold_gb / size - 1)
         return off, bool(forms) and not forms & entry.forms, len(forms - entry.forms)
 
-    of_model = [entry for entry in ENTRIES.values() if entry.model == set(words) - forms - sizes.keys()]
+    of_model = [entry for entry in ENTRIES.values() if entry.model == set(name_words) - forms - sizes.keys()]
     return min(of_model, key=distance).gpu if of_model else None
 
 
@@ -213,8 +213,8 @@ def _in_si(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {}
     for key, value in values.items():
-        end, name, unit = next((each for each in _UNITS if key.endswith(each[0])), ("", "", 1))
-        scaled = {each: n * unit for each, n in value.items()} if isinstance(value, Mapping) else value * unit
+        end, name, unit = next((unit_row for unit_row in _UNITS if key.endswith(unit_row[0])), ("", "", 1))
+        scaled = {number: n * unit for number, n in value.items()} if isinstance(value, Mapping) else value * unit
         found[key.removesuffix(end) + name] = scaled if unit != 1 else value
     return found
 
@@ -256,13 +256,13 @@ def parse_cluster(text: str) -> Cluster:
         return _read_cluster(Path(text))
     name, _, count = text.partition(":")
     device = find_gpu(name)
-    found = _COUNT.fullmatch(count)
-    if found is None:
+    match = _COUNT.fullmatch(count)
+    if match is None:
         usual = f"{device.name}:512, or {device.name}:64x8 for 64 nodes of 8"
         raise ConfigError("gpu-count-missing", f"{text} names no number of GPUs; write {usual}")
-    last = int(found[2])
-    if found[1] is not None:
-        return _cluster(in_nodes_of(last, device), int(found[1]) * last, last, text)
+    last = int(match[2])
+    if match[1] is not None:
+        return _cluster(in_nodes_of(last, device), int(match[1]) * last, last, text)
     return _cluster(device, last, min(last, usual_node(device)), text)
 
 
@@ -343,12 +343,12 @@ def cluster_words(cluster: Cluster) -> str:
         ranks = "1 process" if cluster.num_gpus == 1 else f"{cluster.num_gpus} processes"
         return f"{ranks} on this machine's CPU, {gpu.memory_bytes / GIB:.1f} GiB each"
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes:,} nodes of {cluster.gpus_per_node}"
-    words = [f"{cluster.num_gpus:,} x {gpu.name} in {nodes}", f"{gpu.memory_bytes / GIB:.0f} GiB each"]
+    texts = [f"{cluster.num_gpus:,} x {gpu.name} in {nodes}", f"{gpu.memory_bytes / GIB:.0f} GiB each"]
     if gpu.link_bytes_per_s:
-        words.append(f"links {gpu.link_bytes_per_s / 1e9:.0f} GB/s")
+        texts.append(f"links {gpu.link_bytes_per_s / 1e9:.0f} GB/s")
     if num_nodes > 1 and cluster.nic_bytes_per_s:
-        words.append(f"network {cluster.nic_bytes_per_s * 8 / 1e9:.0f} Gb/s a GPU")
-    return ", ".join(words)
+        texts.append(f"network {cluster.nic_bytes_per_s * 8 / 1e9:.0f} Gb/s a GPU")
+    return ", ".join(texts)
 
 
 def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
@@ -374,8 +374,10 @@ def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
 def reached_flops_per_s(profile: Profile) -> Mapping[str, float]:
     """Return the rate of the best product that was measured, by dtype."""
     reached: dict[str, float] = {}
-    for each in profile.matmuls:
-        reached[each.dtype] = max(reached.get(each.dtype, 0.0), 2.0 * each.m * each.n * each.k / each.seconds)
+    for matmul in profile.matmuls:
+        reached[matmul.dtype] = max(
+            reached.get(matmul.dtype, 0.0), 2.0 * matmul.m * matmul.n * matmul.k / matmul.seconds
+        )
     return reached
 
 
@@ -403,13 +405,13 @@ def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
 def _gpu(profile: Profile) -> GpuSpec:
     """Return the catalogue's device with what was measured of it; an unknown device has only what was measured."""
     reached = reached_flops_per_s(profile)
-    known = known_gpu(profile.device)
-    if known is None and not reached:
+    gpu = known_gpu(profile.device)
+    if gpu is None and not reached:
         raise ConfigError(
             "device-not-measured",
             f"{profile.device} is not known and was not measured; run shardwise doctor --calibrate",
         )
-    known = known or GpuSpec(
+    gpu = gpu or GpuSpec(
         name=profile.device,
         memory_bytes=profile.memory_bytes,
         memory_bytes_per_s=profile.stream_bytes_per_s or _UNKNOWN_BYTES_PER_S,
@@ -418,19 +420,19 @@ def _gpu(profile: Profile) -> GpuSpec:
         fitted=FittedConstants(matmul_share=0.9, memory_share=1.0, network_share=0.9),
     )
     return replace(
-        known,
-        memory_bytes=profile.memory_bytes or known.memory_bytes,
-        ceiling_flops_per_s={**known.ceiling_flops_per_s, **reached},
-        link_bytes_per_s=_link_bytes_per_s(profile) if profile.collectives else known.link_bytes_per_s,
-        host_bytes_per_s=profile.copy_bytes_per_s("host", "device") or known.host_bytes_per_s,
+        gpu,
+        memory_bytes=profile.memory_bytes or gpu.memory_bytes,
+        ceiling_flops_per_s={**gpu.ceiling_flops_per_s, **reached},
+        link_bytes_per_s=_link_bytes_per_s(profile) if profile.collectives else gpu.link_bytes_per_s,
+        host_bytes_per_s=profile.copy_bytes_per_s("host", "device") or gpu.host_bytes_per_s,
     )
 
 
 def _link_bytes_per_s(profile: Profile) -> float:
     """Return what each rank sends a second, as a ring, in the best all-gather; else the speed of a copy."""
     rates = [
-        each.num_bytes * (each.num_ranks - 1) / each.num_ranks / each.seconds
-        for each in profile.collectives
-        if each.op == "all_gather"
+        row.num_bytes * (row.num_ranks - 1) / row.num_ranks / row.seconds
+        for row in profile.collectives
+        if row.op == "all_gather"
     ]
     return max(rates, default=profile.copy_bytes_per_s("host", "host") or _UNKNOWN_BYTES_PER_S)

@@ -120,8 +120,10 @@ class ModelShape:
         blocks = self.num_layers * (self.attention_params + norms + biases)
         blocks += (self.num_layers - self.num_expert_layers) * dense
         if self.experts is not None:
-            each = ffns * hidden * self.experts.ffn_size
-            one = (self.experts.num_experts + self.experts.num_shared) * each + hidden * self.experts.num_experts
+            expert_numel = ffns * hidden * self.experts.ffn_size
+            one = (
+                self.experts.num_experts + self.experts.num_shared
+            ) * expert_numel + hidden * self.experts.num_experts
             blocks += self.num_expert_layers * one
         tables = (1 if self.is_tied else 2) * self.vocab_size * hidden + self.num_positions * hidden
         return blocks + tables + (2 if self.has_biases else 1) * hidden

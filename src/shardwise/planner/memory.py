@@ -168,16 +168,16 @@ class MemoryModel:
         last = stages.placement.num_ranks - 1
         dense = block_bytes(self.job, s, has_experts=False)
         blocks = (dense, block_bytes(self.job, s, has_experts=True) if self.job.shape.experts else dense)
-        found: dict[tuple[object, ...], RankMemory] = {}
+        by_key: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
-            held = self._held(s, rank)
+            held_rows = self._held(s, rank)
             firsts = tuple(stages.starts[stage] % s.recompute_every for stage in stages.placement.stages_of(rank))
-            key = (*stages.held_by(rank), firsts, held.tobytes())
-            if key not in found:
-                found[key] = self._of_rank(s, stages, rank, held, blocks)
-            ranks.append(replace(found[key], pipeline_rank=rank))
-            if found[key].peak_bytes > too_much_bytes:
+            key = (*stages.held_by(rank), firsts, held_rows.tobytes())
+            if key not in by_key:
+                by_key[key] = self._of_rank(s, stages, rank, held_rows, blocks)
+            ranks.append(replace(by_key[key], pipeline_rank=rank))
+            if by_key[key].peak_bytes > too_much_bytes:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
@@ -229,17 +229,17 @@ class MemoryModel:
     ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
         s, folds, numbers = strategy, self.compact.rank(strategy, rank), stages.placement.stages_of(rank)
-        each = [self._stage(s, stages, stage, blocks) for stage in numbers]
+        stage_bytes = [self._stage(s, stages, stage, blocks) for stage in numbers]
         buffers = [self._buffers(s, folds, stage) for stage in numbers]
         if s.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
             pooled = max(one.last for one in buffers)
             buffers = [replace(one, waiting=pooled, last=pooled) for one in buffers]
-        deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in each]
-        base = held[:, 1:] @ np.array([*(stage.whole for stage in each), *deferred])
+        deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in stage_bytes]
+        base = held[:, 1:] @ np.array([*(stage.whole for stage in stage_bytes), *deferred])
         base = base + NUM_SENT * blocks[0].stream * (s.pp > 1)
-        for index, stage in enumerate(each):
-            kept = float(base[held[:, 0] == index].max())
-            yield from self._backward(s, stage, kept, buffers[index], has_table=numbers[index] == 0)
+        for index, stage in enumerate(stage_bytes):
+            kept_bytes = float(base[held[:, 0] == index].max())
+            yield from self._backward(s, stage, kept_bytes, buffers[index], has_table=numbers[index] == 0)
         if (held[:, 0] < 0).any():  # in a forward, or before gradients of weights that come later
             gathered = max(one.root + 2 * one.block for one in buffers)
             waiting = max(one.waiting for one in buffers)
@@ -262,11 +262,14 @@ class MemoryModel:
             # The gradient of a tied table waits for what the embedding adds to it.
             left += head.deferred - head.kept + (head.weight if is_alone and self.job.shape.is_tied else 0.0)
         for done in {*range(min(num_blocks, s.recompute_every)), num_blocks - 1} if num_blocks else ():
-            here = num_blocks - done
+            num_kept = num_blocks - done
             yield {
-                "activations": left + stage.blocks[here] + done / num_blocks * stage.deferred + stage.again[here - 1],
+                "activations": left
+                + stage.blocks[num_kept]
+                + done / num_blocks * stage.deferred
+                + stage.again[num_kept - 1],
                 "workspace": stage.block.working,
-                "gathered": buffers.root + min(2, here) * buffers.block,
+                "gathered": buffers.root + min(2, num_kept) * buffers.block,
                 "buckets": buffers.waiting,
             }
         after = {"activations": left + stage.deferred, "gathered": buffers.root, "buckets": buffers.last}
@@ -283,21 +286,21 @@ class MemoryModel:
         copies what it sends, and two are under way; one that does not sum in place receives as much again.
         """
         s, layout, traits, all_stages = strategy, folds.layout, self.job.traits, strategy.gather == "batch"
-        own = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
-        used = folds.folds if s.pp > 1 and all_stages else own
+        own_folds = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
+        used = folds.folds if s.pp > 1 and all_stages else own_folds
         gathered = [fold for fold in used if not fold.group.is_stored_whole and layout.stage.params is Placement.SHARD]
-        root, block, whole = self._sums(gathered, lambda group: DTYPE_BYTES[layout.precision_of(group).param])
-        params = Buffers(whole, 0.0) if s.pp > 1 and all_stages else Buffers(root, block)
+        root, block, total = self._sums(gathered, lambda group: DTYPE_BYTES[layout.precision_of(group).param])
+        params = Buffers(total, 0.0) if s.pp > 1 and all_stages else Buffers(root, block)
         if not self.job.trains_all:
             return params
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
-        root, block, whole = self._sums(own)
+        root, block, total = self._sums(own_folds)
         is_sharded = layout.stage.grads is Placement.SHARD
         is_replicated = layout.stage.optimizer is Placement.REPLICATE
         waiting = 0.0
         if is_sharded:
             width = wire if s.pp == 1 else width
-            waiting = width * float(root + 2 * block if s.pp == 1 else folds.numel if all_stages else whole)
+            waiting = width * float(root + 2 * block if s.pp == 1 else folds.numel if all_stages else total)
         num_shards = layout.mesh.dp_shard * layout.mesh.cp
         is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1
         copies = is_split and width != wire and not traits.reduces_in_place
@@ -316,13 +319,13 @@ class MemoryModel:
     ) -> tuple[int, int, int]:
         """Sum the elements of groups, times their width: of what is in no block, of the largest block, and of all."""
         units: dict[str, int] = {ROOT: 0}
-        whole = 0
+        total = 0
         for fold in folds:
             size = fold.group.padded_numel * width_of(fold.group)
             units[fold.group.unit] = units.get(fold.group.unit, 0) + size
-            whole += fold.count * size
+            total += fold.count * size
         root = units.pop(ROOT)
-        return root, max(units.values(), default=0), whole
+        return root, max(units.values(), default=0), total
 
     def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
         """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
@@ -342,15 +345,15 @@ class MemoryModel:
             block, is_again = of_kind[index >= stages.num_dense], index % s.recompute_every == 0
             num_again += is_again
             is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
-            kept = (block.kept if is_again else block.whole) - (block.stream if is_away else 0.0)
-            blocks.append(blocks[-1] + kept)
+            kept_bytes = (block.kept if is_again else block.whole) - (block.stream if is_away else 0.0)
+            blocks.append(blocks[-1] + kept_bytes)
             again.append(block.whole - block.kept + block.again if is_again else 0.0)
             deferred += block.deferred
         head = head_bytes(self.job, s) if stage == stages.head_stage else None
         ends = (block.stream if stage == stages.norm_stage else 0.0) + (head.given if head else 0.0)
         is_sent = head is None and placement.rank_of(stage) != placement.rank_of(stage + 1) and self._keeps_sent()
-        whole = blocks[-1] + ends + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
-        return StageBytes(whole, tuple(blocks), tuple(again), deferred, block, head, ends)
+        total = blocks[-1] + ends + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
+        return StageBytes(total, tuple(blocks), tuple(again), deferred, block, head, ends)
 
     def _keeps_sent(self) -> bool:
         """Say whether what a stage has sent on stays until its backward."""
@@ -371,7 +374,7 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
     s, shape = strategy, _layer_shape(job, strategy, has_experts)
     is_chunked = s.chunk_tokens is not None and not has_experts
     kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
-    kept = partial(
+    bytes_kept = partial(
         activation_bytes_per_layer,
         seq_len=job.seq_len,
         micro_size=s.micro_size,
@@ -383,13 +386,17 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
     feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
     mixed = feature * shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
     drops_scores = s.recompute == "selective" and job.traits.selective == "all-but-scores"
-    at_rest = kept(replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(kept_shape, recompute=s.recompute)
+    at_rest = (
+        bytes_kept(replace(kept_shape, score_bytes=0.0))
+        if drops_scores
+        else bytes_kept(kept_shape, recompute=s.recompute)
+    )
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
     num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
     stream = feature * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
     return BlockBytes(
         kept=at_rest + (mixed if s.recompute != "full" else 0.0),
-        whole=kept(kept_shape) + mixed,
+        whole=bytes_kept(kept_shape) + mixed,
         again=feature * num_gathered * shape.hidden_size,
         working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
         deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp)
@@ -401,7 +408,7 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
 
 def _unpacked_bytes(job: PlanJob, strategy: Strategy, has_experts: bool) -> float:
     """Return the bytes of the largest weight that a layer unpacks for its product; 0 where none is packed."""
-    numels = (math.prod(each.shape) for each in packed_params(job.shape, job.lora, has_experts=has_experts))
+    numels = (math.prod(param.shape) for param in packed_params(job.shape, job.lora, has_experts=has_experts))
     return float(DTYPE_BYTES[strategy.param] * max(numels, default=0))
 
 
@@ -418,8 +425,8 @@ def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunk
     gathered = hidden if s.sequence_parallel else 0.0
     num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
     if is_chunked:
-        part = feature * min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
-        return feature * hidden + part * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
+        chunk_feature = feature * min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+        return feature * hidden + chunk_feature * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
     scores = 2 * shape.num_heads / s.tp * job.seq_len - hidden if shape.score_bytes else 0.0
     return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
 
@@ -467,8 +474,8 @@ def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
     deferred = stream + logits if _defers(s) else 0.0
     if traits.logits_bytes is not None:
         made = traits.logits_bytes * vocab * min(tokens, s.chunk_tokens or tokens)
-        given = stream / (s.tp if s.sequence_parallel else 1)
-        return HeadBytes(given, 0.0, max(made, stream + weight), weight, deferred)
+        input_bytes = stream / (s.tp if s.sequence_parallel else 1)
+        return HeadBytes(input_bytes, 0.0, max(made, stream + weight), weight, deferred)
     if s.tp == 1 and s.chunk_tokens is None:
         widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
         return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)

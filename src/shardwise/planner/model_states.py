@@ -69,8 +69,8 @@ class ModelStates:
             (self.host_bytes, "of each host"),
             (self.nvme_bytes, "of its disks"),
         )
-        words = [f"{format_bytes(size)} {where}" for size, where in others if size]
-        return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *words])
+        texts = [f"{format_bytes(size)} {where}" for size, where in others if size]
+        return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *texts])
 
 
 @checked
@@ -97,16 +97,16 @@ def estimate_model_states(
     """
     if num_gpus < 1:
         raise ConfigError("gpu-count-positive", f"num_gpus={num_gpus} is below 1; states are stored on one at least")
-    given: dict[str, Any] = dict(config or {})
+    values: dict[str, Any] = dict(config or {})
     if isinstance(model, nn.Module):
-        facts = scan_model(model, Config.from_dict(given))
+        facts = scan_model(model, Config.from_dict(values))
     else:
         facts = _facts_of(model, largest_block or 0)
-    given["precision"] = {"param": "bf16", **given.get("precision", {})}
+    values["precision"] = {"param": "bf16", **values.get("precision", {})}
     estimates = []
     for stage in stages:
-        zero = {**given.get("zero", {}), "stage": int(stage)}
-        layout = layout_of(facts, Config.from_dict({**given, "zero": zero}).resolve(world_size=num_gpus))
+        zero = {**values.get("zero", {}), "stage": int(stage)}
+        layout = layout_of(facts, Config.from_dict({**values, "zero": zero}).resolve(world_size=num_gpus))
         estimates.append(
             ModelStates(
                 stage=stage,

@@ -83,12 +83,12 @@ class OffloadTimeModel:
 
     def moves(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[TierTransfer, ...]:
         """Return all moves of a step: those that `Layout.bytes_across` counts, and the inputs of recomputed blocks."""
-        found = [
+        transfers = [
             move for layout, fold in self._away(strategy, pipeline_rank) for move in _moves_of(strategy, layout, fold)
         ]
         if strategy.activations_tier == "host":
-            found += self._moves_of_activations(strategy, pipeline_rank)
-        return tuple(found)
+            transfers += self._moves_of_activations(strategy, pipeline_rank)
+        return tuple(transfers)
 
     def _away(self, s: Strategy, pipeline_rank: int) -> list[tuple[Layout, LayerCount]]:
         rank = self.compact.rank(s, pipeline_rank)
@@ -123,8 +123,8 @@ class OffloadTimeModel:
         if group.tiers.optimizer == "device" or not group.trainable:
             return 0.0
         widths = layout.precision
-        kept = [each for each in layout.states if each.role == "optimizer" and each.is_kept_by(group)]
-        each_bytes = 2 * sum(DTYPE_BYTES[state.dtype_in(group)] for state in kept)
+        kept_states = [state for state in layout.states if state.role == "optimizer" and state.is_kept_by(group)]
+        each_bytes = 2 * sum(DTYPE_BYTES[state.dtype_in(group)] for state in kept_states)
         each_bytes += DTYPE_BYTES[widths.accumulate] + DTYPE_BYTES[widths.param]
         return fold.count * group.shard_numel * each_bytes / self._host_step_bytes_per_s
 
@@ -147,7 +147,7 @@ class OffloadTimeModel:
 def _moves_of(s: Strategy, layout: Layout, fold: LayerCount) -> Iterator[TierTransfer]:
     group, widths, count = fold.group, layout.precision, s.num_micro_batches
     tiers, numel, times = group.tiers, group.shard_numel, fold.count
-    param_bytes, grad_bytes = (numel * DTYPE_BYTES[each] for each in (widths.param, widths.accumulate))
+    param_bytes, grad_bytes = (numel * DTYPE_BYTES[dtype] for dtype in (widths.param, widths.accumulate))
     uses = layout.num_unshards(group, count)
     if uses == 1 and count > 1:
         yield from _way(tiers.params, "device", param_bytes, "first forward", times)
@@ -163,12 +163,12 @@ def _moves_of(s: Strategy, layout: Layout, fold: LayerCount) -> Iterator[TierTra
     if tiers.grads == "nvme" and reduces > 1:
         yield TierTransfer("nvme", "host", grad_bytes, "last backward", times * (reduces - 1))
     steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
-    kept = [each for each in layout.states if each.role == "optimizer" and each.is_kept_by(group)]
-    kept_bytes = numel * sum(DTYPE_BYTES[each.dtype_in(group)] for each in kept)
+    kept_states = [state for state in layout.states if state.role == "optimizer" and state.is_kept_by(group)]
+    kept_bytes = numel * sum(DTYPE_BYTES[state.dtype_in(group)] for state in kept_states)
     yield from _way(tiers.grads, steps_on, grad_bytes, "step", times)
     yield from _way(tiers.optimizer, steps_on, kept_bytes, "step", times)
     yield from _way(steps_on, tiers.optimizer, kept_bytes, "step", times)
-    if not any(each.name == "master" for each in kept):
+    if not any(state.name == "master" for state in kept_states):
         yield from _way(tiers.params, steps_on, param_bytes, "step", times)
     yield from _way(steps_on, tiers.params, param_bytes, "step", times)
 

@@ -116,8 +116,8 @@ def plan(
     Raises:
         ConfigError: the model, the cluster or a setting is none, or there is no layout at all.
     """
-    place = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    asked = ask(model_of(model), place, seq_len=seq_len, global_batch=global_batch, settings=settings)
+    target = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    asked = ask(model_of(model), target, seq_len=seq_len, global_batch=global_batch, settings=settings)
     pricer = Pricer(asked.job)
     result = search(asked.job, asked.space, limits, pricer)
     asked = replace(asked, notes=(*asked.notes, *expert_notes(result, pricer)))

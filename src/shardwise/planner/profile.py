@@ -148,8 +148,8 @@ class Profile:
         if schema != SCHEMA:
             raise ConfigError("profile-schema", f"the profile has schema {schema} and must have {SCHEMA}; {_FIX}")
         try:
-            for key, kind in TABLES.items():
-                values[key] = tuple(_checked(kind(**row)) for row in values.get(key, ()))
+            for key, row_class in TABLES.items():
+                values[key] = tuple(_checked(row_class(**row)) for row in values.get(key, ()))
             copies = values.get("copies_bytes_per_s", ())
             values["copies_bytes_per_s"] = tuple((name, _measured(speed)) for name, speed in copies)
             return _checked(cls(**values))
@@ -164,10 +164,10 @@ class Profile:
 def _checked(row: Row) -> Row:
     """Return a row of a file, of whose fields none may be of another class, negative or infinite."""
     for field in dataclasses.fields(row):  # type: ignore[arg-type]
-        value, kind = getattr(row, field.name), str(field.type)
-        if kind in ("int", "float") or (kind == "float | None" and value is not None):
-            _measured(value, int if kind == "int" else (int, float), field.name)
-        elif kind == "str" and not isinstance(value, str):
+        value, annotation = getattr(row, field.name), str(field.type)
+        if annotation in ("int", "float") or (annotation == "float | None" and value is not None):
+            _measured(value, int if annotation == "int" else (int, float), field.name)
+        elif annotation == "str" and not isinstance(value, str):
             raise ValueError(f"{field.name} is {shown_value(value)}, no text")
     return row
 
@@ -228,8 +228,8 @@ def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
     nearest = min((int(end) for end in ends if end.isdecimal()), key=lambda n: (abs(n - num_ranks), n), default=None)
     if nearest is None:
         return None
-    found = profile_path(folder, device, nearest)
+    nearest_path = profile_path(folder, device, nearest)
     try:
-        return Profile.from_json(read_text(found, _FIX))
+        return Profile.from_json(read_text(nearest_path, _FIX))
     except (ConfigError, UntrustedFileError) as error:
-        raise ConfigError(error.code, f"{found}: {error}") from error
+        raise ConfigError(error.code, f"{nearest_path}: {error}") from error

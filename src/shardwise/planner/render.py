@@ -105,19 +105,19 @@ def bare_table(*columns: str, texts: Sequence[str] = ()) -> Table:
 
 def blocks(*parts: RenderableType) -> RenderableType:
     """Put an empty line between parts."""
-    return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
+    return Group(*(Padding(block, (1, 1, 0, 1), expand=False) for block in parts))
 
 
 def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
     """Describe the model, the batch and the cluster."""
     shape = job.shape
-    words = f"{shape.name}, {format_count(shape.num_params)} parameters, "
-    words += f"{shape.num_layers} layers of {shape.hidden_size:,}"
+    text = f"{shape.name}, {format_count(shape.num_params)} parameters, "
+    text += f"{shape.num_layers} layers of {shape.hidden_size:,}"
     if shape.experts is not None:
-        words += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
+        text += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
     if job.lora.rank:
-        words += f", LoRA of rank {job.lora.rank}{' over nf4' if job.lora.base == 'nf4' else ''}"
-    rows: list[tuple[str, RenderableType]] = [("model", Text(words, style="bold")), ("batch", batch_words(job))]
+        text += f", LoRA of rank {job.lora.rank}{' over nf4' if job.lora.base == 'nf4' else ''}"
+    rows: list[tuple[str, RenderableType]] = [("model", Text(text, style="bold")), ("batch", batch_words(job))]
     rows.append(("cluster", cluster_words(job.cluster)))
     return rows + [("note", Text(note, style="yellow")) for note in notes]
 
@@ -133,7 +133,7 @@ def price_rows(price: Estimate, label: str = "best") -> list[tuple[str, Renderab
         ("memory", memory_words(price)),
         ("", _MemoryBar(worst, gpu.memory_bytes)),
     ]
-    return rows + [("cost", words) for words in (cost_words(price),) if words]
+    return rows + [("cost", cost) for cost in (cost_words(price),) if cost]
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class _MemoryBar:
         is_coloured = console.color_system is not None and not console.no_color
         yield bar_of(self.rank.peak, MEMORY_MARKS, self.capacity_bytes, _BAR_WIDTH, is_coloured=is_coloured)
         items = []
-        for name, words in _large_parts(self.rank).items():
+        for name, large_bytes in _large_parts(self.rank).items():
             sign, colour = MEMORY_MARKS[name]
-            items.append(Text.assemble(("■", colour) if is_coloured else (sign, "bold"), f" {name} {words}"))
+            items.append(Text.assemble(("■", colour) if is_coloured else (sign, "bold"), f" {name} {large_bytes}"))
         yield Columns(items, padding=(0, 2))  # lines break between parts only
 
 
@@ -162,19 +162,19 @@ def _large_parts(rank: RankMemory) -> dict[str, str]:
 def limit_words(price: Estimate) -> str:
     """Say what limits a step most: computing, links, what memory costs in time, or the pipeline's bubble."""
     parts = price.time.parts
-    shares = {name: sum(parts.get(each, 0.0) for each in of) / price.time.step_s for name, of in _LIMITS.items()}
+    shares = {name: sum(parts.get(limit, 0.0) for limit in of) / price.time.step_s for name, of in _LIMITS.items()}
     first, *others = sorted(shares, key=lambda name: -shares[name])
-    words = [f"{each} {100 * shares[each]:.0f} %" for each in others if shares[each] >= _LEAST_SHARE]
-    return f"{first}, {100 * shares[first]:.0f} % of a step{'; ' if words else ''}{', '.join(words)}"
+    texts = [f"{name} {100 * shares[name]:.0f} %" for name in others if shares[name] >= _LEAST_SHARE]
+    return f"{first}, {100 * shares[first]:.0f} % of a step{'; ' if texts else ''}{', '.join(texts)}"
 
 
 def speed_words(price: Estimate) -> str:
     """Write the time of a step with its interval, and what follows from it."""
     time = price.time
-    words = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
-    words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {_device_word(price.job)}"
+    text = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
+    text += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {_device_word(price.job)}"
     mfu = price.mfu()
-    return words if mfu is None else f"{words}, MFU {100 * mfu:.1f} % of {price.strategy.product_dtype}"
+    return text if mfu is None else f"{text}, MFU {100 * mfu:.1f} % of {price.strategy.product_dtype}"
 
 
 def memory_words(price: Estimate) -> str:
@@ -184,7 +184,7 @@ def memory_words(price: Estimate) -> str:
     margin = price.margin_bytes
     fits = f"{format_bytes(margin)} left" if margin >= 0 else f"out of memory by {format_bytes(-margin)}"
     about = "" if worst.is_simulated else "about "
-    words = f"{about}{format_bytes(worst.peak_bytes)} of {format_bytes(cluster.gpu.memory_bytes)}{where}: {fits}"
+    text = f"{about}{format_bytes(worst.peak_bytes)} of {format_bytes(cluster.gpu.memory_bytes)}{where}: {fits}"
     away = []
     memories: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
     for tier, node_bytes in memories:
@@ -194,7 +194,7 @@ def memory_words(price: Estimate) -> str:
             ranks = ", all ranks of a node" if cluster.gpus_per_node > 1 else ""
             key = " (host_memory_gib in a cluster's file)" if is_assumed else ""
             away.append(f"{format_bytes(held_on_node(price.memory, cluster, tier))} of {size}{ranks}{key}")
-    return f"{words}; {' and '.join(away)}" if away else words
+    return f"{text}; {' and '.join(away)}" if away else text
 
 
 def price_table(prices: Sequence[Estimate], beside: Mapping[str, Estimate] = MappingProxyType({})) -> Table:
@@ -220,20 +220,20 @@ def stage_rows(price: Estimate) -> list[tuple[str, RenderableType]]:
     ranks, worst = list(price.memory.ranks), price.memory.worst
     if len(ranks) > _MOST_STAGES:
         shown = {0, 1, len(ranks) // 2, len(ranks) - 1, ranks.index(worst)}
-        ranks = [ranks[place] for place in sorted(shown)]
-    return [(f"rank {each.pipeline_rank}", _rank_words(each, is_worst=each is worst)) for each in ranks]
+        ranks = [ranks[index] for index in sorted(shown)]
+    return [(f"rank {rank.pipeline_rank}", _rank_words(rank, is_worst=rank is worst)) for rank in ranks]
 
 
 def _rank_words(rank: RankMemory, *, is_worst: bool) -> str:
-    parts = ", ".join(f"{name} {words}" for name, words in _large_parts(rank).items())
+    parts = ", ".join(f"{name} {text}" for name, text in _large_parts(rank).items())
     return f"{format_bytes(rank.peak_bytes)}{', the most' if is_worst else ''}: {parts}"
 
 
 def time_rows(price: Estimate) -> list[tuple[str, RenderableType]]:
     """Say where a step's time goes."""
     time = price.time
-    parts = [(part, time.parts.get(part, 0.0)) for part in TIME_PARTS]
-    named = [f"{part} {format_s(seconds)}" for part, seconds in parts if seconds >= time.step_s / 1000]
+    parts = [(name, time.parts.get(name, 0.0)) for name in TIME_PARTS]
+    named = [f"{name} {format_s(seconds)}" for name, seconds in parts if seconds >= time.step_s / 1000]
     rows: list[tuple[str, RenderableType]] = [("time", ", ".join(named))]
     if time.bubble_rate is not None and price.strategy.pp > 1:
         rows.append(("bubble", f"{100 * time.bubble_rate:.1f} % of a rank's time in the pipeline"))
@@ -249,16 +249,16 @@ def bar_of(sizes: Mapping[str, float], marks: Marks, capacity: float, width: int
         width: of the whole bar, in characters.
         is_coloured: whether parts differ by colour and not by sign.
     """
-    whole = sum(sizes.values())
-    filled_width = width * whole / capacity if whole <= capacity else width - 1
+    total = sum(sizes.values())
+    filled_width = width * total / capacity if total <= capacity else width - 1
     ends = accumulate(sizes.get(name, 0.0) for name in marks)
-    ends_at = [0, *(round(filled_width * end / (whole or 1.0)) for end in ends)]
+    ends_at = [0, *(round(filled_width * end / (total or 1.0)) for end in ends)]
     bar = Text()
     for (sign, colour), (start, end) in zip(marks.values(), pairwise(ends_at), strict=True):
         bar.append(("█" if is_coloured else sign) * (end - start), style=colour if is_coloured else "")
-    if whole <= capacity:
+    if total <= capacity:
         return bar.append("·" * (width - len(bar)), style="dim")
-    edge = round((width - 1) * capacity / whole)
+    edge = round((width - 1) * capacity / total)
     return Text.assemble(bar[:edge], ("|", "bold red"), bar[edge:])
 
 
@@ -292,7 +292,7 @@ def plan_view(
         rows = price_rows(winner) + (time_rows(winner) if is_whole else [])
         parts.append(facts([*rows, ("why", reasons.wins), *_proof_rows(plan)]))
         beside = {} if yours is None else {"yours": yours}
-        losers = [(f"{number}", words) for number, words in enumerate(reasons.runners_up[: num_shown - 1], 2)]
+        losers = [(f"{number}", reason) for number, reason in enumerate(reasons.runners_up[: num_shown - 1], 2)]
         losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
         losers += [] if yours is None else [("yours", reasons.yours)]
         if plain is not None and plain.price is not None and plain.price.time.step_s > winner.time.step_s:
@@ -301,7 +301,9 @@ def plan_view(
         parts.append(price_table((winner, *plan.runners_up)[:num_shown], beside))
         parts += [_titled("why the others lose", losers)] if losers else []
     if reasons.defaults:
-        parts.append(_titled("what many would start with", [(each.name, each.sentence) for each in reasons.defaults]))
+        parts.append(
+            _titled("what many would start with", [(default.name, default.sentence) for default in reasons.defaults])
+        )
     if is_whole:
         parts.append(Text(_counts(plan), style="dim"))
     return blocks(*parts)
@@ -312,7 +314,7 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator
     if plan.nearest is not None:
         rows = [*price_rows(plan.nearest[0], "nearest"), ("misses", reasons.misses)]
         fixes = reasons.suggestions if is_whole else reasons.suggestions[:1]
-        yield facts([*rows, *(("fix", words) for words in fixes)])
+        yield facts([*rows, *(("fix", fix) for fix in fixes)])
     if proof := list(_proof_rows(plan)):
         yield facts(proof)
     if reasons.yours:
@@ -332,8 +334,8 @@ def _titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(overflow="fold")
-    for name, words in rows:
-        grid.add_row(f"  {name}", Text(words))
+    for name, text in rows:
+        grid.add_row(f"  {name}", Text(text))
     return Group(Text(title, style="dim"), grid)
 
 
@@ -360,11 +362,11 @@ def cost_view(
         sizes: of `by_num_gpus`.
     """
     parts: list[RenderableType] = []
-    if plan.winner is not None and (words := run_words(plan.winner, num_tokens, budget_usd)):
-        parts.append(facts([("run", words)]))
+    if plan.winner is not None and (text := run_words(plan.winner, num_tokens, budget_usd)):
+        parts.append(facts([("run", text)]))
     if sizes:
         table = bare_table("GPUs", "step", "tok/s/GPU", "$/M tokens", "days", "layout", texts=("layout",))
-        for price in (each.winner for each in sizes):
+        for price in (size.winner for size in sizes):
             if price is not None:
                 usd, run = usd_per_million_tokens(price), run_cost(price, num_tokens, budget_usd)
                 table.add_row(
@@ -387,10 +389,10 @@ def cost_dict(
 ) -> dict[str, Any]:
     """Return what `cost_view` shows as JSON takes it; the arguments are those of `cost_view`."""
     run = None if plan.winner is None else run_cost(plan.winner, num_tokens, budget_usd)
-    prices = [each.winner for each in sizes if each.winner is not None]
+    prices = [size.winner for size in sizes if size.winner is not None]
     return {
         "run": None if run is None else asdict(run),
-        "sizes": [{"num_gpus": each.job.cluster.num_gpus, **price_dict(each)} for each in prices],
+        "sizes": [{"num_gpus": price.job.cluster.num_gpus, **price_dict(price)} for price in prices],
     }
 
 
@@ -426,16 +428,16 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     """
     texts = ("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", f"largest at {seq_len:,} tokens")
     table = bare_table(*texts, *(() if shape is None else ("micro-batch", "sequence")), texts=texts)
-    for each in fits:
-        model = "-" if each.shape is None else f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
-        numbers = () if shape is None else (each.micro_size, each.seq_len)
-        table.add_row(each.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
-    words = "the largest model is of the Llama family, one sequence a micro-batch"
+    for fitting in fits:
+        model = "-" if fitting.shape is None else f"{format_count(fitting.shape.num_params):>7} ({fitting.shape.name})"
+        numbers = () if shape is None else (fitting.micro_size, fitting.seq_len)
+        table.add_row(fitting.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
+    text = "the largest model is of the Llama family, one sequence a micro-batch"
     if shape is not None:
-        words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
+        text += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
     added = "add to ZeRO-3 with full recomputation" if cluster.num_gpus > 1 else "recompute all"
-    words += f". Lines with ... {added}; chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss."
-    return blocks(facts([("cluster", cluster_words(cluster))]), table, Text(words, style="dim"))
+    text += f". Lines with ... {added}; chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss."
+    return blocks(facts([("cluster", cluster_words(cluster))]), table, Text(text, style="dim"))
 
 
 def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
@@ -447,14 +449,14 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
         "model": None if shape is None else asdict(shape),
         "fits": [
             {
-                "setup": each.name,
-                "strategy": asdict(each.strategy),
-                "largest_model": None if each.shape is None else asdict(each.shape),
-                "num_params": None if each.shape is None else each.shape.num_params,
-                "micro_size": each.micro_size,
-                "seq_len": each.seq_len,
+                "setup": fitting.name,
+                "strategy": asdict(fitting.strategy),
+                "largest_model": None if fitting.shape is None else asdict(fitting.shape),
+                "num_params": None if fitting.shape is None else fitting.shape.num_params,
+                "micro_size": fitting.micro_size,
+                "seq_len": fitting.seq_len,
             }
-            for each in fits
+            for fitting in fits
         ],
     }
 
@@ -470,7 +472,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,
         "why_not": list(reasons.runners_up),
-        "defaults": {each.name: each.sentence for each in reasons.defaults},
+        "defaults": {default.name: default.sentence for default in reasons.defaults},
         "misses": reasons.misses,
         # `cures` (what would make it fit) and `num_outlines` (the number of candidates) stay, since programs read them.
         "cures": list(reasons.suggestions),
@@ -554,7 +556,7 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
     if compute.waits_for_launches(strategy):
         fix = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
         yield f"kernels are shorter than the host takes to launch them, so {fix}"
-    for part, fix in _FIXES.items():
-        share = price.time.parts.get(part, 0.0) / price.time.step_s
+    for name, fix in _FIXES.items():
+        share = price.time.parts.get(name, 0.0) / price.time.step_s
         if share >= _LARGE_SHARE:
-            yield f"{100 * share:.0f} % of a step is {PART_WORDS[part]}; {fix}"
+            yield f"{100 * share:.0f} % of a step is {PART_WORDS[name]}; {fix}"

@@ -142,15 +142,15 @@ def _of_json(path: Path) -> ModelSource:
 
 def _of_toml(path: Path) -> ModelSource:
     values, config = read_toml(path), Config.from_toml(path)
-    given = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
+    keys_given = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
     longest = None if config.model.path is not None else preset(config.model.preset).max_seq_len
     return ModelSource(
         shape=shape_of(config),
         config=config,
-        given=given,
-        seq_len=config.data.seq_len if "data.seq_len" in given else None,
+        given=keys_given,
+        seq_len=config.data.seq_len if "data.seq_len" in keys_given else None,
         global_batch=config.batch.global_size,
-        longest=None if "data.seq_len" in given else longest,
+        longest=None if "data.seq_len" in keys_given else longest,
     )
 
 
@@ -182,12 +182,12 @@ def ask(
     """
     if model.shape is None:
         raise ConfigError("model-not-named", "the file names no model; give one after --model")
-    pinned = [each for each in settings if _key(each) in KEYS and _key(each) not in _OF_ALL]
+    pinned = [setting for setting in settings if _key(setting) in KEYS and _key(setting) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.
-    base = model.config.override([each for each in settings if each not in pinned])
+    base = model.config.override([setting for setting in settings if setting not in pinned])
     optimizer_kind(base.optimizer.name)
-    given = model.given | {_key(each) for each in settings}
-    if "precision.param" not in given:
+    keys_given = model.given | {_key(setting) for setting in settings}
+    if "precision.param" not in keys_given:
         base = base.override([f"precision.param={usual_dtype(cluster)}"])
     notes = list(model.notes)
     length = seq_len or model.seq_len
@@ -201,8 +201,8 @@ def ask(
     batch = global_batch or model.global_batch
     if batch is None:
         batch = usual_batch(cluster.num_gpus, length)
-        words = f"{format_count(batch * length)} tokens, as many as runs of this size take"
-        notes.append(f"a batch of {batch:,} sequences, {words}; --global-batch N for another")
+        text = f"{format_count(batch * length)} tokens, as many as runs of this size take"
+        notes.append(f"a batch of {batch:,} sequences, {text}; --global-batch N for another")
     precision = base.precision
     strategy = Strategy(
         param=precision.param or "fp32",
@@ -222,7 +222,7 @@ def usual_batch(num_gpus: int, seq_len: int) -> int:
     """
     most = max(2**22, num_gpus * 2**10)  # tokens: what large runs take, and with thousands of GPUs enough for each
     batch = max(1, min(most, num_gpus * 2**16) // seq_len)
-    return batch // num_gpus * num_gpus or max(each for each in divisors(num_gpus) if each <= batch)
+    return batch // num_gpus * num_gpus or max(divisor for divisor in divisors(num_gpus) if divisor <= batch)
 
 
 def _key(assignment: str) -> str:
@@ -245,8 +245,8 @@ def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global
     alone = replace(cluster, num_gpus=1, gpus_per_node=1)
     job = job_of(Config.from_dict(sections), alone)
     window = job.shape.window if job.shape.window is not None else shape.window
-    kept = {key: getattr(base.zero, key) for key in ("keep_whole_below", "replicate_frozen", "secondary_shard")}
-    return replace(job, shape=replace(shape, window=window), cluster=cluster, **kept)
+    kept_keys = {key: getattr(base.zero, key) for key in ("keep_whole_below", "replicate_frozen", "secondary_shard")}
+    return replace(job, shape=replace(shape, window=window), cluster=cluster, **kept_keys)
 
 
 _OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})

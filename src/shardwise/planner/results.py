@@ -82,7 +82,7 @@ class RankMemory:
 
     def bytes_of(self, *categories: str) -> float:
         """Return the bytes of some categories together."""
-        return sum(self.peak.get(each, 0.0) for each in categories)
+        return sum(self.peak.get(category, 0.0) for category in categories)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ def simplest(prices: Iterable[Estimate]) -> Estimate:
 
 def by_timeline_part(parts: Mapping[str, float]) -> dict[str, float]:
     """Sum the planner's parts into those of a timeline."""
-    return {name: sum(parts.get(each, 0.0) for each in names) for name, names in TIMELINE_PARTS.items()}
+    return {name: sum(parts.get(entry, 0.0) for entry in names) for name, names in TIMELINE_PARTS.items()}
 
 
 USUAL_MARGIN: Final = 0.06

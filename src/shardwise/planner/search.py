@@ -162,9 +162,9 @@ def settle(plan: SearchResult, settled: Sequence[Estimate]) -> SearchResult:
     Args:
         settled: some of its best, runners-up and near misses; those that were simulated have the memory that counts.
     """
-    known = {price.strategy: price for price in settled if price.memory.worst.is_simulated}
-    found = {price.strategy: price for price in (*plan.best, *plan.runners_up)} | known
-    every, margin = list(found.values()), plan.limits.margin_share
+    simulated = {price.strategy: price for price in settled if price.memory.worst.is_simulated}
+    by_strategy = {price.strategy: price for price in (*plan.best, *plan.runners_up)} | simulated
+    every, margin = list(by_strategy.values()), plan.limits.margin_share
 
     def missing(price: Estimate) -> MissingMemory | None:
         return missing_memory(price.memory, plan.job.cluster, margin)
@@ -284,9 +284,9 @@ class _Search:
 
     def _stages_s(self, candidate: ParallelismCandidate) -> float:
         """Return the time without what depends on where states are stored."""
-        found = self._quick(self._least_computing(candidate))
-        outer_s = sum(found.parts.get(part, 0.0) for part in ("data", "offload", "step"))
-        return found.step_s * (1 - outer_s / (found.step_s - found.parts.get("other", 0.0)))
+        price = self._quick(self._least_computing(candidate))
+        outer_s = sum(price.parts.get(name, 0.0) for name in ("data", "offload", "step"))
+        return price.step_s * (1 - outer_s / (price.step_s - price.parts.get("other", 0.0)))
 
     def _least_computing(self, candidate: ParallelismCandidate) -> Strategy:
         # Where gradients are not stored whole none are added to others, so the highest stage computes least.
@@ -299,9 +299,9 @@ class _Search:
         key = (candidate.num_data_ranks, candidate.cp, candidate.tp, candidate.pp, candidate.recompute)
         if key not in self._placements:
             self._placements[key] = [
-                each
-                for each in placements(self.job, self.space, candidate)
-                if least_states_bytes(self.job, self.space.base, candidate, each) <= self._usable_bytes
+                placement
+                for placement in placements(self.job, self.space, candidate)
+                if least_states_bytes(self.job, self.space.base, candidate, placement) <= self._usable_bytes
             ]
         return self._placements[key]
 
@@ -353,10 +353,10 @@ class _Search:
             if missing.tier == "device" and missing.missing_bytes <= _NEAR_SHARE * self._usable_bytes:
                 self._near.append(Estimate(job=self.job, strategy=strategy, memory=memory, time=self._quick(strategy)))
             return False
-        found = self._quick(strategy)
-        if found.step_s >= below_s:
+        price = self._quick(strategy)
+        if price.step_s >= below_s:
             return False
-        self.fitting.append(Estimate(job=self.job, strategy=strategy, memory=memory, time=found))
+        self.fitting.append(Estimate(job=self.job, strategy=strategy, memory=memory, time=price))
         self._kinds.add(kind_of(strategy))
         return True
 
@@ -367,12 +367,12 @@ class _Search:
             for strategy in fastest[: self.limits.num_best]:
                 self._add(strategy)
         for price in self.fitting[: self.limits.num_best]:  # as large a share on the device as fits and helps
-            any(self._add(each, price.time.step_s) for each in more_on_device(price, self._usable_bytes))
+            any(self._add(strategy, price.time.step_s) for strategy in more_on_device(price, self._usable_bytes))
         every = sorted(self.fitting, key=lambda each: each.time.step_s)
         if not every:
             return []
         most = _MOST_SIMULATED * self.limits.num_best
-        shown = {each.strategy: each for each in (*every[:most], simplest(every), *runners_up(every, most))}
+        shown = {price.strategy: price for price in (*every[:most], simplest(every), *runners_up(every, most))}
         exact = [
             price if strategy.pp == 1 else replace(price, time=self.pricer.time.estimate(strategy))
             for strategy, price in shown.items()
@@ -380,16 +380,17 @@ class _Search:
         self.num_prices += len(exact)
         exact.sort(key=lambda each: (each.time.step_s, num_extras(each.strategy)))
         best = simplest(exact)
-        return [best, *(each for each in exact if each is not best)]
+        return [best, *(price for price in exact if price is not best)]
 
     def near_misses(self, fitting: Sequence[Estimate]) -> Iterator[Estimate]:
         """Yield the fastest of those that miss by little, if they are faster than what fits."""
         least_s = fitting[0].time.step_s if fitting else math.inf
         fastest = sorted(self._near, key=lambda price: price.time.step_s)[:_NUM_NEAR]
         for price in fastest:
-            found = priced(self.job, price.strategy, self.pricer)  # the memory of all ranks, the schedule simulated
-            if found.time.step_s < (1 - TIE_SHARE) * least_s:
-                yield found
+            # The memory of all ranks, the schedule simulated.
+            exact_price = priced(self.job, price.strategy, self.pricer)
+            if exact_price.time.step_s < (1 - TIE_SHARE) * least_s:
+                yield exact_price
 
     def nearest(self) -> tuple[Estimate, MissingMemory] | None:
         """Return what misses by least."""

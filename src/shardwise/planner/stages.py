@@ -101,16 +101,16 @@ def _norm(shape: ModelShape, name: str) -> Iterator[SkeletonParam]:
 def _attention_params(shape: ModelShape) -> Iterator[SkeletonParam]:
     query = FusedPart(shape.num_heads * shape.head_dim, shape.num_heads)
     kv = FusedPart(shape.num_kv_heads * shape.head_dim, shape.num_kv_heads)
-    for name, part in (("query", query), ("key", kv), ("value", kv)):
-        yield from _linear(shape, f"attention.{name}", (part.size, shape.hidden_size), 0, part)
+    for name, split in (("query", query), ("key", kv), ("value", kv)):
+        yield from _linear(shape, f"attention.{name}", (split.size, shape.hidden_size), 0, split)
     yield from _linear(shape, "attention.out", (shape.hidden_size, query.size), 1, query)
 
 
 def _ffn_params(shape: ModelShape, name: str, ffn_size: int) -> Iterator[SkeletonParam]:
-    part = FusedPart(ffn_size)
+    split = FusedPart(ffn_size)
     for column in ("gate", "up") if shape.ffn == "gated" else ("up",):
-        yield from _linear(shape, f"{name}.{column}", (ffn_size, shape.hidden_size), 0, part)
-    yield from _linear(shape, f"{name}.down", (shape.hidden_size, ffn_size), 1, part)
+        yield from _linear(shape, f"{name}.{column}", (ffn_size, shape.hidden_size), 0, split)
+    yield from _linear(shape, f"{name}.down", (shape.hidden_size, ffn_size), 1, split)
 
 
 def _expert_params(shape: ModelShape, expert_ranks: int) -> Iterator[SkeletonParam]:
@@ -173,7 +173,7 @@ class StageLayouts:
         """Count for each stage its dense blocks and its blocks with experts."""
         ends = tuple(accumulate(self.layers))
         dense = [max(0, min(end, self.num_dense) - end + num) for end, num in zip(ends, self.layers, strict=True)]
-        return tuple((each, num - each) for each, num in zip(dense, self.layers, strict=True))
+        return tuple((num_dense, num - num_dense) for num_dense, num in zip(dense, self.layers, strict=True))
 
     @cached_property
     def _held(self) -> dict[int, tuple[tuple[tuple[int, int], bool, bool, bool], ...]]:
@@ -212,10 +212,10 @@ class StageTable:
         """
         s = strategy
         key = (s.pp, s.schedule, s.virtual_stages, s.stage_layers) if s.pp > 1 else ()
-        found = self._stages.get(key)
-        if found is None:
-            found = self._stages[key] = self._cut(s)
-        return found
+        layouts = self._stages.get(key)
+        if layouts is None:
+            layouts = self._stages[key] = self._cut(s)
+        return layouts
 
     def _cut(self, s: Strategy) -> StageLayouts:
         shape = self.job.shape
@@ -253,8 +253,8 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     entry = head[0].entry("head")
     cut = partition_stages(
         [
-            StageUnit(each.name, (each.name,), (entry,), each.name != "blocks.0" or not shape.num_positions)
-            for each in costs
+            StageUnit(cost.name, (cost.name,), (entry,), cost.name != "blocks.0" or not shape.num_positions)
+            for cost in costs
         ],
         costs,
         placement.num_stages,
@@ -305,7 +305,7 @@ def packed_params(shape: ModelShape, lora: LoraConfig, *, has_experts: bool) -> 
     """
     if lora.base == "keep":
         return []
-    return [each for each in with_adapters(block_params(shape, has_experts=has_experts), lora) if each.is_packed]
+    return [param for param in with_adapters(block_params(shape, has_experts=has_experts), lora) if param.is_packed]
 
 
 def is_adapter(param: SkeletonParam) -> bool:
@@ -328,20 +328,20 @@ def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[Sk
     if not lora.rank:
         return tuple(params)
     targets = {target.rpartition(".")[2] for target in lora.targets}
-    known = frozenset[str]().union(*_NAMES.values())
-    if ALL not in targets and not targets & known:
-        names = ", ".join(sorted(known))
+    known_names = frozenset[str]().union(*_NAMES.values())
+    if ALL not in targets and not targets & known_names:
+        names = ", ".join(sorted(known_names))
         raise ConfigError("lora-targets-unknown", f"lora.targets={[*lora.targets]} name no layer; use some of {names}")
-    found: list[SkeletonParam] = []
-    for each in params:
-        layer = each.name.removesuffix(".weight")
+    adapters: list[SkeletonParam] = []
+    for param in params:
+        layer = param.name.removesuffix(".weight")
         called = _NAMES.get(layer) or _NAMES.get(layer.rpartition(".")[2], frozenset())
-        is_linear = bool(called) and not each.name.endswith(".bias")
-        is_packed = is_linear and lora.base == "nf4" and not each.is_of_experts and layer != "ffn.router"
-        found.append(replace(each, is_packed=is_packed))
+        is_linear = bool(called) and not param.name.endswith(".bias")
+        is_packed = is_linear and lora.base == "nf4" and not param.is_of_experts and layer != "ffn.router"
+        adapters.append(replace(param, is_packed=is_packed))
         if is_linear and (ALL in targets or called & targets):
-            found += _beside_experts(each, lora.rank) if each.is_of_experts else _beside(each, layer, lora.rank)
-    return tuple(found)
+            adapters += _beside_experts(param, lora.rank) if param.is_of_experts else _beside(param, layer, lora.rank)
+    return tuple(adapters)
 
 
 def _beside(layer: SkeletonParam, layer_name: str, rank: int) -> Iterator[SkeletonParam]:

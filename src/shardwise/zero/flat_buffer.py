@@ -181,7 +181,7 @@ class EncodedGather(Gather):
         self._decoding = resources.decoding
         self._errors = resources.codec_errors
 
-    # [Note: memory of codes]
+    # [Note: Memory of codes]
     # The flat buffer gets its storage only when the codes are there, so that both are whole for as short as can be. For
     # the same reason few groups' codes are under way: the oldest gather is waited for, and its codes go to the pool.
     def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event, gathered: AsyncWork) -> AsyncWork:
@@ -210,6 +210,8 @@ class EncodedGather(Gather):
             shard.fetch(exact).wait()
         numel = self._num_coded(exact)
         self._measure(exact, self._codec.encode(exact[:numel], sent[: self._codec.num_bytes(numel)]))
+        # The codes are written on the current stream, and the stream of the gather begins after it: there is no other
+        # event to wait for.
         if not is_here:
             self._pool.release(exact)
         return Event(None)
@@ -331,6 +333,11 @@ class FlatBuffer(ABC):
         """Say whether the data is neither present nor being gathered."""
         return self.is_released_between_uses and self.is_sharded
 
+    # [Note: Why a storage is resized and not replaced]
+    # A graph saves more than the parameter: a product saves the transpose of its weight, a view that shares the
+    # storage. Other memory in `parameter.data` would leave the old one to such views, and nothing would be freed. A
+    # storage that is resized to 0 is freed under all of them, and the next gather makes them valid again for the
+    # backward. In between no view may be read: `guard` gives the parameters a class that reports every use.
     def allocate(self) -> None:
         """Give `full` its storage back, where that is freed between uses."""
         if self.is_released_between_uses:
@@ -346,6 +353,12 @@ class FlatBuffer(ABC):
         flats = [self.full[param.offset : param.offset + param.numel] for param in self.spec.params]
         return list(starmap(self.shaped, enumerate(flats)))
 
+    # [Note: Gathers on a side stream]
+    # On NCCL a gather runs on the side stream "gather", beside the computation. Its memory is allocated in the order of
+    # the compute stream, whose kernels may still read what was freed there last. So the side stream begins after all
+    # that the compute stream holds when the gather is started, and a prefetch is started before the work of the current
+    # unit is enqueued: after it, it would wait for that too. `wait` makes the compute stream wait for the gather, and
+    # the host goes on; on gloo the host waits.
     def unshard(self) -> None:
         """Start to make all of `full` valid; does nothing where it is valid or an all-gather is under way.
 
@@ -353,7 +366,7 @@ class FlatBuffer(ABC):
             ReleasedParameterError: the parameters are offloaded.
         """
         if self.state is ParamState.STEPPING:
-            self.finish_update()
+            self.finish_update()  # see [Note: Steps that go on in the background]
         if self.state is ParamState.OFFLOADED:
             raise ReleasedParameterError(
                 "states-offloaded", f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
@@ -419,7 +432,7 @@ class FlatBuffer(ABC):
     def claim(self) -> None:
         """Give the unit memory that is its own alone, as it is freed and gathered again while graphs share it."""
         if self.is_lent and self.is_released_between_uses and self._is_shared(len(self.parameters)):
-            self._replace_memory(keeps_values=True)
+            self._replace_memory(keeps_values=True)  # see [Note: Memory that is lent]
         self.is_lent = False
 
     def is_viewed_by(self, tensors: Sequence[Tensor]) -> bool:
@@ -486,12 +499,17 @@ class FlatBuffer(ABC):
         """Free `full` where parameters are stored as shards; say whether there was something to free."""
         if not self.is_released_between_uses or self.state not in (ParamState.UNSHARDING, ParamState.UNSHARDED):
             return False
+        # [Note: Freed after its last reader]
+        # The host frees memory while kernels that read it are still queued. For the compute stream that is safe: memory
+        # is given out again in its order. A gather that no forward has waited for may still write here, on its side
+        # stream, so the compute stream waits for it first. What other code has written into the parameters is taken
+        # over before it is gone.
         self._work.wait()
         self.follow_writes()
         if self._is_shared(len(self.parameters) if keeps_views or self.is_lent else None):
             self._replace_memory(keeps_values=False)
         else:
-            self._tracker.resize(self.full, 0)
+            self._tracker.resize(self.full, 0)  # see [Note: Why a storage is resized and not replaced]
         self.is_lent = False
         self._set_state(ParamState.SHARDED)
         return True
@@ -507,7 +525,7 @@ class FlatBuffer(ABC):
         is_viewed = num_known is not None and has_views(self.full, num_known)
         return is_viewed or not self.full.untyped_storage().resizable()
 
-    # [Note: memory that is lent]
+    # [Note: Memory that is lent]
     # A storage can be freed while tensors share it, and so it is between a unit's forward and its backward: the graph
     # of the unit shares it, and reads it only after it is gathered again. Nothing tells other graphs and views when to
     # read, so they keep the storage, which dies with the last of them, and the parameters go on in another one.

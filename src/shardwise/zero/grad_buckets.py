@@ -281,7 +281,7 @@ class GradBucket:
             self._sum = self._stored()[self._slice]
         return self._sum
 
-    # [Note: a reduction under way]
+    # [Note: A reduction under way]
     # A reduction is one `AsyncWork` of one collective or more: each is started once the one before it has ended.
     # `RunningReductions` advances it when the next group's reduction has been started, so that the second collective of
     # this group comes after the first of the next one, on every rank. What a collective reads or writes goes back to
@@ -448,6 +448,8 @@ class WholeBucket(GradBucket):
         bucket = self._stored()
         if self.arrivals.are_there:
             return bucket
+        # The last reduction may have sent this memory from where it is, so it must have ended before the next gradient
+        # is written there.
         self.finish_reduce()
         if will_reduce and self._may_be_narrow and not self.holds_sum:
             # The only backward of the step: nothing is added to its gradients before they are sent.
@@ -502,6 +504,11 @@ class AwayBucket(GradBucket):
         def note(gradient: Tensor) -> None:
             self._square = self.norm.square_of(gradient.to(self._master_dtype))
 
+        # [Note: Squares of gradients that leave]
+        # Clipping needs the norm of all gradients before the first group is stepped, see [Note: The norm comes before
+        # the step]. So a sum is squared on its way: on the device as it leaves, or by the worker thread once that has
+        # added it to what is stored. Otherwise all gradients would be read twice. Only the last sum before the step
+        # counts.
         # What ranks share is summed before it counts in the norm.
         is_counted = is_last and not self.norm.sharing.summed
         self._is_squared_at_once = is_counted and not adds

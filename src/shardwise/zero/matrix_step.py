@@ -61,6 +61,9 @@ class MatrixStep(GroupStep):
     def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
         # What is stored off the device is brought there, and written back.
         mean_of = update.means()
+        # [Note: All ranks take all rounds]
+        # A round is two exchanges of all ranks, those too that own and hold nothing of it. Its matrices follow from the
+        # specs, and from `used`, on which the ranks have agreed: so none leaves out a round that another takes.
         for owned in self._rounds:
             if matrices := [matrix for matrix in owned if update.used[matrix.place.name]]:
                 self._step_round(matrices, mean_of, update.options_of)

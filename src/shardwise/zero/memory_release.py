@@ -204,6 +204,7 @@ class MemoryRelease:
             self._given_up[-1].allocate()
             self._given_up.pop()
         while self._freed:
+            # It leaves the queue once it is filled: after a lack of memory `restore` goes on from here.
             memory = self._freed[0]
             memory.allocate()
             self._spill_buffer.read(memory.bytes())
@@ -227,6 +228,10 @@ class MemoryRelease:
         if self._names and not (params_suffice and "params" not in self._names):
             raise EngineError("states-offloaded", f"{', '.join(self._names)} are offloaded; call engine.reload() first")
 
+    # [Note: Nothing is under way when states leave]
+    # Storages are freed here outside of the order in which a step uses them, so nothing may be under way. Steps on the
+    # host end first, since gathers wait for them; then gathers and reductions; then what the worker thread still writes
+    # for them; and last all work of the device. What was read ahead is dropped, so that its buffers are freed too.
     def _drain(self) -> None:
         """Finish what is under way, and release the gathered parameters."""
         self._sharding.drain()

@@ -283,6 +283,12 @@ class ShardedOptimizer:
 
         These are fp64 and 0-d, on the device; what ranks of the tensor-parallel group share counts on one of them.
         """
+        # [Note: The norm comes before the step]
+        # One factor clips all gradients, and it depends on all of them, on all ranks. So every gradient is made final
+        # before any group is stepped: first the parts are summed that ranks of a tensor-parallel group share, then
+        # those of stages that hold one parameter, and then squares are taken, of each element on one rank; the square
+        # of a sum is no sum of squares. The engine sums the squares together with loss and counts (`engine/step.py`).
+        # If one of them is not finite, no parameter has changed yet.
         held = [(group, group.grads) for group in self._groups if group.grads is not None and group.grads.holds_sum]
         for group, grads in held:
             if not (grads.is_away or self._keeper(group).reads_stored):
@@ -340,6 +346,10 @@ class ShardedOptimizer:
 
         Chunks that are still in memory from the last pass over NVMe come first, since the others would push them out.
         """
+        # [Note: Order of the host's steps]
+        # The worker thread takes tasks in the order of their submission, and updates come in the order in which their
+        # groups were made, mostly that of the units. So what the next forward uses first is stepped first, and is
+        # gathered while the others are stepped.
         tiers = self._resources.tiers
         chunks = [(update, chunk) for update in updates for chunk in update.chunks]
         num_left = Counter(update.group for update, _ in chunks)

@@ -256,6 +256,12 @@ class ReductionOrder(Generic[Group]):
         final: those whose gradients a schedule has reduced for the last time before the step.
     """
 
+    # [Note: One order of reductions]
+    # Ranks match the collectives of a communicator by their order alone. Where they start them in different orders,
+    # gloo mixes tensors of one size without an error. Gradients arrive in the order of this rank's graph, so their
+    # arrival alone must not start a reduction. And a bucket is sent as a whole, often from where the gradients were
+    # put: so it waits for the last gradient of its group. A gradient that comes later, from a use outside of the unit,
+    # makes the group be reduced once more, at the end of the backward.
     def __init__(self, groups: Iterable[Group] = ()) -> None:
         self.groups: list[Group] = []
         self.late: list[Group] = []
@@ -332,6 +338,10 @@ class ReductionOrder(Generic[Group]):
 class RunningReductions:
     """Keeps at most two reductions under way: one may wait for its second collective while the next one starts."""
 
+    # [Note: Two reductions at a time]
+    # A reduction holds its bucket, what it sends and what it receives until it is waited for. With one at a time the
+    # network would be idle while gloo's sums run on the host, and between the two sums of hybrid sharding. Without a
+    # limit the buckets of all units would be held at once.
     def __init__(self) -> None:
         self.groups: deque[ParamGroup] = deque()
 
@@ -341,7 +351,7 @@ class RunningReductions:
             self._end_first()
         for other in self.groups:
             if other.grads is not None:
-                other.grads.advance_reduce()
+                other.grads.advance_reduce()  # see [Note: A reduction under way]
         self.groups.append(group)
 
     def finish(self) -> None:

@@ -84,6 +84,7 @@ class OwnerExchange:
                     found.setdefault(name, []).append((part, values))
                 elif part.rank == self._comm.rank:
                     sends.setdefault(matrix.owner, []).append(own[name])
+        # Parts have no names on the wire: each end lists those of the other in the order of `matrices`.
         self._comm.exchange(sends, receives, what).wait()
         for matrix in matrices:
             if matrix.owner == self._comm.rank:

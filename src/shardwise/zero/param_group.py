@@ -184,6 +184,8 @@ class ParamGroup(FlatBuffer):
         self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, resources.comms.shards.rank)
         self._keeps_exact = self.transport.is_encoded and not self.is_released_between_uses
         self._is_gathered_after_step = spec.trainable and (stage.unshard_after_step or self._keeps_exact)
+        # The views are made while `full` has memory; they outlive that, see [Note: Why a storage is resized and not
+        # replaced].
         views, numel = self._views(), self.shard_stop - self.shard_start
         self.shard: StateStorage = tiers.on_device(self.full[self.shard_start : self.shard_stop])
         if self.is_released_between_uses:
@@ -235,6 +237,7 @@ class ParamGroup(FlatBuffer):
 
     def refresh(self) -> None:
         """Take over the optimizer's update; where parameters are stored whole, start to gather them."""
+        # Asked first, as it says what was UNSHARDED, and `_take_over` ends that.
         is_aliased = self.is_aliased
         if self._take_over(is_narrowed=False):
             self.unshard()
@@ -251,6 +254,11 @@ class ParamGroup(FlatBuffer):
         is_whole = self.state is ParamState.UNSHARDED and not self.is_released_between_uses
         return is_whole and self._is_shared(len(self.parameters) + self._num_pieces())
 
+    # [Note: Steps that go on in the background]
+    # A step returns while the host still steps some groups, so that the next forward begins earlier. Until its task
+    # ends, such a group is STEPPING: its shard changes, so `unshard` waits for the task before it gathers. Where
+    # parameters are stored whole, their gather follows the task in the order of all ranks, see [Note: Gathers after the
+    # step].
     def refresh_in_background(self, stepping: Task, gather_updates: Callable[[], None] | None) -> None:
         """Take over an update that is under way on the host; the next use of the parameters waits for it.
 
@@ -393,7 +401,9 @@ class ParamGroup(FlatBuffer):
 
     def _drop_gathered(self, is_narrowed: bool) -> None:
         """Forget all that other ranks have sent, and round the master to the shard unless that is done elsewhere."""
-        self._work.wait()  # which no forward has waited for
+        # After a step only this rank's slice is new. What other ranks have sent before, in `full` and in the secondary
+        # shard, is of the old parameters: it is forgotten here, so that the next gather asks all ranks.
+        self._work.wait()  # see [Note: Freed after its last reader]
         self.transport.forget()
         if self.master is not self.shard and not is_narrowed:
             self._narrow()

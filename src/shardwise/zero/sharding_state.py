@@ -168,8 +168,8 @@ class ShardingState:
             group.unguard()
         self.parts.enter(unit)
         if not is_recomputed:
-            self._prefetch_units()
-        unit.forward_start_s = self._resources.timeline.now()
+            self._prefetch_units()  # before the unit's own work is enqueued: see [Note: Gathers on a side stream]
+        unit.begin_forward(self._resources.timeline.now())
 
     def _enter_forward(self, unit: Unit) -> None:
         if not unit.is_root:
@@ -210,12 +210,14 @@ class ShardingState:
         if backward_follows is None:
             for group in unit.groups:
                 self._pin_until_backward(group)
+        # The backward begins with the last unit, so to free that would only gather it again. If another one was the
+        # last, this one stays whole until its backward.
         elif not backward_follows or not self.order.is_last(unit.name):
             unit.reshard(keeps_views=not backward_follows)
 
     def _end_forward(self, backward_follows: bool | None) -> None:
         self.parts.show(self.groups, False)
-        self._updates.gather()  # before the backward's reductions: the same order of collectives on all ranks
+        self._updates.gather()  # see [Note: Gathers after the step]
         for name in self.order.unused():
             self._unit_of[name].reshard()
         self._pass(self.order.end_forward())
@@ -279,7 +281,7 @@ class ShardingState:
             if self._is_over(unit):
                 self._close_backward(unit)
                 self._prefetch_units()
-            self.reductions.mark_done(group)
+            self.reductions.mark_done(group)  # see [Note: One order of reductions]
             for each in self._ready():
                 self._reduce(each)
 
@@ -335,7 +337,7 @@ class ShardingState:
         self._enter(Phase.STEPPING)
         for group in self.groups:
             if group in stepping:
-                self._updates.start(group, stepping[group])
+                self._updates.start(group, stepping[group])  # see [Note: Gathers after the step]
             elif group.grads is not None:
                 group.refresh()
         if at_once:
@@ -409,6 +411,7 @@ class ShardingState:
         self.reductions.running.finish()
         self._end_units()
         self.reshard_all()
+        # Collectives that end give their buffers back to the pool, which then frees them.
         self._resources.comms.drain()
         self._resources.pool.trim()
 
@@ -525,6 +528,8 @@ class ShardingState:
         self.reductions.running.add(group)
 
     def _end_backward(self) -> None:
+        # What `_pass` reduces and releases depends on the phase, so it comes before the phase ends. What was to be
+        # called after the backward may begin the next pass, so it comes last.
         self._pass(self.order.end_backward())
         self._enter(self.backward.began_in)
         self.reductions.leave(self.reductions.has_open)

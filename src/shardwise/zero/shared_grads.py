@@ -95,6 +95,8 @@ def _sum_parts(parts: Sequence[FlatState], comm: Comm, row: int, num_rows: int, 
     if not parts:
         return
     dtype = max((part.dtype for part in parts), key=lambda each: each.itemsize)
+    # Small parts of many parameters go in one collective. Ranks that share nothing with each other write into different
+    # rows, and add zeros to the others.
     table = torch.zeros(num_rows, sum(numels), dtype=dtype, device=comm.device)  # [rows, elements]
     own = table[row]
     for part, place in zip(parts, own.split(numels), strict=True):

@@ -155,6 +155,10 @@ class Unit:
         for group in self.groups:
             group.reshard(keeps_views)
 
+    # [Note: Records of micro-batches]
+    # When a unit's backward is over follows from the forwards that it has counted, and these belong to one micro-batch.
+    # A pipeline runs forwards of other micro-batches before that backward. So each one's record is put away after its
+    # forward, and brought back before its backward.
     def save_record(self) -> tuple[int, bool]:
         """Forget the forwards so far, whose backwards come later; return what `restore_record` needs before them."""
         record = self.num_awaited_inputs, self.has_untracked_forward
@@ -169,6 +173,10 @@ class Unit:
 class HostUpdates:
     """Gathers what steps on the host have changed, in the order in which all ranks have started them."""
 
+    # [Note: Gathers after the step]
+    # Ranks may use groups in different orders, or skip a block, but gathers need one order on all of them. So they
+    # follow the order in which the steps were started: to use a group gathers those before it first. What a forward has
+    # not used is gathered at its end, before the reductions of its backward, which is the same place on all ranks.
     def __init__(self) -> None:
         self._ungathered: deque[ParamGroup] = deque()
 
@@ -213,6 +221,7 @@ class LentGroups:
             stays: others do not take its place.
         """
         if group.state is not ParamState.UNSHARDED:
+            # Before the next one is gathered, so that never more are whole at the same time.
             for other in self._groups[: 1 - MOST_LENT]:
                 other.reshard(keeps_views=True)
             group.wait()

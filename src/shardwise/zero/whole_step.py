@@ -101,6 +101,7 @@ class WholeParameters:
             del masters, gradients
             act()
             made = {name: view.detach().to(device).contiguous() for name, view in views.items()}
+        # After an error too: otherwise whole tensors of all that this rank owns would stay in its memory.
         finally:
             for name, place in self.places.items():
                 views[name].grad = None

@@ -45,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: Backe
 
     The arguments q, k, v, extras and plan are those of `Backend.forward`.
     """
-    inputs = [_last_dim_contiguous(each) for each in (q, k, v)]
+    inputs = [_last_dim_contiguous(tensor) for tensor in (q, k, v)]
     samples, heads, tokens, head_dim = q.shape
     out = q.new_empty(samples, tokens, heads, head_dim).transpose(1, 2)  # [B, H, Nq, D]
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)  # [B, H, Nq]
@@ -70,8 +70,8 @@ def backward(
     The arguments grad_out, grad_lse, saved, extras, plan, needs_bias and is_wide are those of `Backend.backward`.
     """
     make = _launches()
-    inputs = [_last_dim_contiguous(each) for each in (saved.q, saved.k, saved.v)]
-    grads = [torch.empty_like(each, dtype=torch.float32 if is_wide else None) for each in inputs]
+    inputs = [_last_dim_contiguous(tensor) for tensor in (saved.q, saved.k, saved.v)]
+    grads = [torch.empty_like(tensor, dtype=torch.float32 if is_wide else None) for tensor in inputs]
     extras = _contiguous(extras)
     grad_bias = _bias_gradient(saved.q, extras.bias) if needs_bias else None
     out, grad_out = _last_dim_contiguous(saved.out), _last_dim_contiguous(grad_out)

@@ -63,12 +63,12 @@ def forward_launches(
         results: out [B, H, Nq, D] and lse [B, H, Nq], to be written.
     """
     q, out, lse = inputs[0], *results
-    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    shape, numbers, extra = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
     samples, heads = q.shape[:2]
     sums = _slots(q, heads, table, (table.tile, shape.WIDE_D))
     most, total = (_slots(q, heads, table, (table.tile,)) for _ in range(2))
     attended = forward.ForwardOutputs(rows_of(out), lse, sums, most, total)
-    arguments = (KernelInputs(*map(rows_of, inputs)), attended, _lists(table), given, numbers, shape)
+    arguments = (KernelInputs(*map(rows_of, inputs)), attended, _lists(table), extra, numbers, shape)
     warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype)
     registers = _registers(shape, warps, q.dtype)
     launches = [KernelLaunch(forward.forward, (table.num_items, heads, samples), arguments, warps, stages, registers)]
@@ -112,7 +112,7 @@ def query_launches(
         grads: of q, to be written; of the bias, zeros in its shape, or None for no gradient.
     """
     q, (grad, grad_bias) = inputs[0], grads
-    shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
+    shape, numbers, extra = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
     samples, heads = q.shape[:2]
     sums = _slots(q, heads, table, (table.tile, shape.WIDE_D))
     out = backward.GradOfQueries(rows_of(grad), sums, grad_bias, *_bias_strides(grad_bias), 0, 0)
@@ -123,9 +123,9 @@ def query_launches(
     launches = []
     for sample in range(0, samples, over[0]):
         for head in range(0, heads, over[1]):
-            here = out._replace(sample=sample, head=head)
+            tile_out = out._replace(sample=sample, head=head)
             arguments = (
-                KernelInputs(*map(rows_of, inputs)), incoming, here, _lists(table), given, numbers, mode, shape
+                KernelInputs(*map(rows_of, inputs)), incoming, tile_out, _lists(table), extra, numbers, mode, shape
             )  # fmt: skip
             grid = (table.num_items, over[1], over[0])
             launches.append(KernelLaunch(backward.backward_queries, grid, arguments, warps, stages, registers))
@@ -151,17 +151,21 @@ def key_launches(
         grads: of k and v, to be written.
     """
     q, k, _ = inputs
-    shape, numbers, given = _shape(inputs, extras, table, of_keys=True), _numbers(inputs, extras, table), _given(extras)
+    shape, numbers, extra = (
+        _shape(inputs, extras, table, of_keys=True),
+        _numbers(inputs, extras, table),
+        _given(extras),
+    )
     samples, heads = k.shape[:2]
     sums = [_slots(q, heads, table, (table.tile, shape.WIDE_D)) for _ in range(2)]
     out = backward.GradOfKeys(*map(rows_of, grads), *sums)
-    arguments = (KernelInputs(*map(rows_of, inputs)), incoming, out, _lists(table), given, numbers, shape)
+    arguments = (KernelInputs(*map(rows_of, inputs)), incoming, out, _lists(table), extra, numbers, shape)
     warps, stages = warps_and_stages(table.tile, shape.WIDE_D, q.dtype, of_keys=True)
     launches = [KernelLaunch(backward.backward_keys, (table.num_items, heads, samples), arguments, warps, stages)]
     if table.num_slots:
         grid = (table.num_merges, heads, samples)
-        for each, grad in zip(sums, grads, strict=True):
-            merged = (each, rows_of(grad), _merges(table), numbers, shape)
+        for total, grad in zip(sums, grads, strict=True):
+            merged = (total, rows_of(grad), _merges(table), numbers, shape)
             launches.append(KernelLaunch(backward.merge_sums, grid, merged, 8, 2))
     return launches
 

@@ -109,7 +109,7 @@ def segments_of(axis: TokenAxis, *, causal: bool) -> list[Segment]:
     starts, stops = [start for start, _ in axis.other], [stop for _, stop in axis.other]
     sums = [0, *accumulate(stop - start for start, stop in axis.other)]
     cuts = [] if not causal else starts[1:] if axis.of_queries else stops[:-1]
-    found = []
+    segment_list = []
     index = axis.places[0]
     for run in axis.own:
         for begin, end in pairwise([run[0], *cuts[bisect_right(cuts, run[0]) : bisect_left(cuts, run[1])], run[1]]):
@@ -122,19 +122,21 @@ def segments_of(axis: TokenAxis, *, causal: bool) -> list[Segment]:
                     shift = (before - index - max(0, start - begin)) * (1 if axis.of_queries else -1)
                 else:
                     least = before - 1 - index if axis.of_queries else index + end - begin - 1 - before
-            found.append(Segment(begin, end, index, shift, least))
+            segment_list.append(Segment(begin, end, index, shift, least))
             index += end - begin
-    return found
+    return segment_list
 
 
 def chunks_of(segments: Sequence[Segment], chunk: int) -> AlignedChunks:
     """Cut the tokens of segments at chunks."""
-    cuts = [np.arange(each.begin // chunk * chunk, each.end, chunk) for each in segments]
-    segment = np.repeat(np.arange(len(segments)), _ints([len(each) for each in cuts]))  # [chunks]
-    first, last, place = _ints([(each.begin, each.end, each.index) for each in segments]).reshape(-1, 3)[segment].T
+    cuts = [np.arange(segment.begin // chunk * chunk, segment.end, chunk) for segment in segments]
+    segment = np.repeat(np.arange(len(segments)), _ints([len(cut) for cut in cuts]))  # [chunks]
+    first, last, index = (
+        _ints([(segment.begin, segment.end, segment.index) for segment in segments]).reshape(-1, 3)[segment].T
+    )
     begin = np.concatenate([_ints([]), *cuts])
     end, begin = np.minimum(begin + chunk, last), np.maximum(begin, first)
-    return AlignedChunks(segment, begin, end, begin - first + place)
+    return AlignedChunks(segment, begin, end, begin - first + index)
 
 
 def tiles_of(axis: TokenAxis, *, causal: bool, chunk: int, width: int) -> AxisTiles:
@@ -151,18 +153,20 @@ def tiles_of(axis: TokenAxis, *, causal: bool, chunk: int, width: int) -> AxisTi
     anchors: list[int] = []  # of each segment: where slots are counted from
     origins: list[int] = []  # of each tile
     shifts: list[tuple[int | None, int]] = []  # of each tile: the exact one, and the least
-    for each in segments:
-        place = each.index - origins[-1] if origins else 0  # in the tile before
-        is_whole = bool(origins) and each.begin % chunk == 0 == place % chunk
-        both = _agreed(shifts[-1], (each.shift, each.least)) if is_whole and place < width else None
+    for segment in segments:
+        place = segment.index - origins[-1] if origins else 0  # in the tile before
+        is_whole = bool(origins) and segment.begin % chunk == 0 == place % chunk
+        both = _agreed(shifts[-1], (segment.shift, segment.least)) if is_whole and place < width else None
         if both is not None:
             origin, shifts[-1] = origins.pop(), both
         else:
-            is_long = each.begin // width < (each.end - 1) // width
-            origin = each.index - (0 if is_whole and place == width else each.begin % (width if is_long else chunk))
+            is_long = segment.begin // width < (segment.end - 1) // width
+            origin = segment.index - (
+                0 if is_whole and place == width else segment.begin % (width if is_long else chunk)
+            )
         anchors.append(origin - len(origins) * width)
-        origins += range(origin, each.index + each.end - each.begin, width)
-        shifts += [(each.shift, each.least)] * (len(origins) - len(shifts))
+        origins += range(origin, segment.index + segment.end - segment.begin, width)
+        shifts += [(segment.shift, segment.least)] * (len(origins) - len(shifts))
     chunks = chunks_of(segments, chunk)
     slots = (chunks.index - _ints(anchors)[chunks.segment]) // chunk
     borders = np.searchsorted(slots, np.arange(len(origins) + 1) * (width // chunk))  # [tiles + 1], of chunks
@@ -250,18 +254,18 @@ def tables_of(layout: BlockLayout, side: TileSide, heads: HeadGroups, limit: int
         side: queries for forward and dQ, keys for dK and dV.
         limit: most entries of a program, beyond which a tile is split; None chooses it from the layout's total work.
     """
-    parts = [_heads_lists(*each, side) for each in _places(layout)]  # per document and head
-    tokens = np.concatenate([part[0].tokens for part in parts])
+    parts = [_heads_lists(*places, side) for places in _places(layout)]  # per document and head
+    tokens = np.concatenate([head_lists[0].tokens for head_lists in parts])
     ranges, full, partial = [], [], []
     num_full = num_partial = 0
     for head in range(layout.num_heads):
-        of_head = [part[head] for part in parts]
-        lengths = np.concatenate([part.lengths for part in of_head])  # [tiles, 2]: full and partial entries
+        of_head = [of_document[head] for of_document in parts]
+        lengths = np.concatenate([head_list.lengths for head_list in of_head])  # [tiles, 2]: full and partial entries
         ends = lengths.cumsum(0) + np.array([num_full, num_partial])
         ranges.append(np.stack([ends[:, 0] - lengths[:, 0], ends[:, 0], ends[:, 1] - lengths[:, 1], ends[:, 1]], 1))
         num_full, num_partial = num_full + int(lengths[:, 0].sum()), num_partial + int(lengths[:, 1].sum())
-        full += [part.full for part in of_head]
-        partial += [part.partial for part in of_head]
+        full += [head_list.full for head_list in of_head]
+        partial += [head_list.partial for head_list in of_head]
     lists = heads.query // heads.kv if layout.num_heads > 1 and not side.of_queries else 1
     shape = layout.num_heads // lists, lists, len(tokens), 4
     grouped = np.stack(ranges).reshape(shape).swapaxes(1, 2)  # [groups, tiles, lists, 4]
@@ -285,7 +289,9 @@ def best_width(layout: BlockLayout, of_queries: bool, entry: int, most_tile: int
     for tile in (128, 64, 32, 16):
         if tile <= most_tile:
             side = TileSide(of_queries, TileWidth(tile, entry))
-            lengths = sum(part.lengths.sum() for each in _places(layout) for part in _heads_lists(*each, side))
+            lengths = sum(
+                head_list.lengths.sum() for places in _places(layout) for head_list in _heads_lists(*places, side)
+            )
             costs[tile] = int(lengths) * (tile + _ENTRY_COST) * (1.0 if tile >= 64 else _NARROW_COST)
     return TileWidth(min(costs, key=lambda tile: costs[tile]), entry)
 
@@ -306,12 +312,12 @@ class _TileLists:
 
 def _places(layout: BlockLayout) -> list[tuple[Pattern, int, int]]:
     """Return each document with the indices of its first query and its first key in the tensors."""
-    found = []
+    item_list = []
     query = key = 0
     for pattern in layout.patterns:
-        found.append((pattern, query, key))
+        item_list.append((pattern, query, key))
         query, key = query + pattern.num_queries, key + pattern.num_keys
-    return found
+    return item_list
 
 
 def _granule(block: int) -> int:
@@ -328,8 +334,8 @@ def _heads_lists(pattern: Pattern, query: int, key: int, side: TileSide) -> list
     run, sub_block = _runs(pattern.block, side.width)
     queries = TokenAxis(pattern.query_runs, pattern.key_runs, (query, key), of_queries=True)
     keys = TokenAxis(pattern.key_runs, pattern.query_runs, (key, query), of_queries=False)
-    own, other = (queries, keys) if side.of_queries else (keys, queries)
-    tiles = tiles_of(own, causal=pattern.causal, chunk=run, width=side.width.tile)
+    near, other = (queries, keys) if side.of_queries else (keys, queries)
+    tiles = tiles_of(near, causal=pattern.causal, chunk=run, width=side.width.tile)
     entries = chunks_of(segments_of(other, causal=False), sub_block)
     return [_lists(pattern, head.numpy(), tiles, entries, side) for head in pattern.blocks]
 
@@ -339,10 +345,10 @@ def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: AlignedCh
     run, sub_block = _runs(pattern.block, side.width)
     some, every = _pairs(pattern, blocks if side.of_queries else blocks.T, (tiles.chunks, entries), side.of_queries)
     shape = len(tiles.tokens), side.width.tile // run, len(entries.begin)  # [tiles, runs, sub-blocks]
-    seen, whole = np.zeros(shape, dtype=bool), np.ones(shape, dtype=bool)
-    for found, into in ((some, seen), (every, whole)):
-        into.reshape(shape[0] * shape[1], shape[2])[tiles.slots] = found
-    is_full = whole.all(1) & (entries.end - entries.begin == sub_block)  # [tiles, sub-blocks]
+    seen, is_all_seen = np.zeros(shape, dtype=bool), np.ones(shape, dtype=bool)
+    for values, into in ((some, seen), (every, is_all_seen)):
+        into.reshape(shape[0] * shape[1], shape[2])[tiles.slots] = values
+    is_full = is_all_seen.all(1) & (entries.end - entries.begin == sub_block)  # [tiles, sub-blocks]
     num_subs = side.width.entry // sub_block
     rank = is_full.cumsum(1) - 1
     is_full &= rank < (is_full.sum(1, keepdims=True) // num_subs) * num_subs  # remaining ones join the partial ones
@@ -376,11 +382,11 @@ def _partial(is_partial: Bools, seen: Bools, entries: AlignedChunks, num_subs: i
     num_entries = -(-counts // num_subs)
     rank = np.arange(len(tile)) - np.repeat(counts.cumsum() - counts, counts)
     entry = np.repeat(num_entries.cumsum() - num_entries, counts) + rank // num_subs
-    place = rank % num_subs
+    column_in_entry = rank % num_subs
     table = np.zeros((int(num_entries.sum()), 2 * num_subs + seen.shape[1]), dtype=np.int64)
-    table[entry, place] = entries.index[column]
-    table[entry, num_subs + place] = (entries.index + entries.end - entries.begin)[column]
-    bits = seen[tile, :, column].astype(np.int64) << place[:, None]  # [sub-blocks, runs]
+    table[entry, column_in_entry] = entries.index[column]
+    table[entry, num_subs + column_in_entry] = (entries.index + entries.end - entries.begin)[column]
+    bits = seen[tile, :, column].astype(np.int64) << column_in_entry[:, None]  # [sub-blocks, runs]
     np.add.at(table[:, 2 * num_subs :], entry, bits)
     return table
 
@@ -398,22 +404,22 @@ def _items(tokens: Ints, ranges: Ints, limit: int) -> tuple[Ints, Ints, int]:
         work = lengths.sum((1, 2))
         parts = np.where(work * 4 > limit * 5, -(-work // limit), 1)
         tile = np.repeat(np.arange(len(tokens)), parts)
-        part = np.arange(len(tile)) - np.repeat(parts.cumsum() - parts, parts)
+        part_index = np.arange(len(tile)) - np.repeat(parts.cumsum() - parts, parts)
         is_split = parts[tile] > 1
         slot = np.where(is_split, is_split.cumsum() - 1, -1)
-        cuts = [of_group[tile, :, ::2] + lengths[tile] * each[:, None, None] // parts[tile, None, None]
-                for each in (part, part + 1)]  # fmt: skip
+        cuts = [of_group[tile, :, ::2] + lengths[tile] * share[:, None, None] // parts[tile, None, None]
+                for share in (part_index, part_index + 1)]  # fmt: skip
         cut = np.stack(cuts, -1).reshape(len(tile), 4 * of_group.shape[1])
         order = np.argsort(-(cuts[1] - cuts[0]).sum((1, 2)), kind="stable")
         items.append(np.concatenate([tokens[tile], slot[:, None], cut], 1)[order])
         split = np.nonzero(parts > 1)[0]
         first = parts[split].cumsum() - parts[split]
         merges.append(np.concatenate([tokens[split, :3], first[:, None], parts[split, None]], 1))
-    num_slots = max(int(each[:, 4].sum()) for each in merges)
+    num_slots = max(int(merge[:, 4].sum()) for merge in merges)
     return _stacked(items), _stacked(merges), num_slots
 
 
 def _stacked(groups: list[Ints]) -> Ints:
     """Stack groups to [groups, rows, numbers], with rows of zeros after those that have fewer."""
-    most = max(len(each) for each in groups)
-    return np.stack([np.pad(each, ((0, most - len(each)), (0, 0))) for each in groups])
+    most = max(len(group) for group in groups)
+    return np.stack([np.pad(group, ((0, most - len(group)), (0, 0))) for group in groups])

@@ -65,9 +65,9 @@ def plan_of(
     for of_queries in (True, False):
         width = best_width(layout, of_queries, *widest(head_dim, dtype, of_queries))
         tables = tables_of(layout, TileSide(of_queries, width), heads, limit)
-        full, partial = (np.pad(each, ((0, 1), (0, 0))) for each in (tables.full, tables.partial))
+        full, partial = (np.pad(table, ((0, 1), (0, 0))) for table in (tables.full, tables.partial))
         arrays = (tables.items, full, partial, tables.merges)
-        tensors += [torch.from_numpy(each).to(device, torch.int32) for each in arrays]
+        tensors += [torch.from_numpy(array).to(device, torch.int32) for array in arrays]
         numbers += [width.tile, width.entry, tables.run, tables.sub_block, tables.num_slots]
     return BackendPlan(tuple(tensors), tuple(numbers))
 

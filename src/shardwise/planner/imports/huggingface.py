@@ -68,10 +68,10 @@ def cached_config(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json")
     except ValueError:  # no name of the hub
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
@@ -94,8 +94,8 @@ def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
     if text.get("kv_lora_rank"):
         notes.append("latent attention is priced as attention with one head of keys and values")
     if not is_known:
-        kind = text.get("model_type", "none")
-        notes.append(f"model_type {kind} is read by its fields' names: check the number of parameters")
+        model_type = text.get("model_type", "none")
+        notes.append(f"model_type {model_type} is read by its fields' names: check the number of parameters")
     longest = _size(text, "max_position_embeddings", source, default=0, least=0) or None
     return ModelSource(shape=shape_of(values, source), longest=longest, notes=tuple(notes))
 
@@ -106,8 +106,8 @@ def is_huggingface(values: Mapping[str, Any]) -> bool:
     >>> is_huggingface({"n_embd": 768}), is_huggingface({"zero_optimization": {"stage": 3}})
     (True, False)
     """
-    part = values.get("text_config")
-    return any(name in (part or values) for name in ("hidden_size", *_NAMES["hidden_size"]))
+    text_config = values.get("text_config")
+    return any(name in (text_config or values) for name in ("hidden_size", *_NAMES["hidden_size"]))
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
@@ -137,11 +137,11 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
 def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
     """Return the shape that a parsed `config.json` describes; the arguments and errors are those of `source_of`."""
     text, _ = _completed(values)
-    kind = str(text.get("model_type", ""))
+    model_type = str(text.get("model_type", ""))
     hidden, num_heads = _size(text, "hidden_size", source), _size(text, "num_attention_heads", source)
-    positions = _size(text, "max_position_embeddings", source, default=0, least=0) if kind in _LEARNED else 0
-    factor = 4 if kind in _PLAIN else _size(text, "expansion_ratio", source, default=0, least=0)
-    is_tied = kind in _PLAIN - _UNTIED or kind.startswith(("gemma", "cohere"))
+    positions = _size(text, "max_position_embeddings", source, default=0, least=0) if model_type in _LEARNED else 0
+    factor = 4 if model_type in _PLAIN else _size(text, "expansion_ratio", source, default=0, least=0)
+    is_tied = model_type in _PLAIN - _UNTIED or model_type.startswith(("gemma", "cohere"))
     path = str(values.get("_name_or_path") or "").rstrip("/")
     return ModelShape(
         num_layers=_size(text, "num_hidden_layers", source),
@@ -151,28 +151,30 @@ def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
         head_dim=_head_dim(text, hidden, num_heads, source),
         ffn_size=_size(text, "intermediate_size", source, default=factor * hidden or None),
         vocab_size=_size(text, "vocab_size", source),
-        ffn="gated" if _is_gated(text, kind) else "plain",
+        ffn="gated" if _is_gated(text, model_type) else "plain",
         is_tied=bool(text.get("tie_word_embeddings", is_tied)),
-        has_biases=kind in _WITH_BIASES,
-        num_positions=positions + _LEARNED[kind] if positions else 0,
+        has_biases=model_type in _WITH_BIASES,
+        num_positions=positions + _LEARNED[model_type] if positions else 0,
         window=_window(text),
         experts=_experts(text, source),
-        name=path.rpartition("/")[2] or kind or "model",
+        name=path.rpartition("/")[2] or model_type or "model",
     )
 
 
 def _completed(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
     """Return the text model's values with the defaults of its architecture, and whether that is known."""
-    part = values.get("text_config")
+    text_config = values.get("text_config")
     plain = values
-    if isinstance(part, Mapping) and part:
-        plain = {**{key: values[key] for key in ("tie_word_embeddings", "model_type") if key in values}, **part}
-    kind = str(plain.get("model_type", ""))
-    if not kind or find_spec("transformers") is None:
-        return plain, kind in _PLAIN or kind.startswith(("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek"))
+    if isinstance(text_config, Mapping) and text_config:
+        plain = {**{key: values[key] for key in ("tie_word_embeddings", "model_type") if key in values}, **text_config}
+    model_type = str(plain.get("model_type", ""))
+    if not model_type or find_spec("transformers") is None:
+        return plain, model_type in _PLAIN or model_type.startswith(
+            ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek")
+        )
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if kind not in CONFIG_MAPPING:
+    if model_type not in CONFIG_MAPPING:
         return plain, False
     try:
         config = AutoConfig.for_model(**plain).get_text_config()
@@ -194,20 +196,20 @@ def _size(values: Mapping[str, Any], name: str, source: str, default: int | None
         ConfigError: it is not there, or it is no integer, or less than that.
     """
     names = (name, *_NAMES.get(name, ()))
-    found = next((each for each in names if values.get(each) is not None), None)
-    if found is None:
+    used = next((name for name in names if values.get(name) is not None), None)
+    if used is None:
         if default is not None:
             return default
         keys = [key for key, value in values.items() if value is not None][:_MAX_KEYS]
-        close = [each for like in names for each in difflib.get_close_matches(like, keys, n=1, cutoff=0.75)]
+        close = [key for like in names for key in difflib.get_close_matches(like, keys, n=1, cutoff=0.75)]
         others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
         fix = f"did you mean it by {close[0]}?" if close else f"add {name}{others}"
         raise ConfigError("import-key-missing", f"{source} misses {name}; {fix}")
-    value = values[found]
+    value = values[used]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _TOO_MANY:
         raise ConfigError(
             "import-integer",
-            f"{source}: {found}={repr(value)[:_MAX_SHOWN]} must be an integer >= {least} and below {_TOO_MANY:,}; "
+            f"{source}: {used}={repr(value)[:_MAX_SHOWN]} must be an integer >= {least} and below {_TOO_MANY:,}; "
             "correct it there",
         )
     return value

@@ -78,13 +78,13 @@ def read_megatron(source: str | Path) -> ModelSource:
             text = read_text(path, _FIX, max_bytes=_MAX_BYTES)
         except UntrustedFileError as error:
             raise ConfigError(error.code, str(error)) from None
-    words = yaml_words(text) if is_yaml else script_words(text)
-    num_flags = sum(word.startswith("--") for word in words)
+    arguments = yaml_words(text) if is_yaml else script_words(text)
+    num_flags = sum(word.startswith("--") for word in arguments)
     if not num_flags:
         raise ConfigError("megatron-no-flags", f"{source} holds no flags of Megatron's; {_FIX}")
     if num_flags > _MAX_FLAGS:
         raise ConfigError("megatron-too-many-flags", f"{name}: {num_flags:,} flags are more than Megatron has; {_FIX}")
-    flags = _parsed(words, name)
+    flags = _parsed(arguments, name)
     return ModelSource(
         shape=_shape(flags, name),
         settings=_mesh(flags, name) | _zero(flags) | _precision(flags) | _recompute(flags),
@@ -130,11 +130,11 @@ def _parsed(words: Sequence[str], source: str) -> Any:
     parser.add_argument("--data-parallel-sharding-strategy", type=_dashed, choices=tuple(_SHARDING))
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
     flags, unknown = parser.parse_known_args(words)
-    given = {word.partition("=")[0] for word in words if word.startswith("--")}
-    known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
+    names_given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    names_known = [f"--{name.replace('_', '-')}" for name in vars(flags)]
     for word in unknown:
-        close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=_FLAG_SHARE)
-        if word.startswith("--") and close and close[0] not in given:
+        close = difflib.get_close_matches(word.partition("=")[0], names_known, n=1, cutoff=_FLAG_SHARE)
+        if word.startswith("--") and close and close[0] not in names_given:
             raise ConfigError(
                 "megatron-unknown-flag", f"{source}: {word} is not a flag of Megatron's; did you mean {close[0]}?"
             )
@@ -253,12 +253,12 @@ def script_words(text: str) -> list[str]:
     """
     script = _with_values(re.sub(r"\\\r?\n", " ", text))
     try:
-        words = shlex.split(script, comments=True)
+        tokens = shlex.split(script, comments=True)
     except ValueError:  # a quote that is not closed, as in a message
-        words = re.sub(r"(^|\s)#.*", "", script).translate(str.maketrans("\"'", "  ")).split()
+        tokens = re.sub(r"(^|\s)#.*", "", script).translate(str.maketrans("\"'", "  ")).split()
     # A script may collect its flags in one string.
-    parts = (part.strip("()\"'") for word in words for part in (word.split() if "--" in word else [word]))
-    return [_named(part) for part in parts if part != "--"]
+    parts = (token.strip("()\"'") for word in tokens for token in (word.split() if "--" in word else [word]))
+    return [_named(token) for token in parts if token != "--"]
 
 
 def yaml_words(text: str) -> list[str]:
@@ -274,7 +274,7 @@ def yaml_words(text: str) -> list[str]:
         pending = [yaml.safe_load(text)]
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError("not-yaml", f"the file is no YAML: {' '.join(str(error).split())}; {_FIX}") from None
-    words, seen = [], set()
+    arguments, seen = [], set()
     while pending:
         value = pending.pop()
         if id(value) in seen:  # an alias
@@ -283,11 +283,11 @@ def yaml_words(text: str) -> list[str]:
         if isinstance(value, list):
             pending += reversed(value)
         elif isinstance(value, dict):
-            pending += [each for each in reversed(value.values()) if isinstance(each, list | dict)]
-            for key, each in value.items():
-                if not isinstance(each, list | dict) and each not in (None, False):
-                    words += [_named(f"--{str(key).lstrip('-')}"), *([] if each is True else [str(each)])]
-    return words
+            pending += [item for item in reversed(value.values()) if isinstance(item, list | dict)]
+            for key, item in value.items():
+                if not isinstance(item, list | dict) and item not in (None, False):
+                    arguments += [_named(f"--{str(key).lstrip('-')}"), *([] if item is True else [str(item)])]
+    return arguments
 
 
 def _named(word: str) -> str:
@@ -302,7 +302,7 @@ def _with_values(script: str) -> str:
     lines = []
     for line in script.splitlines():
         line = _VARIABLE.sub(lambda found: values.get(found[1] or found[3], found[2] or found[0]), line)
-        if (found := _ASSIGNMENT.match(line)) is not None and len(found[2]) <= _MAX_VALUE:
-            values[found[1]] = found[2].strip("\"'")
+        if (match := _ASSIGNMENT.match(line)) is not None and len(match[2]) <= _MAX_VALUE:
+            values[match[1]] = match[2].strip("\"'")
         lines.append(line)
     return "\n".join(lines)
