@@ -48,11 +48,10 @@ from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
     PlaceholderTensors,
-    is_in_function,
     pytree,
     replaced_checkpoints,
 )
-from shardwise.runtime.user_hooks import without_user_hooks
+from shardwise.runtime.user_hooks import is_in_function, without_user_hooks
 
 _UNUSED: Final = "appears to not have been used in the graph"  # as torch says it of a derivative
 _FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {NO_PIPELINE}"

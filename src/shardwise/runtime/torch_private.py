@@ -11,7 +11,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType, FrameType
 from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
@@ -50,7 +49,6 @@ __all__ = [
     "fake_tensors",
     "file_offset",
     "forward_hooks",
-    "function_of",
     "give_hooks",
     "global_forward_hooks",
     "has_cpu_flash_attention",
@@ -61,7 +59,6 @@ __all__ = [
     "in_fake_mode",
     "in_op_mode",
     "is_fake",
-    "is_in_function",
     "is_plain",
     "is_transformed",
     "named_arguments",
@@ -184,19 +181,6 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
     finally:
         checkpoints._checkpoint_without_reentrant_generator = run
         checkpoints.CheckpointFunction = kind  # type: ignore[misc]
-
-
-def function_of(node: Any) -> type | None:
-    """Return the `torch.autograd.Function` whose backward a node of the graph is; None for others."""
-    return getattr(type(node), "_forward_cls", None)
-
-
-def is_in_function(frame: FrameType | None, last: CodeType) -> bool:
-    """Say whether a frame is inside the forward of a `torch.autograd.Function`, and that inside the code of `last`."""
-    apply = inspect.unwrap(torch.autograd.Function.apply).__code__
-    while frame is not None and frame.f_code not in (apply, last):
-        frame = frame.f_back
-    return frame is not None and frame.f_code is apply
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:

@@ -169,7 +169,7 @@ class ShardingState:
         self.parts.enter(unit)
         if not is_recomputed:
             self._prefetch_units()  # before the unit's own work is enqueued: see [Note: Gathers on a side stream]
-        unit.begin_forward(self._resources.timeline.now())
+        unit.forward_start_s = self._resources.timeline.now()
 
     def _enter_forward(self, unit: Unit) -> None:
         if not unit.is_root:
