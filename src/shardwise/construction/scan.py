@@ -187,28 +187,25 @@ def _read_parameters(modules: Modules, units: Sequence[str], precision: Precisio
     unit_at, block_at = _units_at(modules, units)
     entries = []
     for names in names_of.values():
-        parameter, first = parameters[names[0]], names[0]
-        owners = [name.rpartition(".")[0] for name in names]
-        holders = {unit_at[owner] for owner in owners}
+        parameter, is_bytes = parameters[names[0]], is_opaque(parameters[names[0]])
+        owners = {name: name.rpartition(".")[0] for name in names}
+        holders = {unit_at[at] for at in owners.values()}
         unit = holders.pop() if len(holders) == 1 else ROOT
-        is_bytes = is_opaque(parameter)
-        linear = [_is_linear_weight(name, parameter, modules[at]) for name, at in zip(names, owners, strict=True)]
-        own_layers = [
-            n for n, at in zip(names, owners, strict=True) if isinstance(modules[at], nn.Linear | nn.Embedding)
-        ]
+        is_linear = all(_is_linear_weight(name, parameter, modules[at]) for name, at in owners.items())
+        layers = tuple(name for name, at in owners.items() if isinstance(modules[at], nn.Linear | nn.Embedding))
         entries.append(
             ParamEntry(
-                name=first,
+                name=names[0],
                 aliases=tuple(names[1:]),
                 unit=unit,
                 shape=bytes_shape(parameter) if is_bytes else tuple(parameter.shape),
                 requires_grad=parameter.requires_grad,
                 is_opaque=is_bytes,
-                is_matrix=unit != ROOT and block_at.issuperset(owners) and all(linear),
-                fused=_joint(first, modules[owners[0]]),
+                is_matrix=unit != ROOT and block_at.issuperset(owners.values()) and is_linear,
+                fused=_joint(names[0], modules[owners[names[0]]]),
                 wide_in=() if is_bytes else tuple(narrow for narrow in _NARROW if not wide[narrow].isdisjoint(names)),
                 dtype=parameter.dtype,
-                layer_names=tuple(own_layers),
+                layer_names=layers,
             )
         )
     return tuple(entries)
@@ -223,10 +220,7 @@ def _units_at(modules: Modules, units: Sequence[str]) -> tuple[dict[str, str], s
     unit_at, inside, blocks = {"": ROOT}, set[str](), frozenset(units)
     for name, module in modules.items():
         above = name.rpartition(".")[0]
-        if name and unit_at[above] != ROOT:
-            unit_at[name] = unit_at[above]
-        elif name:
-            unit_at[name] = unit_of_module.get(id(module), ROOT)
+        unit_at[name] = unit_of_module.get(id(module), ROOT) if unit_at[above] == ROOT else unit_at[above]
         if name in blocks or above in inside:
             inside.add(name)
     return unit_at, inside

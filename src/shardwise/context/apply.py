@@ -432,7 +432,6 @@ class TokenSplits(Generic[Kind]):
 
     Attributes:
         layout_of: returns what all heads of the model see in such a sequence.
-        degree: ranks of the `cp` axis.
     """
 
     layout_of: Callable[[Kind], BlockLayout]
@@ -462,7 +461,6 @@ class ContextParallelAttend:
     Attributes:
         own: the attention that it replaces, which says which keys each query sees.
         split_of: returns the token split of a sequence of some length.
-        degree: ranks of the `cp` axis.
     """
 
     own: Attend

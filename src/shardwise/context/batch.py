@@ -206,7 +206,6 @@ def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
     """Return a pytree with all tensors of [samples, length, ...] cut to some tokens.
 
     Args:
-        batch: of whole sequences.
         main: the tensor that `main_input` finds; it gives samples and length.
 
     Raises:

@@ -66,7 +66,6 @@ def replace_forwards(
     """Recompute and compile the forwards of a model's blocks as the config says.
 
     Args:
-        config: the sections `recompute` and `compile`.
         store: keeps the inputs of recomputed blocks; None leaves them where they are.
         check_graph: is given the graph of each block that is compiled; None for no check.
 

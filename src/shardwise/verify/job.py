@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Self
 
@@ -324,11 +325,9 @@ def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ..
     """Return those of some patterns that a small model has modules for; None where it has none."""
     kept, modules = [], dict(model.named_modules())
     for pattern in patterns or ():
-        try:
+        with suppress(ConfigError):
             find_units(modules, [pattern])
-        except ConfigError:
-            continue
-        kept.append(pattern)
+            kept.append(pattern)
     return tuple(kept) or None
 
 
