@@ -279,7 +279,8 @@ class GradientWatch:
 
     Attributes:
         classes: of guarded parameters, and of those that are watched.
-        refuses: what would change gradients is refused; False where scripts are used to its doing nothing.
+        refuses: what would clear gradients is taken, or refused; False where scripts are used to its doing nothing.
+        refuses_clipping: torch's functions that clip are refused; False as for `refuses`.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class GradientWatch:
         self._zero_grad = zero_grad
         self._mode: Literal["off", "on", "paused"] = "off"
         self._has_warned = False
-        self.refuses = True
+        self.refuses = self.refuses_clipping = True
 
     def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
         """Watch the parameters of groups that are stored whole, or stop."""
@@ -321,11 +322,11 @@ class GradientWatch:
         """
         if self._mode != "on":
             return
-        if self.refuses and reader.f_code.co_filename == _CLIP_FILE:
+        if self.refuses_clipping and reader.f_code.co_filename == _CLIP_FILE:
             raise ConfigError(
                 "gradients-clipped-outside",
                 "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
-                "them, sharded, and clips them itself; set optimizer.clip_norm",
+                "them, sharded, and clips them itself; set optimizer.clip_norm, or gradient_clipping in DeepSpeed's JSON",
             )
         if self.refuses and reader.f_code is _ZERO_GRAD_CODE:
             self._clear(reader.f_locals.get("self"))
@@ -351,9 +352,11 @@ class GradientWatch:
         Raises:
             ConfigError: it would be lost.
         """
-        if self._mode == "on" and self.refuses and parameter.requires_grad and (model := self._model()) is not None:
+        is_lost = self._mode == "on" and parameter.requires_grad and (self.refuses or value is not None)
+        if is_lost and (model := self._model()) is not None:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
-            fix = "call engine.zero_grad()" if value is None else f"use engine.write({name!r}, value, 'grad')"
+            write = f"use engine.write({name!r}, value, 'grad') or safe_set_full_grad"
+            fix = "call engine.zero_grad()" if value is None else write
             raise ConfigError(
                 "gradient-assigned",
                 f"grad of parameter {name} was set between engine.backward and engine.step, but the engine has the "
