@@ -32,7 +32,7 @@ def describe_key(key: str) -> str:
 def describe_values(key: str) -> str:
     """Return which values `section.key` takes, in words."""
     schema = _schema(key)
-    return " or ".join(_values(each) for each in schema.get("anyOf", [schema]) if each.get("type") != "null")
+    return " or ".join(_values(option) for option in schema.get("anyOf", [schema]) if option.get("type") != "null")
 
 
 def reference_page() -> str:
@@ -43,7 +43,7 @@ def reference_page() -> str:
         parts.append(f"## {name}\n\n{inspect.getdoc(section)}\n")
         parts.append("| key | values | default | meaning |\n|---|---|---|---|")
         parts[-1] += "".join(f"\n{_row(f'{name}.{leaf}')}" for leaf in section.model_fields)
-    return "\n\n".join(part.strip("\n") for part in parts)
+    return "\n\n".join(section.strip("\n") for section in parts)
 
 
 def _row(key: str) -> str:
@@ -55,15 +55,15 @@ def _row(key: str) -> str:
 
 def _schema(key: str) -> dict[str, Any]:
     section, _, leaf = key.partition(".")
-    kind: Any = Config.model_fields[section].annotation
-    schema: dict[str, Any] = kind.model_json_schema()["properties"][leaf]
+    model: Any = Config.model_fields[section].annotation
+    schema: dict[str, Any] = model.model_json_schema()["properties"][leaf]
     return schema
 
 
 def _values(schema: dict[str, Any]) -> str:
     """Return the values of one alternative of a schema, in words."""
     if "enum" in schema:
-        return ", ".join(f"`{each}`" for each in schema["enum"])
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
     if schema.get("type") == "array":
@@ -71,12 +71,12 @@ def _values(schema: dict[str, Any]) -> str:
         return f"list of {_values(items)}"
     if schema.get("type") == "object":
         return f"table of {_values(schema['additionalProperties'])}"
-    words = {"integer": "integer", "number": "number", "string": "text", "boolean": "`true`, `false`"}[schema["type"]]
+    text = {"integer": "integer", "number": "number", "string": "text", "boolean": "`true`, `false`"}[schema["type"]]
     low, high = schema.get("minimum"), schema.get("maximum")
     if high is not None and high > 10**5:
         high = None  # a bound that only keeps absurd numbers out
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    words += "" if above is None else f" above {above:g}"
+    text += "" if above is None else f" above {above:g}"
     if low is not None:
-        words += f" from {low:g}" + (f" to {high:g}" if high is not None else "")
-    return words + ("" if below is None else f" below {below:g}")
+        text += f" from {low:g}" + (f" to {high:g}" if high is not None else "")
+    return text + ("" if below is None else f" below {below:g}")

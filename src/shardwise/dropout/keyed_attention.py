@@ -41,13 +41,13 @@ def keyed_attention(
         is_causal: position i attends to the first i + 1.
     """
     if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
-        found: Tensor = handle_torch_function(
+        attended: Tensor = handle_torch_function(
             keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
         )
-        return found
+        return attended
     if kwargs.get("enable_gqa"):
         num_sharers = query.shape[-3] // key.shape[-3]
-        key, value = (each.repeat_interleave(num_sharers, dim=-3) for each in (key, value))
+        key, value = (tensor.repeat_interleave(num_sharers, dim=-3) for tensor in (key, value))
     scale = kwargs.get("scale")
     scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scaled @ key.transpose(-2, -1)  # [..., H, L, S]

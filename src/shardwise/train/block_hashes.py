@@ -35,12 +35,12 @@ _MAX_THREADS: Final = 16
 
 def hash_blocks(file: BinaryIO) -> tuple[str, str]:
     """Return the hash of a whole file, and the hashes of its blocks, one after the other, in hexadecimal digits."""
-    whole, blocks = hashlib.blake2b(digest_size=_HASH_BYTES), list[str]()
+    total_digest, blocks = hashlib.blake2b(digest_size=_HASH_BYTES), list[str]()
     num_bytes = os.fstat(file.fileno()).st_size
     while block := file.read(min(_BLOCK_BYTES, num_bytes + 1)):  # of a short file less memory
-        whole.update(block)
+        total_digest.update(block)
         blocks.append(_hash(block))
-    return whole.hexdigest(), "".join(blocks)
+    return total_digest.hexdigest(), "".join(blocks)
 
 
 def check_blocks(
@@ -69,11 +69,11 @@ def check_blocks(
         def check(start: int) -> int:
             block = os.pread(descriptor, min(_BLOCK_BYTES, num_bytes - start), start)
             at = start // _BLOCK_BYTES * _DIGITS
-            place = f"its bytes {start:,} to {start + len(block):,}"
+            byte_range = f"its bytes {start:,} to {start + len(block):,}"
             if _hash(block) != blocks[at : at + _DIGITS]:
-                raise ValueError(f"{path.name} is not what was written, in {place}")
+                raise ValueError(f"{path.name} is not what was written, in {byte_range}")
             if fault := fault_of(block):
-                raise ValueError(f"{path.name} has {fault} in {place}")
+                raise ValueError(f"{path.name} has {fault} in {byte_range}")
             return start + len(block)
 
         with ThreadPoolExecutor(max(1, min(_MAX_THREADS, num_cores()))) as pool:

@@ -96,5 +96,5 @@ def with_peak(price: Estimate, peak: Mapping[str, float]) -> Estimate:
     worst = price.memory.worst
     around = {name: worst.peak[name] for name in ("overhead", "rounding") if name in worst.peak}
     settled = replace(worst, peak={**peak, **around}, is_simulated=True)
-    ranks: tuple[RankMemory, ...] = tuple(settled if each is worst else each for each in price.memory.ranks)
+    ranks: tuple[RankMemory, ...] = tuple(settled if rank is worst else rank for rank in price.memory.ranks)
     return replace(price, memory=MemoryEstimate(ranks=ranks))
