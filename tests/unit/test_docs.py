@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import shutil
 import tomllib
@@ -13,6 +14,7 @@ import pytest
 
 from harness.pages import PAGES, PRELUDES, arguments_of_shardwise, blocks_of, commands_in, outside_blocks
 from harness.paths import ROOT
+from house import CORE
 from shardwise import Config, Engine
 from shardwise.cli.main import cli
 from shardwise.config.resolve import all_keys
@@ -192,6 +194,23 @@ def test_names_of_code_are_in_the_code(page: str) -> None:
         if re.fullmatch(r"_?[A-Za-z][\w.]*", span) and not span.endswith((".toml", ".md", ".lock", ".yaml", ".json")):
             parts = [span] if span.endswith(".py") else span.split(".")
             assert words.issuperset(parts), f"{page} names `{span}`"
+
+
+def test_the_pictures_of_the_packages_are_those_of_the_linter() -> None:
+    """A row for each layer: in the page with a star at each package of the core, in AGENTS.md between `>`."""
+    linter = configparser.ConfigParser()
+    linter.read(ROOT / ".importlinter")
+    layers = [
+        {name.strip().removeprefix("shardwise.") for name in line.split("|")}
+        for line in linter["importlinter:contract:house"]["layers"].split("\n")
+        if line
+    ]
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Import layers")[2].partition("## ")[0]
+    rows = [row.split(" | ") for row in re.findall(r"^    (\S+(?: \| \S+)*)  ", page, re.M)]
+    assert [{name.removesuffix("*") for name in row} for row in rows] == layers
+    assert {name[:-1] for row in rows for name in row if name.endswith("*")} == CORE
+    (line,) = re.findall(r"^    (cli > .+\n.+)$", (ROOT / "AGENTS.md").read_text(), re.M)
+    assert [set(re.findall(r"\w+", layer)) for layer in line.split(">")] == layers
 
 
 def test_a_function_named_after_its_file_is_in_it() -> None:

@@ -170,7 +170,7 @@ class _FolderName:
 class _AnyOf:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = rules
-        words = dict.fromkeys(each.words for each in sorted(rules, key=lambda each: each.words == "None"))
+        words = dict.fromkeys(rule.words for rule in sorted(rules, key=lambda each: each.words == "None"))
         *others, last = words
         self.words = f"{', '.join(others)}{',' if last == 'None' else ''} or {last}" if others else last
 
@@ -207,22 +207,22 @@ class _Elements:
         if not fits:
             raise _RefusedError(_TYPE)
         if self.element is not None and isinstance(value, list | tuple | set | frozenset):
-            for index, each in enumerate(value):
-                _take_inside(self.element, f"[{index}]", each)
+            for index, element in enumerate(value):
+                _take_inside(self.element, f"[{index}]", element)
         return value
 
 
 class _Fixed:
     def __init__(self, elements: Sequence[Rule | None]) -> None:
         self.elements = elements
-        said = ["anything" if each is None else each.words for each in elements]
+        said = ["anything" if element is None else element.words for element in elements]
         self.words = f"a tuple of {' and '.join(said)}"
 
     def take(self, value: Any) -> Any:
         if not isinstance(value, tuple | list) or len(value) != len(self.elements):
             raise _RefusedError(_TYPE)
-        for index, (rule, each) in enumerate(zip(self.elements, value, strict=True)):
-            _take_inside(rule, f"[{index}]", each)
+        for index, (rule, element) in enumerate(zip(self.elements, value, strict=True)):
+            _take_inside(rule, f"[{index}]", element)
         return value
 
 
@@ -234,9 +234,9 @@ class _Table:
     def take(self, value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _RefusedError(_TYPE)
-        for key, each in value.items() if self.key is not None or self.value is not None else ():
+        for key, item in value.items() if self.key is not None or self.value is not None else ():
             _take_inside(self.key, f", the key {_short(key)}", key)
-            _take_inside(self.value, f"[{_short(key)}]", each)
+            _take_inside(self.value, f"[{_short(key)}]", item)
         return value
 
 
@@ -303,32 +303,32 @@ def rule_of(annotation: Any, marks: Sequence[Any] = ()) -> Rule | None:
         return _Flag()
     if annotation in (int, float):
         return _Number(annotation, _limits(marks))
-    kind = origin or annotation
-    if kind is collections.abc.Callable:
+    container = origin or annotation
+    if container is collections.abc.Callable:
         return _Function(parts[0] if parts else ..., NO_CLASS not in marks)
-    if kind is tuple and parts and parts[-1] is not ...:
-        return _Fixed([rule_of(each) for each in parts])
-    if kind in (Sequence, Iterable, collections.abc.Collection, list, tuple):
-        return _Elements(kind, rule_of(parts[0]) if parts else None)
-    if kind in (Mapping, dict):
-        return _Table(*(rule_of(each) for each in parts)) if parts else _Table(None, None)
-    if not isinstance(kind, type) or kind in (object, Any):
+    if container is tuple and parts and parts[-1] is not ...:
+        return _Fixed([rule_of(inner) for inner in parts])
+    if container in (Sequence, Iterable, collections.abc.Collection, list, tuple):
+        return _Elements(container, rule_of(parts[0]) if parts else None)
+    if container in (Mapping, dict):
+        return _Table(*(rule_of(inner) for inner in parts)) if parts else _Table(None, None)
+    if not isinstance(container, type) or container in (object, Any):
         return None  # Any, a type variable
-    return _Trait(kind) if getattr(kind, "_is_protocol", False) else _OfClass(kind)
+    return _Trait(container) if getattr(container, "_is_protocol", False) else _OfClass(container)
 
 
 def _union(parts: Sequence[Any], marks: Sequence[Any]) -> Rule | None:
     rules = [] if Path not in parts else [_PathName()]
-    named = [each for each in parts if not (rules and each in (str, Path))]
-    found = [*rules, *(rule_of(each, marks) for each in named)]
-    return _AnyOf([each for each in found if each is not None]) if None not in found else None
+    named = [inner for inner in parts if not (rules and inner in (str, Path))]
+    every = [*rules, *(rule_of(inner, marks) for inner in named)]
+    return _AnyOf([rule for rule in every if rule is not None]) if None not in every else None
 
 
 def _limits(marks: Sequence[Any]) -> dict[str, float]:
     limits = {}
     for mark in marks:
-        for each in getattr(mark, "metadata", (mark,)):  # of pydantic's Field
-            limits.update({key: getattr(each, key) for key in _LIMITS if hasattr(each, key)})
+        for limit in getattr(mark, "metadata", (mark,)):  # of pydantic's Field
+            limits.update({key: getattr(limit, key) for key in _LIMITS if hasattr(limit, key)})
     return limits
 
 
@@ -384,17 +384,17 @@ class _Border:
     def _positions(self) -> tuple[str, ...]:
         """Return the names of the arguments that may be given by position."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return tuple(each.name for each in self._signature.parameters.values() if each.kind in kinds)
+        return tuple(parameter.name for parameter in self._signature.parameters.values() if parameter.kind in kinds)
 
     @functools.cached_property
     def _kinds(self) -> frozenset[Any]:
-        return frozenset(each.kind for each in self._signature.parameters.values())
+        return frozenset(parameter.kind for parameter in self._signature.parameters.values())
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
         """Return the names of all arguments that have one of their own."""
         parameters = self._signature.parameters.values()
-        return tuple(each.name for each in parameters if each.kind not in _VARIADIC)
+        return tuple(parameter.name for parameter in parameters if parameter.kind not in _VARIADIC)
 
     @functools.cached_property
     def _known(self) -> frozenset[str]:
@@ -405,8 +405,8 @@ class _Border:
         """Return, by the number of arguments given by position, which must and which must not be given by name."""
         parameters = self._signature.parameters
         required = {name for name in self._names if parameters[name].default is inspect.Parameter.empty}
-        given = [frozenset(self._positions[:number]) for number in range(len(self._positions) + 1)]
-        return tuple((frozenset(required - each), each) for each in given)
+        by_position = [frozenset(self._positions[:number]) for number in range(len(self._positions) + 1)]
+        return tuple((frozenset(required - names), names) for names in by_position)
 
     @functools.cached_property
     def _rules(self) -> dict[str, Rule]:
@@ -440,7 +440,7 @@ class _Border:
         if not kwargs:
             return taken, kwargs
         named = {
-            name: value if (found := self._rules.get(name)) is None else self._taken(name, value, found)
+            name: value if (argument_rule := self._rules.get(name)) is None else self._taken(name, value, argument_rule)
             for name, value in kwargs.items()
         }
         return taken, named
@@ -483,16 +483,16 @@ _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYW
 
 def _refusal(function: str, name: str, value: Any, rule: Rule, refused: _RefusedError) -> Exception:
     """Return the error for a value that a rule has refused: function, argument, value, what may be given."""
-    words = refused.words if refused.place else rule.words
+    accepted = refused.words if refused.place else rule.words
     name, value = name + refused.place, refused.value if refused.place else value
-    said, fix = described(name, value), f"give {words}"
+    said, fix = described(name, value), f"give {accepted}"
     if isinstance(value, str) and "\0" in value:
         said = f"{name}={_short(value)} has a NUL character"
     elif refused.code != _TYPE:
         said = f"{name}={_short(value)} is {'out of range' if refused.code == _RANGE else 'not known'}"
-    elif inspect.isroutine(value) and "function" in words:
+    elif inspect.isroutine(value) and "function" in accepted:
         said = f"{name} is the function {getattr(value, '__name__', '')}{_arguments_of(value)}"
-    elif isinstance(value, type) and _is_named(value, words):
+    elif isinstance(value, type) and _is_named(value, accepted):
         fix += f"; {value.__name__}(...) makes one"
     return _error(refused.code, f"{function}: {said}; {fix}")
 
@@ -524,14 +524,18 @@ def described(name: str, value: Any) -> str:
         return f"{name} is None"
     if isinstance(value, type):
         return f"{name} is the class {value.__name__}"
-    kind = with_article(type(value).__name__)
+    type_name = with_article(type(value).__name__)
     is_plain = isinstance(value, _PLAIN) or (
-        isinstance(value, list | tuple | dict | set) and all(isinstance(each, _PLAIN) for each in list(value)[:9])
+        isinstance(value, list | tuple | dict | set) and all(isinstance(element, _PLAIN) for element in list(value)[:9])
     )
-    return f"{name}={_short(value)} is {kind}" if is_plain and type(value).__repr__ in _REPRS else f"{name} is {kind}"
+    return (
+        f"{name}={_short(value)} is {type_name}"
+        if is_plain and type(value).__repr__ in _REPRS
+        else f"{name} is {type_name}"
+    )
 
 
-_REPRS: Final = tuple(kind.__repr__ for kind in (str, bytes, bool, int, float, list, tuple, dict, set))
+_REPRS: Final = tuple(plain_type.__repr__ for plain_type in (str, bytes, bool, int, float, list, tuple, dict, set))
 
 
 def _short(value: Any) -> str:

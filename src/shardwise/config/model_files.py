@@ -110,8 +110,8 @@ def _wrong_values(values: Mapping[str, Any], is_whole: bool) -> Iterator[tuple[s
         elif key in _SIZES:
             least, most = _SIZES[key]
             least = least if is_whole else 0
-            each = value if isinstance(value, list) and value and key in _OF_LAYERS else [value]
-            if len(each) > MAX_LAYERS or not all(_is_size(one, least, most) for one in each):
+            numbers = value if isinstance(value, list) and value and key in _OF_LAYERS else [value]
+            if len(numbers) > MAX_LAYERS or not all(_is_size(one, least, most) for one in numbers):
                 yield key, value, f"must be an integer >= {least} and at most {most:,}"
         elif key in _FLOATS:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

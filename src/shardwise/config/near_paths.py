@@ -16,18 +16,18 @@ def near(path: str | Path) -> str:
     '; did you mean /usr/bin?'
     """
     wanted = Path(path).expanduser()
-    there = next((each for each in wanted.parents if each.is_dir()), None)
-    if there is None or os.path.lexists(wanted):
+    parent = next((folder for folder in wanted.parents if folder.is_dir()), None)
+    if parent is None or os.path.lexists(wanted):
         return ""
-    name, *inner = wanted.relative_to(there).parts
+    name, *inner = wanted.relative_to(parent).parts
     stems: dict[str, list[str]] = {}  # an ending that many names have says nothing
     try:
-        for each in sorted(os.listdir(there)):
-            stems.setdefault(Path(each).stem.lower(), []).append(each)
+        for entry in sorted(os.listdir(parent)):
+            stems.setdefault(Path(entry).stem.lower(), []).append(entry)
     except OSError:
         return ""
     close = [
-        each for stem in get_close_matches(Path(name).stem.lower(), stems, n=3, cutoff=0.7) for each in stems[stem]
+        entry for stem in get_close_matches(Path(name).stem.lower(), stems, n=3, cutoff=0.7) for entry in stems[stem]
     ]
-    found = next((path for each in close if (path := there.joinpath(each, *inner)).exists()), None)
-    return "" if found is None else f"; did you mean {found}?"
+    nearest = next((path for entry in close if (path := parent.joinpath(entry, *inner)).exists()), None)
+    return "" if nearest is None else f"; did you mean {nearest}?"

@@ -166,7 +166,7 @@ class Config(Section):
             super().__init__(**sections)
         except ValidationError as error:
             section, leaf = map(str, error.errors()[0]["loc"][:2])
-            kinds = {each["type"] for each in error.errors() if each["loc"][:2] == (section, leaf)}
+            kinds = {detail["type"] for detail in error.errors() if detail["loc"][:2] == (section, leaf)}
             code = next((code for code, its in _KINDS.items() if not kinds.isdisjoint(its)), "wrong-type")
             raise ConfigError(code, _explain(section, leaf, sections[section][leaf])) from None
 
@@ -452,15 +452,15 @@ def shown_value(value: Any) -> str:
 
 
 def _suggestion(path: str) -> str:
-    known = [*all_keys(), *Config.model_fields]
+    keys = [*all_keys(), *Config.model_fields]
     section, _, leaf = path.rpartition(".")
-    if path in known:
+    if path in keys:
         return f"put {leaf} into the section {section}"
-    close = [name for name in known if name.rpartition(".")[2] == leaf]
+    close = [name for name in keys if name.rpartition(".")[2] == leaf]
     if not close and (setting := setting_of(leaf)):
         return f"did you mean {setting}?"
-    close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.75)
-    close = close or [name for name in known if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)]
+    close = close or difflib.get_close_matches(path, keys, n=1, cutoff=0.75)
+    close = close or [name for name in keys if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.75)]
     if close:
         return f"did you mean {' or '.join(close[:3])}?"
     return f"sections are {', '.join(Config.model_fields)}"
@@ -490,12 +490,12 @@ def _rule(schema: Mapping[str, Any], value: Any = None) -> str:
     """Say what a value must be; a bound that only guards against absurd numbers is named where the value exceeds it."""
     if "anyOf" in schema:
         return " or ".join(_rule(option, value) for option in schema["anyOf"] if option["type"] != "null")
-    if words := _words(schema):
-        return " or ".join(words)
+    if choices := _words(schema):
+        return " or ".join(choices)
     if schema["type"] == "array":
-        each = schema["items"] if "items" in schema else schema["prefixItems"][0]
+        item = schema["items"] if "items" in schema else schema["prefixItems"][0]
         size = f" of {schema['maxItems']}" if "maxItems" in schema else " of 1 or more" if "minItems" in schema else ""
-        return f"a list{size}, each {_rule(each)}"
+        return f"a list{size}, each {_rule(item)}"
     if schema["type"] == "object":
         return f"a table of names, each {_rule(schema['additionalProperties'])}"
     kinds = {"integer": "an integer", "number": "a finite number", "boolean": "true or false", "string": "a string"}
@@ -513,7 +513,9 @@ def _number(bound: float) -> str:
 
 def _words(schema: Mapping[str, Any]) -> list[str]:
     """Return the words that a field may be, where it is a choice."""
-    return [word for each in schema.get("anyOf", [schema]) for word in each.get("enum", [each.get("const")]) if word]
+    return [
+        word for option in schema.get("anyOf", [schema]) for word in option.get("enum", [option.get("const")]) if word
+    ]
 
 
 def _parse_value(key: str, text: str) -> Any:

@@ -76,8 +76,8 @@ class UntrustedFileError(OneLineError):
 
 def steering(text: str) -> str:
     """Return the first character of a text that no path, log or terminal should have; empty where there is none."""
-    found = _STEERING.search(text)
-    return found[0] if found else ""
+    match = _STEERING.search(text)
+    return match[0] if match else ""
 
 
 def printable(text: str) -> str:
@@ -114,8 +114,8 @@ def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
-            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+            file_kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+            raise OSError(errno.EINVAL, f"it is {file_kind}, not a regular file", str(path))
     except OSError:
         os.close(descriptor)
         raise

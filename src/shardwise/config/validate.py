@@ -223,9 +223,9 @@ def wrong_context(context: ContextConfig, mesh: MeshConfig) -> Iterator[tuple[st
     if context.heads_over is None:
         return
     if mesh.cp % context.heads_over:
-        divisors = [each for each in range(1, mesh.cp + 1) if mesh.cp % each == 0]
-        below = [each for each in divisors if each < context.heads_over][-1:]
-        above = [each for each in divisors if each > context.heads_over][:1]
+        divisors = [degree for degree in range(1, mesh.cp + 1) if mesh.cp % degree == 0]
+        below = [degree for degree in divisors if degree < context.heads_over][-1:]
+        above = [degree for degree in divisors if degree > context.heads_over][:1]
         legal = ", ".join(map(str, below + above))
         yield (
             "heads-over-divides-cp",
@@ -289,7 +289,7 @@ def wrong_attention(attention: AttentionConfig) -> Iterator[tuple[str, str]]:
     for key, value in attention:
         if key == "kind" or key in keys or value == getattr(defaults, key):
             continue
-        kinds = [kind for kind, its in ATTENTION_KEYS.items() if key in its]
+        kinds = [attention_kind for attention_kind, its in ATTENTION_KEYS.items() if key in its]
         rule = f"is a key of {', '.join(kinds)}, and attention.kind={attention.kind} has {', '.join(keys) or 'none'}"
         yield (
             "attention-key-of-kind",

@@ -219,12 +219,12 @@ def profile_of(rows: Iterable[Row], num_ranks: int) -> Profile:
 
 def _medians(rows: Iterable[Row]) -> Iterator[tuple[str, Any]]:
     """Yield (field, median value), once for each measurement, in the order in which they first appear."""
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    merged: dict[tuple[Any, ...], list[Any]] = {}
     for row in rows:
         name, value = row["field"], row["value"]
-        described = [each for each in value.items() if each[0] not in _MEASURED] if isinstance(value, dict) else []
-        found.setdefault((name, *described), []).append(value)
-    for (name, *_), values in found.items():
+        described = [item for item in value.items() if item[0] not in _MEASURED] if isinstance(value, dict) else []
+        merged.setdefault((name, *described), []).append(value)
+    for (name, *_), values in merged.items():
         if isinstance(values[0], dict):
             yield name, {key: statistics.median_low([value[key] for value in values]) for key in values[0]}
         else:
@@ -265,8 +265,8 @@ def rank_groups(comm: Comm) -> list[Comm]:
         return [comm]
     pairs = [(first, first + 1) for first in range(0, comm.world_size, 2)]
     groups = [dist.new_group(list(pair)) for pair in pairs]
-    own = comm.rank // 2
-    return [comm, _comm(groups[own], comm.device, pairs[own])]
+    own_pair = comm.rank // 2
+    return [comm, _comm(groups[own_pair], comm.device, pairs[own_pair])]
 
 
 class RankTimer:
@@ -305,7 +305,7 @@ class RankTimer:
         # All ranks must make the same number of calls, whatever their clocks say.
         num_rounds = int(_BUDGET_S / max(1e-9, self._slowest([sum(rounds[0])])[0]))
         rounds += [self._round(calls, group) for _ in range(max(min_calls, min(_MAX_CALLS, num_rounds)) - 1)]
-        times = [seconds for each in rounds for seconds in each]
+        times = [seconds for round_s in rounds for seconds in round_s]
         times = times if self.is_own else self._slowest(times)
         return tuple(statistics.median(times[index :: len(calls)]) / group for index in range(len(calls)))
 
@@ -375,18 +375,18 @@ Cases = Iterator[tuple[float, Callable[[float], Row]]]
 
 def _matmuls(timer: RankTimer, shapes: Shapes, dtype: torch.dtype) -> Cases:
     """Measure the products of decoder layers: forward, input gradient and weight gradient, the small ones first."""
-    found = set()
+    sizes = set()
     for (hidden, ffn, _), tokens in product(shapes.blocks, shapes.seq_lens):
         for n, k in ((hidden, hidden), (ffn, hidden), (hidden, ffn)):
-            found |= {(tokens, n, k), (n, k, tokens)}
-    for m, n, k in sorted(found, key=lambda each: (math.prod(each), each)):
+            sizes |= {(tokens, n, k), (n, k, tokens)}
+    for m, n, k in sorted(sizes, key=lambda each: (math.prod(each), each)):
         yield 2.0 * m * n * k, partial(_matmul, timer, dtype, (m, n, k), k in shapes.seq_lens)
 
 
 def _matmul(timer: RankTimer, dtype: torch.dtype, shape: tuple[int, int, int], is_weight: bool, _: float) -> Row:
     """Time a product as autograd makes it: by a weight and by its transpose, or a transposed gradient by an input."""
     m, n, k = shape
-    left, right = (torch.randn(*each, device=timer.comm.device).to(dtype) for each in ((m, k), (k, n)))
+    left, right = (torch.randn(*shape, device=timer.comm.device).to(dtype) for shape in ((m, k), (k, n)))
     turned_left, turned_right = left.t().contiguous().t(), right.t().contiguous().t()
     calls = [(turned_left, right)] if is_weight else [(left, turned_right), (left, right)]
     times = timer.times_s(*(partial(torch.mm, *factors) for factors in calls))
@@ -441,9 +441,9 @@ def _heads(timer: RankTimer, shapes: Shapes, dtype: torch.dtype) -> Cases:
 
 
 def _head(timer: RankTimer, dtype: torch.dtype, hidden: int, vocab_size: int, num_tokens: int, _: float) -> Row:
-    place: dict[str, Any] = {"device": timer.comm.device, "dtype": dtype}
-    norm, head = RMSNorm(hidden, 1e-5, **place), DecoderLinear(hidden, vocab_size, **place)
-    x = torch.randn(1, num_tokens, hidden, requires_grad=True, **place)  # [1, S, E]
+    factory: dict[str, Any] = {"device": timer.comm.device, "dtype": dtype}
+    norm, head = RMSNorm(hidden, 1e-5, **factory), DecoderLinear(hidden, vocab_size, **factory)
+    x = torch.randn(1, num_tokens, hidden, requires_grad=True, **factory)  # [1, S, E]
     targets = torch.randint(vocab_size, (1, num_tokens), device=timer.comm.device)  # [1, S]
     inputs = (x, norm.weight, head.weight)
     passes = _pass_times(timer, lambda x, *_: lm_loss(head(norm(x)), targets)[0], inputs)
@@ -506,14 +506,14 @@ def _caller(comm: Comm, op: str, num_bytes: int) -> Callable[[], None]:
     """Return a call of a collective on an fp32 buffer of `num_bytes`; "send" is a message to a neighbour."""
     ranks, me = comm.world_size, comm.rank
     full = torch.zeros(num_bytes // 4 // ranks * ranks, device=comm.device)  # [n * s]
-    own = torch.zeros(full.numel() // ranks, device=comm.device)  # [s]
+    own_part = torch.zeros(full.numel() // ranks, device=comm.device)  # [s]
     parts, received = full.chunk(ranks), torch.zeros_like(full).chunk(ranks)
     others = [rank for rank in range(ranks) if rank != me]
     # Messages go around a ring, so each rank sends once and receives once; in a pair that is one message each way.
     to, source = (me + 1) % ranks, (me - 1) % ranks
     starts: dict[str, Callable[[], Any]] = {
         "all_gather": lambda: comm.all_gather(full, op),
-        "reduce_scatter": lambda: comm.reduce_scatter(full, own, accumulate=False, name=op),
+        "reduce_scatter": lambda: comm.reduce_scatter(full, own_part, accumulate=False, name=op),
         "all_reduce": lambda: comm.all_reduce(full, torch.float32, op),
         "all_to_all": lambda: comm.exchange(
             {rank: [parts[rank]] for rank in others}, {rank: [received[rank]] for rank in others}, op

@@ -65,11 +65,11 @@ def list_findings(facts: SystemInfo, measured: Measurements | None) -> list[Find
     Args:
         measured: its measurements; None where nothing was measured.
     """
-    found = [*_on_software(facts), *_on_environ(facts), *_on_host(facts), *_on_network(facts.network, facts.environ)]
-    found += [each for index, gpu in enumerate(facts.gpus) for each in _on_gpu(index, gpu)]
-    found += _on_swap(facts.swap) if facts.swap is not None else []
-    found += _on_speed(facts, measured) if measured is not None else []
-    return sorted((_finding(*each) for each in found), key=lambda finding: _LEVELS.index(finding.level))
+    findings = [*_on_software(facts), *_on_environ(facts), *_on_host(facts), *_on_network(facts.network, facts.environ)]
+    findings += [finding for index, gpu in enumerate(facts.gpus) for finding in _on_gpu(index, gpu)]
+    findings += _on_swap(facts.swap) if facts.swap is not None else []
+    findings += _on_speed(facts, measured) if measured is not None else []
+    return sorted((_finding(*finding) for finding in findings), key=lambda finding: _LEVELS.index(finding.level))
 
 
 def _finding(name: str, *values: object) -> Finding:
@@ -130,11 +130,11 @@ def _on_environ(facts: SystemInfo) -> Found:
         yield "threads-oversubscribed", num_threads, num_ranks, num_cores, share
     elif num_threads * 2 <= share and not facts.gpus:
         yield "threads-too-few", num_threads, num_ranks, num_cores, share
-    given = next((name for name in ALLOC_CONF_NAMES if name in environ), None)
-    if facts.gpus and given is None:
+    variable = next((name for name in ALLOC_CONF_NAMES if name in environ), None)
+    if facts.gpus and variable is None:
         yield "alloc-conf-not-set", ALLOC_CONF_NAMES[0], EXPANDABLE_SEGMENTS
-    elif facts.gpus and given and EXPANDABLE_SEGMENTS.lower() not in environ[given].lower().replace(" ", ""):
-        yield "alloc-conf-fragments", given, environ[given], EXPANDABLE_SEGMENTS
+    elif facts.gpus and variable and EXPANDABLE_SEGMENTS.lower() not in environ[variable].lower().replace(" ", ""):
+        yield "alloc-conf-fragments", variable, environ[variable], EXPANDABLE_SEGMENTS
     for name, (slow, cost) in SLOW_SETTINGS.items():
         if environ.get(name, "").upper() == slow:
             yield "slow-setting", name, environ[name], cost
@@ -201,17 +201,17 @@ def _on_network(network: NetworkInfo, environ: Mapping[str, str]) -> Found:
     asked = environ.get("GLOO_SOCKET_IFNAME")
     if network.error is not None and asked is None:
         yield "hostname-unresolved", network.hostname, network.error
-    elif network.addresses and asked is None and all(re.match(r"127\.|::1$", each) for each in network.addresses):
+    elif network.addresses and asked is None and all(re.match(r"127\.|::1$", address) for address in network.addresses):
         yield "hostname-is-loopback", network.hostname, network.addresses[0]
-    known = ", ".join(network.interfaces)
+    interfaces = ", ".join(network.interfaces)
     for name in (asked or "").split(","):
         if name and name not in network.interfaces:
-            yield "interface-missing", "GLOO_SOCKET_IFNAME", name, known
+            yield "interface-missing", "GLOO_SOCKET_IFNAME", name, interfaces
     # NCCL takes prefixes; `^` excludes names and `=` asks for an exact name.
     wanted = environ.get("NCCL_SOCKET_IFNAME", "")
     prefixes = tuple(name for name in wanted.removeprefix("=").split(",") if name)
     if prefixes and not wanted.startswith("^") and not any(name.startswith(prefixes) for name in network.interfaces):
-        yield "interface-missing", "NCCL_SOCKET_IFNAME", wanted, known
+        yield "interface-missing", "NCCL_SOCKET_IFNAME", wanted, interfaces
 
 
 def _on_speed(facts: SystemInfo, measured: Measurements) -> Found:
@@ -234,10 +234,15 @@ def _on_speed(facts: SystemInfo, measured: Measurements) -> Found:
             ratio = reached["bf16"] / reached["fp32"]
             if ratio < 1:
                 yield "cpu-bf16-slow", ratio
-    small = [each for rank in measured.ranks[:1] for each in rank.collectives if each.num_bytes <= _SMALL_BYTES]
-    for each in small:
-        if each.op == "all_reduce" and not facts.gpus and each.seconds > _MAX_SMALL_CALL_S:
-            yield "gloo-slow", 1e3 * each.seconds
+    small = [
+        collective
+        for rank in measured.ranks[:1]
+        for collective in rank.collectives
+        if collective.num_bytes <= _SMALL_BYTES
+    ]
+    for collective in small:
+        if collective.op == "all_reduce" and not facts.gpus and collective.seconds > _MAX_SMALL_CALL_S:
+            yield "gloo-slow", 1e3 * collective.seconds
     if measured.disk is not None and measured.disk.write_bytes_per_s < _MIN_DISK_BYTES_PER_S:
         yield "disk-slow", measured.disk.path, measured.disk.write_bytes_per_s / 1e6
     if measured.swap is not None:

@@ -38,7 +38,8 @@ def render(diagnosis: Diagnosis) -> RenderableType:
         blocks += [_grid(_measured_rows(measured)), *(_collectives(rank) for rank in measured.ranks[:1]), ""]
     if findings:
         lines = (
-            (Text(each.level, style=_STYLES[each.level]), f"[{each.name}] {each.what}; {each.fix}") for each in findings
+            (Text(finding.level, style=_STYLES[finding.level]), f"[{finding.name}] {finding.what}; {finding.fix}")
+            for finding in findings
         )
         blocks += [_grid(lines), ""]
     style = _STYLES[findings[0].level] if findings else "green"
@@ -118,11 +119,11 @@ def _profile_rows(profile: Profile) -> Iterator[tuple[str, str]]:
     where = f"{profile.device}{threads if profile.device == CPU else ''}"
     yield "measured", f"{ranks} on {where}, torch {profile.torch_version}"
     for dtype, flops_per_s in reached_flops_per_s(profile).items():
-        number = sum(each.dtype == dtype for each in profile.matmuls)
+        number = sum(matmul.dtype == dtype for matmul in profile.matmuls)
         yield f"matmul {dtype}", f"at best {format_rate(flops_per_s, 'FLOP/s')}, of {number} shapes"
     for table, name in ((profile.attentions, "attention"), (profile.blocks, "blocks"), (profile.heads, "heads")):
         if table:
-            share = sum(each.backward_s for each in table) / sum(each.forward_s for each in table)
+            share = sum(row.backward_s for row in table) / sum(row.forward_s for row in table)
             yield name, f"{len(table)} shapes, backward {share:.1f} times as long as forward"
     for label, speed in (
         ("streams", profile.stream_bytes_per_s),
@@ -142,15 +143,18 @@ def _profile_rows(profile: Profile) -> Iterator[tuple[str, str]]:
 def _collectives(profile: Profile) -> Table:
     """Return a table of the time of a call, with a row for each collective and a column for each size."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    sizes = sorted({each.num_bytes for each in profile.collectives})
+    sizes = sorted({collective.num_bytes for collective in profile.collectives})
     if sizes:
         table.add_column("collective", no_wrap=True)
         table.add_column("ranks", justify="right")
     for size in sizes:
         short = f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
         table.add_column(short, justify="right", no_wrap=True)
-    seconds = {(each.op, each.num_ranks, each.num_bytes): each.seconds for each in profile.collectives}
-    for op, num_ranks in dict.fromkeys((each.op, each.num_ranks) for each in profile.collectives):
+    seconds = {
+        (collective.op, collective.num_ranks, collective.num_bytes): collective.seconds
+        for collective in profile.collectives
+    }
+    for op, num_ranks in dict.fromkeys((collective.op, collective.num_ranks) for collective in profile.collectives):
         times = [seconds.get((op, num_ranks, size)) for size in sizes]
         cells = ["" if time is None else format_s(time) for time in times]
         table.add_row(op.replace("_", "-"), str(num_ranks), *cells)

@@ -297,7 +297,7 @@ def read_disk(folder: Path) -> DiskInfo:
             raise ConfigError("not-a-folder", f"{path} is no folder; give one on the disk that is meant")
         path = path.parent
     # The longest mount point above the folder is its own.
-    mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
     filesystem = max(mounts, key=lambda each: len(each.mountpoint)).fstype if mounts else None
     usage = psutil.disk_usage(str(path))
     return DiskInfo(str(path), os.access(path, os.W_OK | os.X_OK), usage.free, usage.total, filesystem)

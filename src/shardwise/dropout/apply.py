@@ -84,19 +84,19 @@ def key_dropouts(
     others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
     kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
     for name, module in model.named_modules():
-        own = type(module)
-        is_plain = own.forward is nn.Dropout.forward
+        module_class = type(module)
+        is_plain = module_class.forward is nn.Dropout.forward
         may_drop = name in zones or may_drop_by_function(module)
-        if not is_plain and (not may_drop or any(_is_around(name, each) for each in compiled)):
+        if not is_plain and (not may_drop or any(_is_around(name, name_compiled) for name_compiled in compiled)):
             continue
-        if own not in kinds:
-            kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
+        if module_class not in kinds:
+            kinds[module_class] = _keyed_module(module_class) if is_plain else _keyed_functions(module_class)
         module.__dict__[_SITE] = DropoutSite(
             weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread, **others
         )
         sites.append(module.__dict__[_SITE])
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
-        undo.append(swap_class(module, kinds[own]))
+        undo.append(swap_class(module, kinds[module_class]))
     return undo
 
 
@@ -109,9 +109,9 @@ def may_drop_by_function(module: nn.Module) -> bool:
 
     Any may but most of torch's own, which call modules, and layers that only multiply.
     """
-    kind = type(module)
-    is_torchs = kind.__module__.startswith("torch.") or isinstance(module, nn.Linear | nn.Embedding)
-    return isinstance(module, _DRAWING) or (not is_torchs and kind.forward is not nn.Module.forward)
+    module_class = type(module)
+    is_torchs = module_class.__module__.startswith("torch.") or isinstance(module, nn.Linear | nn.Embedding)
+    return isinstance(module, _DRAWING) or (not is_torchs and module_class.forward is not nn.Module.forward)
 
 
 _DRAWING: Final = (
@@ -145,7 +145,7 @@ def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None
     # Of a pipeline's stages the last alone computes the loss, so that only a whole step shows what draws.
     is_first = outside.draws.step == outside.first_step
     outside.is_quiet = not outside.has_dropped and not is_first
-    found, outside.streams = outside.streams or (), None if is_first else outside.streams
+    streams, outside.streams = outside.streams or (), None if is_first else outside.streams
     if outside.is_quiet:
         with outside.own_streams():
             yield
@@ -156,7 +156,7 @@ def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None
                 yield
         finally:
             on_thread.mode = None
-    outside.streams = (*found, *(each for each in outside.streams or () if each not in found))
+    outside.streams = (*streams, *(stream for stream in outside.streams or () if stream not in streams))
     if was_quiet and outside.draws.drew_unseen():
         outside.first_step = None
         for site in sites:
@@ -301,12 +301,13 @@ class DropoutSite:
             return
         unit = next((name for name in self.stage_units if f"{self.name}.".startswith(f"{name}.")), None)
         is_own = unit is not None and not any(
-            any(each is generator for each in vars(module).values())
+            any(attribute is generator for attribute in vars(module).values())
             for name, module in root.named_modules()
             if not f"{name}.".startswith(f"{unit}.")
         )
         is_held = unit is None or any(
-            any(each is generator for each in vars(module).values()) for module in root.get_submodule(unit).modules()
+            any(attribute is generator for attribute in vars(module).values())
+            for module in root.get_submodule(unit).modules()
         )
         if (unit is not None and not (is_own and is_held)) or self.draws.is_second_pass:
             raise ConfigError(
@@ -491,8 +492,8 @@ def probability_hashes(shape: Sequence[int], device: torch.device, first_row: in
     """
     # Dropout in compiled blocks is torch's own, and its keys are drawn where it runs.
     if not torch.compiler.is_compiling() and has_torch_function((None,)):
-        found: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
-        return found
+        hashes: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
+        return hashes
     key = torch.randint(2**62, (), device="cpu")
     grid = grid_of(shape, None, Samples(0, shape[0]), device, first_row)
     return keyed_hashes(HashGrid(grid.rows ^ key, grid.columns), 0)
@@ -512,28 +513,28 @@ class KeyedFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        site, given = self.site, kwargs or {}
+        site, keywords = self.site, kwargs or {}
         if torch.compiler.is_compiling():  # the compiler traces this method too
-            return func(*args, **given)
+            return func(*args, **keywords)
         # The modules that a backward recomputes have sites of their own, and torch would run it with this mode off.
         if func not in BACKWARDS and (site is None or site.draws.has_placeholders):
-            return func(*args, **given)
+            return func(*args, **keywords)
         if site is not None and func in _REPLACED:
-            return _REPLACED[func](site, func, *args, **given)
-        if site is not None and (func in DRAWS or func in SPECIAL or is_opaque(func, args, given)):
-            if site.draws.is_seeded and given.get("generator") is None:
+            return _REPLACED[func](site, func, *args, **keywords)
+        if site is not None and (func in DRAWS or func in SPECIAL or is_opaque(func, args, keywords)):
+            if site.draws.is_seeded and keywords.get("generator") is None:
                 site.check_seed()
-                return seeded_draw(site, func, args, given)
-            return self._draw(site, func, args, given) if site.draws.is_open else func(*args, **given)
+                return seeded_draw(site, func, args, keywords)
+            return self._draw(site, func, args, keywords) if site.draws.is_open else func(*args, **keywords)
         own_body = with_own_body(func)
         if own_body is None:
-            return func(*args, **given)
+            return func(*args, **keywords)
         with self:
-            return own_body(*args, **given)
+            return own_body(*args, **keywords)
 
     def _draw(self, site: DropoutSite, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
-        if any(is_fake(each) or each.is_meta for each in args if isinstance(each, Tensor)) or (
+        if any(is_fake(arg) or arg.is_meta for arg in args if isinstance(arg, Tensor)) or (
             device is not None and torch.device(device).type == "meta"
         ):  # of what another stage computes
             if not site.draws.is_simulated:
@@ -578,8 +579,8 @@ def _attention(
     """
     is_refused = is_causal and attn_mask is not None  # torch raises the error
     if dropout_p == 0.0 or is_refused or query.is_nested:
-        own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
-        return own
+        attended: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        return attended
     return keyed_attention(site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 

@@ -108,18 +108,18 @@ class _Forward:
             self.num_marks += 1
         else:
             mark = part.mark_of(site)
-        known = self.numbers.get(mark)
-        if known is not None and (part is not None or in_backward()):
-            if known < 0:
+        number_before = self.numbers.get(mark)
+        if number_before is not None and (part is not None or in_backward()):
+            if number_before < 0:
                 raise ConfigError(
                     "draw-ambiguous",
                     f"{site or 'the model'} draws in code that is recomputed, and two stages of this rank draw other "
                     "numbers before it; checkpoint a unit of the pipeline instead, or set pipeline.virtual_stages=1",
                 )
-            return known
+            return number_before
         number = self.num_calls.get(site, 0)
         self.num_calls[site] = number + 1
-        self.numbers[mark] = number if known in (None, number) else -1
+        self.numbers[mark] = number if number_before in (None, number) else -1
         return number
 
 
@@ -283,8 +283,8 @@ class KeyedDraws:
         """
         key = self._next_key(site)
         forward = self._forwards[torch.initial_seed()]
-        if len(shape) <= 2 and forward.sequence is not None and (place := self.place(shape, zone)).token_dim == 0:
-            grid = self._kept(("tokens", place.spans, device), lambda: hash_grid(place.spans, device))
+        if len(shape) <= 2 and forward.sequence is not None and (layout := self.place(shape, zone)).token_dim == 0:
+            grid = self._kept(("tokens", layout.spans, device), lambda: hash_grid(layout.spans, device))
         else:
             grid = self._grid(shape, zone, device, held=forward.held)
         return keyed_mask(grid, key, p).view(shape)
@@ -315,10 +315,10 @@ class KeyedDraws:
             dtype: of the numbers; for "bits" int64.
             zone: this rank's part of the tensors of the module; None where they are whole.
         """
-        key, place = self._next_key(site), self.place(shape, zone)
-        self._check_shape(site, tuple(shape), zone, place)
+        key, layout = self._next_key(site), self.place(shape, zone)
+        self._check_shape(site, tuple(shape), zone, layout)
         with torch.no_grad(), unseen_by_op_modes():
-            spans = place.spans
+            spans = layout.spans
             grid: NumberGrid = self._kept(("numbers", spans, device), lambda: number_grid(spans, device))
             draw = _DRAW[kind]
             drawn = draw_bits(grid, key) if draw is None else draw(grid, key, dtype)
@@ -414,8 +414,8 @@ class KeyedDraws:
                 "time: which tokens it has is not known; leave context.chunk_tokens out, or set the rate to 0 (or "
                 "tensor.sequence_parallel=false, where that gathers the tokens)",
             )
-        place = (tuple(shape), zone, device, first_row, tokens, held)
+        grid_key = (tuple(shape), zone, device, first_row, tokens, held)
         grid: HashGrid = self._kept(
-            place, lambda: grid_of(shape, zone, forward.samples, device, first_row, tokens, held)
+            grid_key, lambda: grid_of(shape, zone, forward.samples, device, first_row, tokens, held)
         )
         return grid

@@ -189,11 +189,11 @@ def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
     step = max(1, min(num_rows, num_elements // num_columns))
     space = torch.empty(step, num_columns, dtype=torch.int32, device=device)  # [rows of a chunk, columns]
     for first in range(0, num_rows, step):
-        here = slice(first, first + step)
+        chunk = slice(first, first + step)
         numbers = space[: num_rows - first]  # [rows of this chunk, columns]
-        torch.mul(columns, factors[here], out=numbers)
-        numbers.add_(offsets[here]).addcmul_(numbers, numbers, value=2)
-        torch.lt(numbers, threshold, out=mask[here])
+        torch.mul(columns, factors[chunk], out=numbers)
+        numbers.add_(offsets[chunk]).addcmul_(numbers, numbers, value=2)
+        torch.lt(numbers, threshold, out=mask[chunk])
     return mask
 
 

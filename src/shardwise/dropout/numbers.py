@@ -123,13 +123,13 @@ def _candidates(
     """Return the tokens that a tensor may have, and whether the zone has been taken into account."""
     if sequence is None:
         return []
-    found = [(sequence.tokens, False)]
+    slices = [(sequence.tokens, False)]
     num, remainder = divmod(count_tokens(sequence.tokens), 1 if zone is None else zone.degree)
     if zone is not None and zone.dim == 1 and not remainder:
-        found.insert(0, (part(sequence.tokens, zone.index * num, (zone.index + 1) * num), True))
+        slices.insert(0, (part(sequence.tokens, zone.index * num, (zone.index + 1) * num), True))
     if chunk is not None:
-        found = [(part(tokens, chunk.first, chunk.first + chunk.num), zoned) for tokens, zoned in found] + found
-    return found
+        slices = [(part(tokens, chunk.first, chunk.first + chunk.num), zoned) for tokens, zoned in slices] + slices
+    return slices
 
 
 def _token_dim(shape: Sequence[int], num_samples: int, num: int) -> tuple[int | None, bool]:
@@ -184,8 +184,8 @@ def _draw(grid: NumberGrid, key: int, dtype: torch.dtype, transform: Callable[[T
     num_elements = _CHUNK_ELEMENTS if device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
     step = max(1, min(num_rows, num_elements // num_columns))
     for first in range(0, num_rows, step):
-        here = slice(first, first + step)
-        out[here] = transform(mix(rows[here, None] + grid.columns))  # [rows of a chunk, columns]
+        chunk = slice(first, first + step)
+        out[chunk] = transform(mix(rows[chunk, None] + grid.columns))  # [rows of a chunk, columns]
     return out
 
 

@@ -42,24 +42,24 @@ class StillFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func in _DROPOUTS or (func in SPECIAL and SPECIAL[func] is not keyed_rrelu):
-            return args[0] if args else given["input"]
+            return args[0] if args else keywords["input"]
         if func in SPECIAL:
-            return keyed_rrelu(_STILL, func, args, given)
+            return keyed_rrelu(_STILL, func, args, keywords)
         if func in DRAWS:
-            return keyed_draw(_STILL, func, args, {key: each for key, each in given.items() if key != "generator"})
+            return keyed_draw(_STILL, func, args, {key: value for key, value in keywords.items() if key != "generator"})
         if func is F.scaled_dot_product_attention:
-            kept = {key: each for key, each in given.items() if key != "dropout_p"}
-            return func(*args[:_RATE], *([0.0] if len(args) > _RATE else []), *args[_RATE + 1 :], **kept)
-        if is_opaque(func, args, given):
+            others = {key: value for key, value in keywords.items() if key != "dropout_p"}
+            return func(*args[:_RATE], *([0.0] if len(args) > _RATE else []), *args[_RATE + 1 :], **others)
+        if is_opaque(func, args, keywords):
             with _turn():
-                return func(*args, **given)
+                return func(*args, **keywords)
         own_body = with_own_body(func)
         if own_body is None:
-            return func(*args, **given)
+            return func(*args, **keywords)
         with self:
-            return own_body(*args, **given)
+            return own_body(*args, **keywords)
 
 
 @dataclass(frozen=True)

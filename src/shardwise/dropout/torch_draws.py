@@ -67,8 +67,8 @@ def seeded_mask(site: Drawing, like: Tensor, p: float) -> Tensor:
 def is_opaque(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Say whether a call of `func` with `args` and `kwargs` draws in a way that only torch's generators reach."""
     if func in _RECURRENT:  # of all arguments the rate alone is a float, and whether the module trains comes next
-        place = next((index for index, each in enumerate(args) if isinstance(each, float)), None)
-        return place is not None and bool(args[place] and args[place + 1])
+        rate_index = next((index for index, arg in enumerate(args) if isinstance(arg, float)), None)
+        return rate_index is not None and bool(args[rate_index] and args[rate_index + 1])
     return func in _OPAQUE and kwargs.get("generator") is None
 
 
@@ -98,28 +98,28 @@ def _check_whole(site: Drawing, func: Any, shape: Sequence[int]) -> None:
 def _from_own(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Draw from a generator of the caller's: all of a tensor of which this rank has some tokens, and take those."""
     shape = _shape_of(func, args, kwargs)
-    place = None if shape is None else site.place(shape)
-    if shape is None or place is None or place.token_dim is None:
+    layout = None if shape is None else site.place(shape)
+    if shape is None or layout is None or layout.token_dim is None:
         return func(*args, **kwargs)
-    dim, is_factory = place.token_dim, func in _FACTORIES
-    spans = place.spans[dim]
+    dim, is_factory = layout.token_dim, func in _FACTORIES
+    spans = layout.spans[dim]
     if dim == 0:  # the numbers of samples are this forward's own
-        first = spans[0][0] - spans[0][0] % place.sizes[0] if spans else 0
+        first = spans[0][0] - spans[0][0] % layout.sizes[0] if spans else 0
         spans = tuple((start - first, stop - first) for start, stop in spans)
-    whole = list(shape)
-    whole[dim] = place.sizes[dim]
+    full_shape = list(shape)
+    full_shape[dim] = layout.sizes[dim]
     indices = torch.cat([torch.arange(start, stop) for start, stop in spans])
     if is_factory:
-        sizes = {"size": tuple(whole)}
+        sizes = {"size": tuple(full_shape)}
         numbers = args[: 0 if func in (torch.rand, torch.randn) else _num_bounds(args)]
         drawn = func(*numbers, **{**kwargs, **sizes})
         return drawn.index_select(dim, indices.to(drawn.device))
     if func in _LIKE:
-        drawn = func(args[0].new_empty(whole), *args[1:], **kwargs)
+        drawn = func(args[0].new_empty(full_shape), *args[1:], **kwargs)
         return drawn.index_select(dim, indices.to(drawn.device))
-    if func in _IN_PLACE and isinstance(args[0], Tensor) and not any(isinstance(each, Tensor) for each in args[1:]):
+    if func in _IN_PLACE and isinstance(args[0], Tensor) and not any(isinstance(arg, Tensor) for arg in args[1:]):
         target = args[0]
-        drawn = func(target.new_empty(whole), *args[1:], **kwargs).index_select(dim, indices.to(target.device))
+        drawn = func(target.new_empty(full_shape), *args[1:], **kwargs).index_select(dim, indices.to(target.device))
         with torch.no_grad():
             return target.copy_(drawn)
     _check_whole(site, func, shape)
@@ -128,7 +128,7 @@ def _from_own(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str, A
 
 def _num_bounds(args: Sequence[Any]) -> int:
     """Return how many of the arguments of `torch.randint` come before the size."""
-    return next((index for index, each in enumerate(args) if not isinstance(each, int)), len(args))
+    return next((index for index, arg in enumerate(args) if not isinstance(arg, int)), len(args))
 
 
 def _shape_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -178,8 +178,8 @@ def _rand(site: Drawing, func: Any, *size: Any, **options: Any) -> Tensor:
 
 def _rand_like(site: Drawing, func: Any, input: Tensor, **options: Any) -> Tensor:  # noqa: A002
     requires_grad = options.pop("requires_grad", False)
-    kind = "uniform" if func is torch.rand_like else "normal"
-    return _fill(site, kind, torch.empty_like(input, **options)).requires_grad_(requires_grad)
+    distribution = "uniform" if func is torch.rand_like else "normal"
+    return _fill(site, distribution, torch.empty_like(input, **options)).requires_grad_(requires_grad)
 
 
 def _integers(site: Drawing, target: Tensor, low: int, high: int) -> Tensor:
@@ -219,10 +219,10 @@ def _randperm(site: Drawing, func: Any, n: int, **options: Any) -> Tensor:
 def _normal(site: Drawing, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
     if size is not None:
         return _factory(site, "normal", size, **options).mul_(std).add_(mean)
-    mean, std = (each.detach() if isinstance(each, Tensor) else each for each in (mean, std))
-    given = [each for each in (mean, std) if isinstance(each, Tensor)]
-    shape = torch.broadcast_shapes(*(each.shape for each in given))
-    drawn = _fill(site, "normal", given[0].new_empty(shape)) * std + mean
+    mean, std = (value.detach() if isinstance(value, Tensor) else value for value in (mean, std))
+    tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    drawn = _fill(site, "normal", tensors[0].new_empty(shape)) * std + mean
     out = options.get("out")
     return drawn if out is None else out.resize_(shape).copy_(drawn)
 
@@ -295,29 +295,29 @@ def _multinomial(
     **options: Any,
 ) -> Tensor:
     """Draw indices: without replacement by a race of exponentials (Efraimidis and Spirakis 2006)."""
-    place = site.place(input.shape)
-    if place.token_dim is not None and place.token_dim == input.dim() - 1:
+    layout = site.place(input.shape)
+    if layout.token_dim is not None and layout.token_dim == input.dim() - 1:
         _check_whole(site, func, input.shape)
     if num_samples == 1 or not replacement:
         drawn = site.numbers("exponential", input.shape, torch.float64, input.device)
-        found = (input.double() / drawn).topk(num_samples, dim=-1).indices
+        indices = (input.double() / drawn).topk(num_samples, dim=-1).indices
     else:
         sums = input.double().cumsum(-1)
         drawn = site.numbers("uniform", (*input.shape[:-1], num_samples), torch.float64, input.device)
-        found = torch.searchsorted(sums, drawn * sums[..., -1:], right=True).clamp_max_(input.shape[-1] - 1)
+        indices = torch.searchsorted(sums, drawn * sums[..., -1:], right=True).clamp_max_(input.shape[-1] - 1)
     out = options.get("out")
-    return found if out is None else out.resize_(found.shape).copy_(found)
+    return indices if out is None else out.resize_(indices.shape).copy_(indices)
 
 
 def keyed_rrelu(site: Drawing, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Compute `torch.rrelu`, which draws a slope for each element; the arguments are those of `keyed_draw`."""
     names = ("input", "lower", "upper", "training")
-    given = {"lower": 1.0 / 8, "upper": 1.0 / 3, "training": False, **dict(zip(names, args, strict=False)), **kwargs}
-    x = given["input"]
-    if not given["training"]:
+    values = {"lower": 1.0 / 8, "upper": 1.0 / 3, "training": False, **dict(zip(names, args, strict=False)), **kwargs}
+    x = values["input"]
+    if not values["training"]:
         plain: Tensor = func(*args, **kwargs)
         return plain
-    slopes = _numbers(site, "uniform", x).mul_(given["upper"] - given["lower"]).add_(given["lower"])
+    slopes = _numbers(site, "uniform", x).mul_(values["upper"] - values["lower"]).add_(values["lower"])
     slopes = torch.where(x.detach() > 0, torch.ones_like(slopes), slopes)
     return x.mul_(slopes) if func is torch.rrelu_ else x * slopes
 
@@ -327,20 +327,20 @@ def keyed_special_dropout(site: Drawing, func: Any, args: Sequence[Any], kwargs:
 
     The arguments are those of `keyed_draw`.
     """
-    given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
-    x, p = given["input"], given["p"]
-    if not given["train"] or p == 0 or not x.numel():
+    values = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
+    x, p = values["input"], values["p"]
+    if not values["train"] or p == 0 or not x.numel():
         plain: Tensor = func(*args, **kwargs)
         return plain
     name = func.__name__
     shape = x.shape if not name.startswith("feature") else (*x.shape[:2], *[1] * (x.dim() - 2))
-    kept = (site.numbers("uniform", shape, torch.float64, x.device) >= p).to(x.dtype)
+    mask = (site.numbers("uniform", shape, torch.float64, x.device) >= p).to(x.dtype)
     if "alpha" not in name:
-        scale = kept if p == 1 else kept.div_(1 - p)
+        scale = mask if p == 1 else mask.div_(1 - p)
         return x.mul_(scale) if name.endswith("_") else x * scale
     alpha = 1.7580993408473766
     a = 0.0 if p == 1 else ((alpha**2 * p + 1) * (1 - p)) ** -0.5
-    shift, scale = (kept - 1) * (alpha * a) + alpha * a * p, kept * a
+    shift, scale = (mask - 1) * (alpha * a) + alpha * a * p, mask * a
     return x.mul_(scale).add_(shift) if name.endswith("_") else x * scale + shift
 
 

@@ -30,14 +30,14 @@ def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> 
     """Return the trace as a value that `json.dump` writes."""
     panel = TerminalPanel("", actions)
     # Streams without time are kept too, so that no event is lost.
-    streams = [*panel.streams, *sorted({each.stream for each in actions} - set(panel.streams))]
+    streams = [*panel.streams, *sorted({action.stream for action in actions} - set(panel.streams))]
     events: list[dict[str, Any]] = []
     for rank in panel.rows:
         names = [("process_name", 0, {"name": f"{rank_name} {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
         for index, stream in enumerate(streams):
             names += [("thread_name", index, {"name": stream}), ("thread_sort_index", index, {"sort_index": index})]
         events += [{"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args} for name, tid, args in names]
-    events += [_event(each, streams) for each in actions]
+    events += [_event(action, streams) for action in actions]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -53,14 +53,14 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> tuple[TimedAction, ...]:
             "trace-format", "this is no Chrome trace: it has no list traceEvents; give a file that a run recorded"
         )
     arguments = [event.get("args") for event in events if isinstance(event, Mapping)]
-    ours = [each for each in arguments if isinstance(each, Mapping) and "action" in each]
+    ours = [argument for argument in arguments if isinstance(argument, Mapping) and "action" in argument]
     if not ours:
         raise ScheduleError(
             "trace-without-actions",
             f"none of the {len(events)} events of the trace is a timed action; give a file that a run recorded",
         )
     timed = tuple(map(_timed, ours))
-    if len({each.stream for each in timed}) > _MAX_STREAMS:
+    if len({action.stream for action in timed}) > _MAX_STREAMS:
         raise ScheduleError(
             "trace-streams", f"the trace has more than {_MAX_STREAMS} streams; give a file that a run recorded"
         )
@@ -94,7 +94,7 @@ def _timed(arguments: Mapping[str, Any]) -> TimedAction:
         if not -_MAX_S <= start_s <= end_s <= _MAX_S:
             raise ValueError(f"it lasts from {start_s:g} s to {end_s:g} s")
         counts = (rank, action.stage, action.micro_batch or 0)
-        if not all(0 <= each < _MAX_RANKS for each in counts):
+        if not all(0 <= count < _MAX_RANKS for count in counts):
             raise ValueError("its rank, stage or micro-batch is none")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ScheduleError(

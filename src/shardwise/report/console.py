@@ -121,11 +121,11 @@ def progress(doing: str, stream: IO[str] | None = None) -> Iterator[Callable[[st
         with console.status(Text(doing)) as status:
             yield lambda words: status.update(Text(words))
         return
-    words, is_over = [doing], threading.Event()
-    thread = threading.Thread(target=_say_now_and_then, args=(words, is_over, stream or sys.stderr), daemon=True)
+    doing_now, is_over = [doing], threading.Event()
+    thread = threading.Thread(target=_say_now_and_then, args=(doing_now, is_over, stream or sys.stderr), daemon=True)
     thread.start()
     try:
-        yield words.append
+        yield doing_now.append
     finally:
         is_over.set()
         thread.join()

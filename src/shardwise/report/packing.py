@@ -33,7 +33,7 @@ def packed(kind: Literal["i", "f"], values: Iterable[float]) -> dict[str, Any]:
     if sys.byteorder == "big":
         column.byteswap()
     raw = column.tobytes()
-    planes = b"".join(raw[place::_WIDTH] for place in range(_WIDTH))
+    planes = b"".join(raw[byte::_WIDTH] for byte in range(_WIDTH))
     return {"type": kind, "length": len(column), "data": base64.b64encode(gzip.compress(planes, 6, mtime=0)).decode()}
 
 
@@ -72,43 +72,46 @@ def _columns(panel: TerminalPanel, ranks: Sequence[int], streams: Sequence[str])
     """Return a row for each rank and stream; an action is its gap to the one before it, and its length, in ticks."""
     ticks_per_s = _NUM_TICKS / panel.makespan_s if panel.makespan_s > 0 else 0.0
     rows = [
-        [each for each in panel.rows[rank] if each.stream == stream and each.duration_s > 0]
+        [timed for timed in panel.rows[rank] if timed.stream == stream and timed.duration_s > 0]
         for rank in ranks
         for stream in streams
     ]
     gaps, lengths = array("i"), array("i")
     for row in rows:
         end = 0
-        for each in row:
-            start = round((each.start_s - panel.start_s) * ticks_per_s)
+        for span in row:
+            start = round((span.start_s - panel.start_s) * ticks_per_s)
             gaps.append(start - end)
-            end = max(round((each.end_s - panel.start_s) * ticks_per_s), start)
+            end = max(round((span.end_s - panel.start_s) * ticks_per_s), start)
             lengths.append(end - start)
-    every: Sequence[TimedAction] = [each for row in rows for each in row]
+    every: Sequence[TimedAction] = [timed for row in rows for timed in row]
     # Thousands of timed actions share one action, whose word and group need to be looked up once.
     actions = list(dict.fromkeys(timed.action for timed in every))
     groups: dict[str, int] = {}
     kinds: dict[str, int] = {}
-    words = {each: kinds.setdefault(word_of(each), len(kinds)) for each in actions}
-    names = {each: _NONE if each.group is None else groups.setdefault(each.group, len(groups)) for each in actions}
-    looks = {word_of(each): LOOKS[each.kind] for each in actions}
-    fills = {
-        word_of(each): [fill(each.kind, at, panel.num_chunks) for at in range(panel.num_chunks)] for each in actions
+    kind_of = {action: kinds.setdefault(word_of(action), len(kinds)) for action in actions}
+    names = {
+        action: _NONE if action.group is None else groups.setdefault(action.group, len(groups)) for action in actions
     }
-    numbers = (each.action.micro_batch for each in every)
+    looks = {word_of(action): LOOKS[action.kind] for action in actions}
+    fills = {
+        word_of(action): [fill(action.kind, at, panel.num_chunks) for at in range(panel.num_chunks)]
+        for action in actions
+    }
+    numbers = (timed.action.micro_batch for timed in every)
     return {
         "ranks": packed("i", ranks),
         "counts": packed("i", map(len, rows)),
         "gap": packed("i", gaps),
         "long": packed("i", lengths),
-        "kind": packed("i", (words[each.action] for each in every)),
-        "stage": packed("i", (each.action.stage for each in every)),
-        "chunk": packed("i", (panel.chunk(each) for each in every)),
+        "kind": packed("i", (kind_of[timed.action] for timed in every)),
+        "stage": packed("i", (timed.action.stage for timed in every)),
+        "chunk": packed("i", (panel.chunk(timed) for timed in every)),
         "micro_batch": packed("i", (_NONE if number is None else number for number in numbers)),
-        "group": packed("i", (names[each.action] for each in every)),
+        "group": packed("i", (names[timed.action] for timed in every)),
         "group_names": list(groups),
         "kinds": [
-            {"word": word, "symbol": looks[word].symbol, "colours": [[each, ink(each)] for each in fills[word]]}
+            {"word": word, "symbol": looks[word].symbol, "colours": [[colour, ink(colour)] for colour in fills[word]]}
             for word in kinds
         ],
     }
@@ -122,7 +125,7 @@ def buckets(values: Sequence[float], size: int) -> dict[str, Any]:
     if size == 1:
         return {"mean": packed("f", values)}
     chunks = (values[first : first + size] for first in range(0, len(values), size))
-    finite = [[each for each in chunk if math.isfinite(each)] or [math.nan] for chunk in chunks]
+    finite = [[value for value in chunk if math.isfinite(value)] or [math.nan] for chunk in chunks]
     return {
         "mean": packed("f", (sum(chunk) / len(chunk) for chunk in finite)),
         "low": packed("f", map(min, finite)),

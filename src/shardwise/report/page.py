@@ -40,13 +40,13 @@ def draw(sources: Sequence[Source]) -> str:
     def read(names: Iterable[str]) -> str:
         return "\n".join((assets / name).read_text(encoding="utf-8") for name in names)
 
-    written, own = time.strftime("%Y-%m-%d %H:%M:%S"), installed("shardwise") or ""
-    values = {"written": written, "version": own, "sources": sources}
+    written, own_version = time.strftime("%Y-%m-%d %H:%M:%S"), installed("shardwise") or ""
+    values = {"written": written, "version": own_version, "sources": sources}
     # A script element ends at the first "</script", in a string too.
     text = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = read(["page.html"])
-    for mark, part in (("/*STYLES*/", read(_STYLES)), ("/*SCRIPTS*/", read(_SCRIPTS)), ("/*DATA*/", text)):
-        page = page.replace(mark, part, 1)
+    for mark, content in (("/*STYLES*/", read(_STYLES)), ("/*SCRIPTS*/", read(_SCRIPTS)), ("/*DATA*/", text)):
+        page = page.replace(mark, content, 1)
     return page
 
 
@@ -70,7 +70,7 @@ def source(name: str, what: str, why: str) -> Source:
         why: as in `absent`, for each section.
     """
     sections = ("curves", "memory", "parts", "wire", "timelines", "config", "environment")
-    return {"name": name, "what": what, "facts": [], **{each: absent(why) for each in sections}}
+    return {"name": name, "what": what, "facts": [], **{section: absent(why) for section in sections}}
 
 
 def absent(why: str) -> dict[str, Any]:

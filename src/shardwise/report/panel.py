@@ -81,7 +81,7 @@ class TerminalPanel:
     @cached_property
     def start_s(self) -> float:
         """Return when the first action starts, on the actions' clock, in seconds."""
-        return min((each.start_s for each in self.actions), default=0.0)
+        return min((timed.start_s for timed in self.actions), default=0.0)
 
     @cached_property
     def makespan_s(self) -> float:
@@ -91,23 +91,23 @@ class TerminalPanel:
     @cached_property
     def rows(self) -> dict[int, list[TimedAction]]:
         """Return the actions of each rank in the order of their starts, ranks ascending."""
-        rows: dict[int, list[TimedAction]] = {rank: [] for rank in sorted({each.rank for each in self.actions})}
-        for each in sorted(self.actions, key=lambda each: (each.start_s, each.end_s)):
-            rows[each.rank].append(each)
+        rows: dict[int, list[TimedAction]] = {rank: [] for rank in sorted({timed.rank for timed in self.actions})}
+        for timed in sorted(self.actions, key=lambda each: (each.start_s, each.end_s)):
+            rows[timed.rank].append(timed)
         return rows
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
         """Return the streams in which time is spent: computations first, then those of `STREAMS`, then others."""
-        known = list(dict.fromkeys(STREAMS.values()))
-        used = {each.stream for each in self.actions if each.duration_s > 0} | {COMPUTE}
-        return tuple(sorted(used, key=lambda stream: (known.index(stream) if stream in known else len(known), stream)))
+        order = list(dict.fromkeys(STREAMS.values()))
+        used = {timed.stream for timed in self.actions if timed.duration_s > 0} | {COMPUTE}
+        return tuple(sorted(used, key=lambda stream: (order.index(stream) if stream in order else len(order), stream)))
 
     @cached_property
     def stages(self) -> dict[int, tuple[int, ...]]:
         """Return the stages that each rank computes, in order."""
         return {
-            rank: tuple(sorted({each.action.stage for each in row if each.action.kind in COMPUTATIONS}))
+            rank: tuple(sorted({timed.action.stage for timed in row if timed.action.kind in COMPUTATIONS}))
             for rank, row in self.rows.items()
         }
 
@@ -125,7 +125,7 @@ class TerminalPanel:
     def idle_fractions(self) -> dict[int, float]:
         """Return each rank's bubble: the share of the makespan in which it computes nothing; `bubble` is the mean."""
         busy = dict.fromkeys(self.rows, 0.0) | busy_s(self.actions)
-        return {rank: 1.0 - each / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, each in busy.items()}
+        return {rank: 1.0 - seconds / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, seconds in busy.items()}
 
     @property
     def bubble(self) -> float:
@@ -141,7 +141,9 @@ class TerminalPanel:
     def bubble_line(self) -> str:
         """Return the line with the bubble of the drawing, and with the formula's where that is known."""
         span_bubble_s = max(self.spans_s.values(), default=(0.0, 0.0))[1]  # of the rank with the longest span
-        within, formula = (format_tick_s(each or 0.0, self.makespan_s) for each in (span_bubble_s, self.formula_s))
+        within, formula = (
+            format_tick_s(bubble_s or 0.0, self.makespan_s) for bubble_s in (span_bubble_s, self.formula_s)
+        )
         drawn = f"{100 * self.bubble:.1f} % of {format_tick_s(self.makespan_s)}; within a rank's span {within}"
         return drawn if self.formula_s is None else f"{drawn}, by the formula {formula}"
 
@@ -173,7 +175,7 @@ def fill(kind: ActionKind, chunk: int = 0, num_chunks: int = 1) -> str:
         num_chunks: the most stages that a rank has.
     """
     white = chunk / num_chunks if num_chunks <= 2 else _LIGHTEST * chunk / (num_chunks - 1)
-    return "#" + "".join(f"{round(each + (255 - each) * white):02x}" for each in _channels(LOOKS[kind].colour))
+    return "#" + "".join(f"{round(channel + (255 - channel) * white):02x}" for channel in _channels(LOOKS[kind].colour))
 
 
 def ink(colour: str) -> str:
@@ -192,7 +194,7 @@ def typical_s(panel: TerminalPanel) -> float:
     It is the lower quartile: the fastest computation of a recorded run may be an outlier.
     """
     durations = sorted(
-        each.duration_s for each in panel.actions if each.action.kind in COMPUTATIONS and each.duration_s > 0
+        timed.duration_s for timed in panel.actions if timed.action.kind in COMPUTATIONS and timed.duration_s > 0
     )
     return durations[len(durations) // 4] if durations else panel.makespan_s
 

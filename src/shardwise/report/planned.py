@@ -58,14 +58,14 @@ class PlanNote:
     @classmethod
     def of(cls, text: str) -> Self | None:
         """Read the comment of a file's text; None where it has none."""
-        found = _NOTE.search(text)
+        note = _NOTE.search(text)
         try:
-            numbers = dict(each.split("=") for each in found[2].split()) if found else {}
+            numbers = dict(setting.split("=") for setting in note[2].split()) if note else {}
             num_ranks, num_micro_batches = int(numbers.pop("pp")), int(numbers.pop("num_micro_batches"))
             times = _op_times(numbers)
         except (KeyError, TypeError, ValueError):
             return None
-        return None if found is None else cls(found[1], num_ranks, num_micro_batches, times)
+        return None if note is None else cls(note[1], num_ranks, num_micro_batches, times)
 
     def times_of(self, config: Config) -> OpTimes | None:
         """Return the times where they are those of a config; None where its pipeline was changed since."""
@@ -78,8 +78,8 @@ class PlanNote:
 
 def _op_times(values: Mapping[str, Any]) -> OpTimes:
     """Return times that a file gives; raise ValueError, TypeError or OverflowError where they are none."""
-    seconds = {name: float(each) for name, each in values.items()}
-    if not all(0 <= each <= MAX_S for each in seconds.values()):
+    seconds = {name: float(value) for name, value in values.items()}
+    if not all(0 <= duration_s <= MAX_S for duration_s in seconds.values()):
         raise ValueError("a time is no duration")
     return OpTimes(**seconds)
 
@@ -150,8 +150,8 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
         facts = list(_facts(price, job))
         limit = (price["peak_gib"] + price["margin_gib"]) * _GIB
         rows = [
-            {"name": f"pipeline rank {each['pipeline_rank']}", "predicted": _known(each["peak_bytes"])}
-            for each in price["ranks"]
+            {"name": f"pipeline rank {rank['pipeline_rank']}", "predicted": _known(rank["peak_bytes"])}
+            for rank in price["ranks"]
         ]
         parts = _known(price["parts_s"])
         layout = str(price["layout"])
@@ -164,20 +164,20 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
         raise ConfigError(
             "no-plan-answer", f"{name} holds no layout; give what shardwise plan --json or --write wrote"
         ) from None
-    found = page.source(name, layout, "")
-    found["facts"] = facts
-    found["memory"] = {"rows": rows, "limit": limit, "notes": [], "when": "peak within a step, by pipeline rank"}
-    found["parts"] = {"rows": [("predicted", parts)]}
-    found["wire"] = absent("one rank alone sends nothing; shardwise plan --dry-run counts every axis")
+    shown = page.source(name, layout, "")
+    shown["facts"] = facts
+    shown["memory"] = {"rows": rows, "limit": limit, "notes": [], "when": "peak within a step, by pipeline rank"}
+    shown["parts"] = {"rows": [("predicted", parts)]}
+    shown["wire"] = absent("one rank alone sends nothing; shardwise plan --dry-run counts every axis")
     if wire:
         note = "sent by a rank of the fullest pipeline rank in a step, for parameters and gradients"
-        found["wire"] = {"rows": wire, "note": f"{note}; shardwise plan --dry-run counts every axis"}
-    found["timelines"] = _timeline(_pipeline_of(price), times, max_bytes)
+        shown["wire"] = {"rows": wire, "note": f"{note}; shardwise plan --dry-run counts every axis"}
+    shown["timelines"] = _timeline(_pipeline_of(price), times, max_bytes)
     lacking = absent("an answer has no config: give the file that shardwise plan --write wrote")
-    found["config"] = lacking if config is None else page.config_section(config)
+    shown["config"] = lacking if config is None else page.config_section(config)
     cluster = {key: job[key] for key in ("gpu", "num_gpus", "gpus_per_node", "seq_len", "global_batch") if key in job}
-    found["environment"] = {"keys": page.flat({"planned for": cluster})}
-    return found
+    shown["environment"] = {"keys": page.flat({"planned for": cluster})}
+    return shown
 
 
 def _timeline(config: Config | None, times: OpTimes | None, max_bytes: int) -> dict[str, Any]:

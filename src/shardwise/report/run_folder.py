@@ -106,20 +106,20 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
         config = Config.from_dict(values) if values else None
     except ConfigError as error:
         unread.append(f"{CONFIG_NAME}: {error}")
-    found = page.source(folder.resolve().name, "; ".join(["run", *(f"not read: {each}" for each in unread)]), "")
-    found["facts"] = list(_facts(steps, config, memory, prediction))
-    found["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)
-    found["memory"] = _memory(steps, memory, prediction)
-    found["parts"] = _parts(prediction)
-    found["wire"] = _wire(wire)
-    left = max_bytes - len(json.dumps(found))
-    found["timelines"] = _timelines(recorded, config, left - left // 8, max_cells)
+    source = page.source(folder.resolve().name, "; ".join(["run", *(f"not read: {reason}" for reason in unread)]), "")
+    source["facts"] = list(_facts(steps, config, memory, prediction))
+    source["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)
+    source["memory"] = _memory(steps, memory, prediction)
+    source["parts"] = _parts(prediction)
+    source["wire"] = _wire(wire)
+    left = max_bytes - len(json.dumps(source))
+    source["timelines"] = _timelines(recorded, config, left - left // 8, max_cells)
     lacking = absent(f"the folder has no {CONFIG_NAME} that can be read")
-    found["config"] = page.config_section(values) if values else lacking
+    source["config"] = page.config_section(values) if values else lacking
     shown = environment or {key: prediction[key] for key in _MACHINE if key in prediction}
     lacking = absent("the folder has neither environment.json nor prediction.json")
-    found["environment"] = {"keys": page.flat(shown)} if shown else lacking
-    return found
+    source["environment"] = {"keys": page.flat(shown)} if shown else lacking
+    return source
 
 
 def _read(path: Path, unread: list[str]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _sizes(value: Any) -> dict[str, float]:
     """Return the numbers above 0 of what should be a dict of them."""
     if not isinstance(value, Mapping):
         return {}
-    return {str(name): number for name, each in value.items() if 0 < (number := _number(each)) < math.inf}
+    return {str(name): number for name, size in value.items() if 0 < (number := _number(size)) < math.inf}
 
 
 def _facts(
@@ -203,7 +203,7 @@ def _facts(
     predicted_s = sum(_sizes(_within(prediction, "predicted", "parts")).values())
     median_s = _late_median(steps.step_s)
     yield fact("a step", format_s(median_s), f"predicted {format_s(predicted_s)}" if predicted_s else "median")
-    ranks = [sum(each.values()) for each in _ranks_of(memory)] or [sum(steps.memory.values())]
+    ranks = [sum(sizes.values()) for sizes in _ranks_of(memory)] or [sum(steps.memory.values())]
     limit = _number(memory.get("limit_bytes"))
     if max(ranks) > 0:
         yield fact("peak memory", format_bytes(max(ranks)), f"of {format_bytes(limit)}" if limit > 0 else "a rank")
@@ -216,31 +216,31 @@ def _late_median(column: Sequence[float]) -> float:
 
 
 def _within(value: Mapping[str, Any], key: str, inner: str) -> Any:
-    found = value.get(key)
-    return found.get(inner) if isinstance(found, Mapping) else None
+    item = value.get(key)
+    return item.get(inner) if isinstance(item, Mapping) else None
 
 
 def _curves(steps: _Steps, max_chars: float) -> dict[str, Any]:
     if not steps.num:
         return absent("no step was taken yet, or the folder has no metrics.jsonl; a later page shows them")
-    known = [name for name in _METRICS if any(map(math.isfinite, steps.columns[name]))]
+    present = [name for name in _METRICS if any(map(math.isfinite, steps.columns[name]))]
     most = max_chars / _CHARS_A_VALUE
     # A bucket of one step is one value, of several it is three.
-    is_whole = steps.num * (len(known) + 1) <= most
-    size = 1 if is_whole else math.ceil(steps.num * (3 * len(known) + 1) / most)
+    is_whole = steps.num * (len(present) + 1) <= most
+    size = 1 if is_whole else math.ceil(steps.num * (3 * len(present) + 1) / most)
     return {
         "num_steps": steps.num,
         "num_damaged": steps.num_damaged,
         "bucket": size,
         "step": buckets(steps.columns["step"], size)["mean"],
-        "metrics": {name: buckets(steps.columns[name], size) for name in known},
+        "metrics": {name: buckets(steps.columns[name], size) for name in present},
         "held_out": {"step": packed("f", steps.held_out[0]), "value": packed("f", steps.held_out[1])},
     }
 
 
 def _ranks_of(memory: Mapping[str, Any]) -> list[dict[str, float]]:
     ranks = memory.get("ranks")
-    return [_sizes(each) for each in ranks] if isinstance(ranks, list) else []
+    return [_sizes(sizes) for sizes in ranks] if isinstance(ranks, list) else []
 
 
 def _memory(steps: _Steps, memory: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _memory(steps: _Steps, memory: Mapping[str, Any], prediction: Mapping[str, A
     predicted = _sizes(_within(prediction, "predicted", "peak"))
     if not measured and not predicted:
         return absent("no step was measured yet; the memory of a run is measured in its first steps")
-    rows = [{"name": f"rank {rank}", "measured": each} for rank, each in enumerate(measured)]
+    rows = [{"name": f"rank {rank}", "measured": sizes} for rank, sizes in enumerate(measured)]
     if predicted:
         rows[:1] = [{"name": "rank 0", "measured": measured[0] if measured else {}, "predicted": predicted}]
     limit = _number(memory.get("limit_bytes"))
@@ -273,8 +273,8 @@ def _wire(values: Mapping[str, Any]) -> dict[str, Any]:
         return absent(
             "the folder has no wire.json: rank 0 counts from its second step on, and one rank alone sends nothing"
         )
-    known = [each for each in axes if isinstance(each, Mapping) and math.isfinite(_number(each.get("bytes")))]
-    rows = [(str(each.get("axis")), str(each.get("op")), _number(each["bytes"])) for each in known]
+    axes_known = [axis for axis in axes if isinstance(axis, Mapping) and math.isfinite(_number(axis.get("bytes")))]
+    rows = [(str(axis.get("axis")), str(axis.get("op")), _number(axis["bytes"])) for axis in axes_known]
     return {"rows": rows, "note": "sent by rank 0, a mean over its steps"}
 
 

@@ -56,7 +56,7 @@ def _columns_per_s(panel: TerminalPanel, num_columns: int) -> float:
         return 1.0
     usual_s = typical_s(panel)
     num_cells = panel.makespan_s / usual_s
-    label_columns = max((len(_names(panel, each)[0]) for each in panel.actions if each.stream == COMPUTE), default=1)
+    label_columns = max((len(_names(panel, timed)[0]) for timed in panel.actions if timed.stream == COMPUTE), default=1)
     if panel.num_chunks > 1:
         label_columns += 1  # 0F10F2 cannot be read
     fitting = min(_MAX_CELL_COLUMNS, int(num_columns / num_cells + _FUZZ))
@@ -105,26 +105,26 @@ def _cells(
     """Return for each column the action that fills most of it, or None where less than half of it is filled."""
     filled = [0.0] * num_columns
     largest: list[tuple[float, TimedAction | None]] = [(0.0, None)] * num_columns
-    for each in row:
-        start, end = ((time_s - panel.start_s) * columns_per_s for time_s in (each.start_s, each.end_s))
-        if each.stream != COMPUTE:
+    for timed in row:
+        start, end = ((time_s - panel.start_s) * columns_per_s for time_s in (timed.start_s, timed.end_s))
+        if timed.stream != COMPUTE:
             continue
         for column in range(int(start), min(num_columns, math.ceil(end))):
             share = min(end, column + 1) - max(start, column)
             filled[column] += share
             if share > largest[column][0] + _FUZZ:
-                largest[column] = (share, each)
-    return [each if fill >= 0.5 - _FUZZ else None for fill, (_, each) in zip(filled, largest, strict=True)]
+                largest[column] = (share, timed)
+    return [timed if fill >= 0.5 - _FUZZ else None for fill, (_, timed) in zip(filled, largest, strict=True)]
 
 
 def _add_cells(text: Text, panel: TerminalPanel, columns: Sequence[TimedAction | None]) -> None:
-    for each, run in groupby(columns):
+    for timed, run in groupby(columns):
         length = len(list(run))
-        if each is None:
+        if timed is None:
             text.append(IDLE * length, _DIM)
         else:
-            name = next((name for name in _names(panel, each) if len(name) <= length), "")
-            colour = fill(each.action.kind, panel.chunk(each), panel.num_chunks)
+            name = next((name for name in _names(panel, timed) if len(name) <= length), "")
+            colour = fill(timed.action.kind, panel.chunk(timed), panel.num_chunks)
             text.append(name.ljust(length), Style(color=ink(colour), bgcolor=colour))
 
 
@@ -137,7 +137,7 @@ def _names(panel: TerminalPanel, timed: TimedAction) -> tuple[str, ...]:
 
 
 def _add_legend(text: Text, panels: Sequence[TerminalPanel]) -> None:
-    used = {each.action.kind for panel in panels for each in panel.actions if each.duration_s > 0}
+    used = {timed.action.kind for panel in panels for timed in panel.actions if timed.duration_s > 0}
     for kind, (word, symbol, colour) in LOOKS.items():
         if symbol and kind in used:
             text.append(f" {symbol} ", Style(color=ink(colour), bgcolor=colour))

@@ -88,7 +88,7 @@ _NEEDS: Mapping[ActionKind, tuple[ActionKind, ...]] = {
     ActionKind.BACKWARD_INPUT: (ActionKind.FORWARD, ActionKind.RECOMPUTE),
     ActionKind.BACKWARD_WEIGHT: (ActionKind.BACKWARD_INPUT,),
 }
-_NEEDED = frozenset(each for needed in _NEEDS.values() for each in needed)
+_NEEDED = frozenset(need for needed in _NEEDS.values() for need in needed)
 _MAKES: Mapping[ActionKind, Payload] = {
     ActionKind.FORWARD: Payload.ACTIVATION,
     ActionKind.BACKWARD: Payload.GRADIENT,
@@ -139,9 +139,11 @@ def _within_row(
 ) -> Iterator[list[int]]:
     """Yield for each index of a row the earlier indices of rules 1 to 3; `queues` has each action's for rule 1."""
     present = {action.kind for action in row}
-    follows = {kind: tuple(each for each in _FOLLOWS.get(kind, ()) if each in present) for kind in present}
-    follows_any = {kind: tuple(each for each in _FOLLOWS_ANY.get(kind, ()) if each in present) for kind in present}
-    followed = {each for kinds in follows.values() for each in kinds}
+    follows = {kind: tuple(earlier for earlier in _FOLLOWS.get(kind, ()) if earlier in present) for kind in present}
+    follows_any = {
+        kind: tuple(earlier for earlier in _FOLLOWS_ANY.get(kind, ()) if earlier in present) for kind in present
+    }
+    followed = {earlier for kinds in follows.values() for earlier in kinds}
     last_in_queue: dict[Hashable, int] = {}
     last_of_kind: dict[ActionKind, int] = {}
     last_on_group: dict[tuple[ActionKind, int, str | None], int] = {}
@@ -149,9 +151,9 @@ def _within_row(
         kind, queue = action.kind, queues[index]
         wanted = [last_in_queue[queue]] if queue in last_in_queue else []
         if follows[kind]:
-            keys = ((each, action.stage, group) for each in follows[kind] for group in touched(action, groups))
+            keys = ((earlier, action.stage, group) for earlier in follows[kind] for group in touched(action, groups))
             wanted += [last_on_group[key] for key in keys if key in last_on_group]
-        wanted += [last_of_kind[each] for each in follows_any[kind] if each in last_of_kind]
+        wanted += [last_of_kind[earlier] for earlier in follows_any[kind] if earlier in last_of_kind]
         yield wanted
         last_in_queue[queue] = last_of_kind[kind] = index
         if kind in followed:
@@ -211,15 +213,15 @@ class ActionPlaces:
         rank, index = position
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
         keys = [(rank, need, stage, micro_batch, group) for need in _NEEDS.get(kind, ()) for group in groups]
-        found = [(rank, self.computed[key]) for key in keys if key in self.computed]
+        before = [(rank, self.computed[key]) for key in keys if key in self.computed]
         if kind is ActionKind.SEND and action.payload is not None:
-            found += self._last((rank, None, action.payload, stage, micro_batch))
+            before += self._last((rank, None, action.payload, stage, micro_batch))
         elif kind is ActionKind.RECEIVE and action.payload is not None:
-            found += self._from_neighbour(ActionKind.SEND, rank, action.payload, stage, micro_batch)
+            before += self._from_neighbour(ActionKind.SEND, rank, action.payload, stage, micro_batch)
         elif kind in _MAKES and index == self.flow[rank, None, _MAKES[kind], stage, micro_batch][0]:
             received = self._last((rank, ActionKind.RECEIVE, _MAKES[kind], stage, micro_batch))
-            found += received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
-        return found
+            before += received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
+        return before
 
     def _from_neighbour(
         self, kind: ActionKind | None, rank: int, payload: Payload, stage: int, micro_batch: int | None

@@ -43,7 +43,7 @@ def drawn(schedule: Schedule, places: Sequence[Position], follows: Follows) -> l
         if waiting:
             window = grid.window(waiting)
             lines += [""] * bool(lines) + list(grid.lines(window, waiting))
-            waiting = [place for place in waiting if not window.shows(place, grid.slot_of[place])]
+            waiting = [position for position in waiting if not window.shows(position, grid.slot_of[position])]
     return lines
 
 
@@ -77,9 +77,9 @@ class _ScheduleGrid:
         for rank, row in enumerate(schedule.ranks):
             cells.append({})
             for index, action in enumerate(row):
-                place = rank, index
-                slot_of.setdefault(place, 1 + slot_of.get((rank, index - 1), -1))
-                cells[-1][slot_of[place]] = index, f"({action})" if place in blocked else str(action)
+                position = rank, index
+                slot_of.setdefault(position, 1 + slot_of.get((rank, index - 1), -1))
+                cells[-1][slot_of[position]] = index, f"({action})" if position in blocked else str(action)
         return cls(slot_of, cells)
 
     def window(self, places: Sequence[Position]) -> _GridWindow:
@@ -90,12 +90,12 @@ class _ScheduleGrid:
         widths = {slot: self._width(rows, slot)}
         num_slots = 1 + max(self.slot_of.values())
         for distance in range(1, num_slots):
-            for each in (slot - distance, slot + distance):
-                width = self._width(rows, each)
+            for neighbour in (slot - distance, slot + distance):
+                width = self._width(rows, neighbour)
                 if sum(widths.values()) + len(_GAP) * (len(widths) + 1) + width > budget:
                     return _GridWindow(rows, dict(sorted(widths.items())))
                 if width:
-                    widths[each] = width
+                    widths[neighbour] = width
         return _GridWindow(rows, dict(sorted(widths.items())))
 
     def _width(self, rows: Sequence[int], slot: int) -> int:
@@ -158,14 +158,14 @@ def _rows(num_ranks: int, places: Sequence[Position]) -> list[int]:
 def _waits(schedule: Schedule, follows: Follows) -> dict[Position, tuple[Position, ...]]:
     """Return what each action waits for: rows run in order, and what follows a RECEIVE waits for its SEND."""
     waits: dict[Position, tuple[Position, ...]] = {}
-    for place, before in follows.items():
-        rank, index = place
+    for position, before in follows.items():
+        rank, index = position
         row: Sequence[Action] = schedule.ranks[rank]
         needed = {(rank, index - 1)} if index else set()
         if row[index].kind is not ActionKind.RECEIVE:
             for other in before:
                 if schedule.ranks[other[0]][other[1]].kind is ActionKind.RECEIVE:
-                    needed.update(each for each in follows[other] if each[0] != other[0])
+                    needed.update(before_it for before_it in follows[other] if before_it[0] != other[0])
                 needed.add(other)
-        waits[place] = tuple(needed)
+        waits[position] = tuple(needed)
     return waits

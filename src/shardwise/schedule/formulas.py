@@ -88,14 +88,16 @@ def bubble_s(
     costs = f"F={forward} s, B={backward} s, W={weight} s"
     if recipe_name == "zb-v" and not weight <= forward <= backward:
         raise ScheduleError("no-closed-form", f"{costs} without W <= F <= B, {unknown}")
-    whole = forward + backward + weight
-    known = {
-        "naive": m * (p - 1) * whole,
+    pass_s = forward + backward + weight
+    closed_forms = {
+        "naive": m * (p - 1) * pass_s,
         "zb-h1": (p - 1) * (forward + backward - min(weight, forward)),
         "zb-h2": (p - 1) * (forward + backward - min(2 * weight, 2 * forward, forward + backward)),
         "zb-v": (p - 1) * (backward - weight),
     }
-    return _of_name(recipe_name, {**dict.fromkeys(("gpipe", "1f1b", "interleaved"), (p - 1) * whole / v), **known})
+    return _of_name(
+        recipe_name, {**dict.fromkeys(("gpipe", "1f1b", "interleaved"), (p - 1) * pass_s / v), **closed_forms}
+    )
 
 
 def bubble_share(
@@ -183,7 +185,7 @@ def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
     placement.stages_of(rank)  # raises where there is no such rank
     v = placement.stages_per_rank
     longest_round = max(interleaved_rounds(p, m))
-    known = {
+    most_in_flight = {
         "naive": v,
         "gpipe": m * v,
         "1f1b": min(m, p - rank),
@@ -192,7 +194,7 @@ def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
         "zb-h2": min(m, 2 * (p - rank) - 1),
         "zb-v": min(2 * m, m + rank + 1, 2 * p),
     }
-    return _of_name(recipe_name, known)
+    return _of_name(recipe_name, most_in_flight)
 
 
 def moments_in_flight(
@@ -215,18 +217,18 @@ def moments_in_flight(
     number = num_micro_batches
     if recipe.repeats_by_rounds:
         number = min(number, _NUM_ROUNDS * max(interleaved_rounds(num_ranks, number)))
-    held, moments = [0] * (2 * len(stages)), dict[tuple[int, ...], None]()
+    counts, moments = [0] * (2 * len(stages)), dict[tuple[int, ...], None]()
     for kind, stage, _ in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).of(rank):
         index = stages.index(stage)
         if kind is ActionKind.BACKWARD_WEIGHT:
-            held[len(stages) + index] -= 1
+            counts[len(stages) + index] -= 1
             continue
         if kind in _ENDS_IN_FLIGHT:
-            moments[index, *held] = None
-        held[index] += 1 if kind is ActionKind.FORWARD else -1
-        held[len(stages) + index] += kind is ActionKind.BACKWARD_INPUT
+            moments[index, *counts] = None
+        counts[index] += 1 if kind is ActionKind.FORWARD else -1
+        counts[len(stages) + index] += kind is ActionKind.BACKWARD_INPUT
         if kind is not ActionKind.BACKWARD:
-            moments[-1, *held] = None
+            moments[-1, *counts] = None
     return tuple(moments)
 
 

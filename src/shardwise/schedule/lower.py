@@ -93,7 +93,7 @@ def insert_transfers(schedule: Schedule) -> Schedule:
     for (_, rank), transfers in sorted(received.items()):
         _post(transfers, _computation_before(schedule.ranks[rank]), receives[rank])
     rows = zip(schedule.ranks, receives, sends, strict=True)
-    return replace(schedule, ranks=tuple(tuple(_inserted(*each)) for each in rows))
+    return replace(schedule, ranks=tuple(tuple(_inserted(*slots)) for slots in rows))
 
 
 def _post(transfers: list[tuple[int, int, Action]], slot_of: Sequence[int], slots: _Slots) -> None:

@@ -241,14 +241,14 @@ def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
 
     def pattern(rank: int) -> _Pattern:
         down, up = placement.stages_of(rank)
-        whole = [(_F, up), (_I, up), (_W, up)]
+        full_pass = [(_F, up), (_I, up), (_W, up)]
         return [
             # Until the first micro-batch comes back: rank i receives it after 2(p - i) - 1 forwards.
             *[(_F, down)] * (2 * (num_ranks - rank) - 1),
             # No gradients have reached this rank yet; forwards keep all ranks busy, in equal memory.
             *[(_F, up), (_F, down)] * rank,
-            *whole * (num_ranks - rank),
-            *[(_F, down), (_I, down), (_W, down), *whole] * num_steady,
+            *full_pass * (num_ranks - rank),
+            *[(_F, down), (_I, down), (_W, down), *full_pass] * num_steady,
             # No forward is left: gradients that other ranks wait for come first, those of weights fill the end.
             *[(_I, down), (_I, up)] * rank,
             *[(_I, down), (_W, down)] * (num_ranks - rank),

@@ -111,11 +111,11 @@ def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
     >>> mean_times([TimedAction(forward, 0, 0.0, 1.0, "compute"), TimedAction(backward, 0, 1.0, 4.0, "compute")])
     OpTimes(forward_s=1.0, backward_input_s=1.5, backward_weight_s=1.5, transfer_s=0.0)
     """
-    computations = [each for each in actions if each.action.kind in COMPUTATIONS]
-    num_passes = len({(each.rank, each.action.micro_batch) for each in computations})
+    computations = [timed for timed in actions if timed.action.kind in COMPUTATIONS]
+    num_passes = len({(timed.rank, timed.action.micro_batch) for timed in computations})
 
     def mean_s(kind: ActionKind) -> float:
-        return sum(each.duration_s for each in computations if each.action.kind is kind) / max(1, num_passes)
+        return sum(timed.duration_s for timed in computations if timed.action.kind is kind) / max(1, num_passes)
 
     half_s = mean_s(ActionKind.BACKWARD) / 2
     return OpTimes(
@@ -237,10 +237,10 @@ class _Program:
             lags_s = [sent_s[self.slots[other]] if other >= 0 else 0.0 for other in self.arrivals]
         seconds = [table[slot] for slot in self.slots]
         ends = [0.0] * (len(seconds) + 1)  # at -1, that of none
-        for number, (own, other, duration_s, lag_s) in enumerate(
+        for number, (before, other, duration_s, lag_s) in enumerate(
             zip(self.before, self.arrivals, seconds, lags_s, strict=False)
         ):
-            start_s, arrival_s = ends[own], ends[other] + lag_s
+            start_s, arrival_s = ends[before], ends[other] + lag_s
             ends[number] = (arrival_s if arrival_s > start_s else start_s) + duration_s
         firsts = [ends[row[0]] - seconds[row[0]] for row in self.numbers]
         return firsts, [[ends[number] for number in row] for row in self.numbers]
@@ -332,7 +332,7 @@ class PipelineSimulator:
         if key not in self._spans:
             work_s = [sum(stages[stage].total_s for stage in placement.stages_of(rank)) for rank in range(num_ranks)]
             first, last = self._simulated(recipe_name, num_ranks, virtual_stages, num_micro_batches, stages)
-            self._spans[key] = _span(first, last, [num_micro_batches * each for each in work_s])
+            self._spans[key] = _span(first, last, [num_micro_batches * work for work in work_s])
         return self._spans[key]
 
     def _simulated(
@@ -376,8 +376,8 @@ class PipelineSimulator:
             program = self._program(key)
             rows = [[program.slots[number] for number in numbers] for numbers in program.numbers]
             long_rows = [[_slot(kind, stage) for kind, stage, _ in row] for row in longer]
-            found = [_rounds_end(row, long_row) for row, long_row in zip(rows, long_rows, strict=True)]
-            self._rounds[key] = [each for each in found if each] if all(found) else []
+            ends_of_rounds = [_rounds_end(row, long_row) for row, long_row in zip(rows, long_rows, strict=True)]
+            self._rounds[key] = [end for end in ends_of_rounds if end] if all(ends_of_rounds) else []
         return self._rounds[key]
 
 
@@ -412,10 +412,10 @@ def busy_s(timed: Sequence[TimedAction], *, stream: str = "compute") -> dict[int
     """Return the seconds in which each rank has something in `stream`; what runs inside another action counts once."""
     busy: dict[int, float] = {}
     until: dict[int, float] = {}
-    for each in sorted((each for each in timed if each.stream == stream), key=lambda each: each.start_s):
-        start_s = max(each.start_s, until.get(each.rank, -math.inf))
-        busy[each.rank] = busy.get(each.rank, 0.0) + max(0.0, each.end_s - start_s)
-        until[each.rank] = max(each.end_s, start_s)
+    for action in sorted((action for action in timed if action.stream == stream), key=lambda each: each.start_s):
+        start_s = max(action.start_s, until.get(action.rank, -math.inf))
+        busy[action.rank] = busy.get(action.rank, 0.0) + max(0.0, action.end_s - start_s)
+        until[action.rank] = max(action.end_s, start_s)
     return busy
 
 
@@ -430,8 +430,8 @@ def rank_span_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compu
 
 def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compute") -> float:
     """Return the idle seconds of `stream` in the span of `rank` among `timed`: the bubble that `formulas` computes."""
-    own = [action for action in timed if action.rank == rank]
-    return rank_span_s(own, rank, stream=stream) - busy_s(own, stream=stream).get(rank, 0.0)
+    of_rank = [action for action in timed if action.rank == rank]
+    return rank_span_s(of_rank, rank, stream=stream) - busy_s(of_rank, stream=stream).get(rank, 0.0)
 
 
 def _seconds(cost: Cost, rank: int, action: Action) -> float:

@@ -128,11 +128,11 @@ def _computations(schedule: Schedule) -> Iterator[Flaw]:
                     action = Action(kind, stage, micro_batch, group)
                     text = f"{action} is missing on rank {rank}; a micro-batch runs every group, add it"
                     yield "computation-missing", text, ((rank, max(kinds.values(), default=indices[0])),)
-                for part in _SPLIT:
-                    if part in kinds and ActionKind.BACKWARD in kinds:
-                        both = (kinds[ActionKind.BACKWARD], kinds[part])
-                        whole, half = (row[index] for index in both)
-                        text = f"{whole} and {half} on rank {rank} make one gradient twice; drop either"
+                for half_kind in _SPLIT:
+                    if half_kind in kinds and ActionKind.BACKWARD in kinds:
+                        both = (kinds[ActionKind.BACKWARD], kinds[half_kind])
+                        whole_at, half = (row[index] for index in both)
+                        text = f"{whole_at} and {half} on rank {rank} make one gradient twice; drop either"
                         yield "gradient-made-twice", text, tuple((rank, index) for index in both)
 
 
@@ -159,9 +159,9 @@ def _stages(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
         num_here, num_before = len(holders.get(stage, ())), len(holders.get(stage - 1, ()))
         if stage > 0 and num_here != num_before:
             text = f"stage {stage} is on {num_here} ranks and stage {stage - 1} on {num_before}"
-            there = holders.get(stage) or holders[max(holders)]
+            known_on = holders.get(stage) or holders[max(holders)]
             rule = "each replica of a stage feeds one of the next, give both as many"
-            yield "stage-replicas-differ", f"{text}; {rule}", ((there[0], 0),)
+            yield "stage-replicas-differ", f"{text}; {rule}", ((known_on[0], 0),)
         if stage - 1 in last_backward and stage not in last_backward:
             rank, index = last_backward[stage - 1]
             action = schedule.ranks[rank][index]
@@ -175,47 +175,47 @@ def _transfers(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
     Each ordered pair of ranks is one channel: the n-th RECEIVE takes what the n-th SEND gave, whatever their names.
     Both directions between two ranks, and channels of other pairs, are independent of each other.
     """
-    found: _Found = {}
+    transfers: _Found = {}
     for rank, row in enumerate(schedule.ranks):
         for index, action in enumerate(row):
-            if action.kind in TRANSFERS and found.setdefault((rank, action), index) != index:
+            if action.kind in TRANSFERS and transfers.setdefault((rank, action), index) != index:
                 text = f"{action} on rank {rank} is there twice; a payload is sent once, drop one"
-                yield "transfer-repeated", text, ((rank, found[rank, action]), (rank, index))
-    if found:
-        yield from _unmatched(found, places)
-        yield from _left_out(schedule, found, places)
-        yield from _disorder(schedule, found, places)
+                yield "transfer-repeated", text, ((rank, transfers[rank, action]), (rank, index))
+    if transfers:
+        yield from _unmatched(transfers, places)
+        yield from _left_out(schedule, transfers, places)
+        yield from _disorder(schedule, transfers, places)
 
 
 def _unmatched(found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
     for (rank, action), index in found.items():
-        here = ((rank, index),)
+        positions = ((rank, index),)
         stage = other_end(action)
         peer = places.partner(rank, action)
         if peer is None:
             yield (
                 "transfer-without-partner",
                 f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it",
-                here,
+                positions,
             )
         elif peer == rank:
             yield (
                 "transfer-within-rank",
                 f"{action} on rank {rank} stays on its rank; there stages hand over directly, drop it",
-                here,
+                positions,
             )
         elif (peer, partner := _other_side(action, stage)) not in found:
             yield (
                 "transfer-unmatched",
                 f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it",
-                here,
+                positions,
             )
         elif (rank, None, action.payload, action.stage, action.micro_batch) not in places.flow:
             text = "sends what nothing computes" if action.kind is ActionKind.SEND else "receives what nothing uses"
             yield (
                 "transfer-without-computation",
                 f"{action} on rank {rank} {text}; add the computation, or drop both ends",
-                here,
+                positions,
             )
 
 
@@ -250,8 +250,8 @@ def _disorder(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterat
     for (sender, receiver), channel in ends.items():
         for sent_at, received_at in zip(*channel, strict=True):
             send, receive = schedule.ranks[sender][sent_at], schedule.ranks[receiver][received_at]
-            given = other_end(send), send.micro_batch, send.payload
-            if given != (receive.stage, receive.micro_batch, receive.payload):
+            payload_sent = other_end(send), send.micro_batch, send.payload
+            if payload_sent != (receive.stage, receive.micro_batch, receive.payload):
                 text = f"{receive} on rank {receiver} takes what {send} on rank {sender} gives"
                 rule = "a channel delivers in order, align the two"
                 yield "channel-out-of-order", f"{text}; {rule}", ((receiver, received_at), (sender, sent_at))
@@ -263,9 +263,9 @@ def _over_limit(schedule: Schedule, limits: Sequence[int]) -> Iterator[Flaw]:
         text = f"max_in_flight={list(limits)} bounds {len(limits)} ranks of {len(schedule.ranks)}"
         raise ScheduleError("activation-bounds", f"{text}; give one bound for each rank")
     for rank, (row, limit) in enumerate(zip(schedule.ranks, limits, strict=True)):
-        for index, held in enumerate(held_along(row, 1, 0)):
-            if held > limit:
-                text = f"{row[index]} on rank {rank} puts {int(held)} stage activations in flight, against {limit}"
+        for index, in_flight in enumerate(held_along(row, 1, 0)):
+            if in_flight > limit:
+                text = f"{row[index]} on rank {rank} puts {int(in_flight)} stage activations in flight, against {limit}"
                 yield "activations-over-limit", f"{text} allowed; move it after a backward", ((rank, index),)
                 break
 
@@ -279,12 +279,12 @@ def _collectives(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
                 for rank in holders
             ]
             for other_rank, other in zip(holders[1:], issued[1:], strict=True):
-                for here, there in zip_longest(issued[0], other):
-                    mine, theirs = (_text_at(schedule, place) for place in (here, there))
+                for first_position, other_position in zip_longest(issued[0], other):
+                    mine, theirs = (_text_at(schedule, position) for position in (first_position, other_position))
                     if mine != theirs:
                         text = f"rank {holders[0]} issues {mine} where rank {other_rank} issues {theirs}"
                         rule = "replicas issue the same collectives in the same order, align them"
-                        both = tuple(place for place in (here, there) if place is not None)
+                        both = tuple(position for position in (first_position, other_position) if position is not None)
                         yield "replica-collectives-differ", f"{text}; {rule}", both
 
 
@@ -322,8 +322,8 @@ def _chains(schedule: Schedule) -> Iterator[Flaw]:
         for (stage, is_forward, _), run in runs.items():
             order = place_in.get(stage, {})
             ordered = [(index, order[group]) for index, group in run if group in order]
-            for (first, place), (second, next_place) in pairwise(ordered):
-                if (place < next_place) != is_forward:
+            for (first, group_place), (second, next_place) in pairwise(ordered):
+                if (group_place < next_place) != is_forward:
                     text = f"{row[second]} on rank {rank} comes after {row[first]}"
                     rule = "groups run forward in one order and backward in its reverse, swap the two"
                     yield "groups-out-of-order", f"{text}; {rule}", ((rank, first), (rank, second))
@@ -384,13 +384,13 @@ class StateMachine:
 
 def parameters(schedule: Schedule) -> StateMachine:
     """Return the parameters' state machine: SHARDED -UNSHARD-> UNUSED -use-> WHOLE -RESHARD-> SHARDED, and STALE."""
-    sharded, unused, whole, stale = ParameterStates
+    sharded, unused, used, stale = ParameterStates
     steps_shards = schedule.unshard_for_use or schedule.unshard_after_step
     moves: dict[tuple[ActionKind, Enum], Enum] = {
-        **{(kind, state): whole for kind in USERS for state in (unused, whole)},
+        **{(kind, state): used for kind in USERS for state in (unused, used)},
         **{(ActionKind.UNSHARD, state): unused for state in (sharded, stale)},
-        **{(ActionKind.RESHARD, state): sharded for state in (whole, stale)},
-        **{(ActionKind.STEP, state): stale if steps_shards else state for state in (unused, whole, stale)},
+        **{(ActionKind.RESHARD, state): sharded for state in (used, stale)},
+        **{(ActionKind.STEP, state): stale if steps_shards else state for state in (unused, used, stale)},
         (ActionKind.STEP, sharded): sharded,
     }
     wrong: dict[tuple[ActionKind, Enum], _CodeAndText] = {
@@ -401,7 +401,7 @@ def parameters(schedule: Schedule) -> StateMachine:
         },
         **{
             (ActionKind.UNSHARD, state): ("unshard-repeated", "unshards what is {state}{since}; drop it")
-            for state in (unused, whole)
+            for state in (unused, used)
         },
         (ActionKind.RESHARD, sharded): ("reshard-repeated", "reshards what is {state}{since}; drop it"),
         (ActionKind.RESHARD, unused): (
@@ -411,9 +411,9 @@ def parameters(schedule: Schedule) -> StateMachine:
     }
     if schedule.unshard_for_use:
         left = ("reshard-missing-at-end", "leaves parameters {state}, which are stored as shards; add {reshard}")
-        return StateMachine(sharded, moves, wrong, dict.fromkeys((unused, whole, stale), left))
+        return StateMachine(sharded, moves, wrong, dict.fromkeys((unused, used, stale), left))
     left = ("unshard-missing-at-end", "leaves parameters {state}, which are stored whole and up to date; add {unshard}")
-    return StateMachine(whole, moves, wrong, dict.fromkeys((sharded, stale), left))
+    return StateMachine(used, moves, wrong, dict.fromkeys((sharded, stale), left))
 
 
 def gradients(schedule: Schedule) -> StateMachine:

@@ -42,7 +42,7 @@ def is_chat(record: Mapping[str, Any]) -> bool:
 
 
 def whole_text(text: str) -> str:
-    """Return a text that UTF-8 has bytes for: JSON can escape half of a surrogate pair, which it has none for."""
+    """Return a text that UTF-8 has bytes for: JSON can escape listed of a surrogate pair, which it has none for."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -111,16 +111,16 @@ class ChatEncoder:
 
     def _spans(self, messages: Messages, num_before: int, text: str, where: str) -> list[tuple[int, int]]:
         """Return where in the text the answers are, with what the template writes to close them."""
-        answers = [place for place in range(num_before, len(messages)) if messages[place]["role"] == _ASSISTANT]
+        answers = [index for index in range(num_before, len(messages)) if messages[index]["role"] == _ASSISTANT]
         if not answers:
             raise ConfigError(
                 "chat-without-answer",
                 f"{where} has no message of the assistant to learn from; leave it out, or set data.train_on=all",
             )
         spans = []
-        for place in answers:
-            before = self._write(messages[:place], where, begins_answer=True)
-            through = text if place == len(messages) - 1 else self._write(messages[: place + 1], where)
+        for index in answers:
+            before = self._write(messages[:index], where, begins_answer=True)
+            through = text if index == len(messages) - 1 else self._write(messages[: index + 1], where)
             if text.startswith(before) and text.startswith(through) and len(before) < len(through):
                 spans.append((len(before), len(through)))
         if not spans:
@@ -153,9 +153,9 @@ def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
     else:
         parts = (record["prompt"], record["completion"])
     both: list[Messages] = []
-    for part in parts:
-        is_good = isinstance(part, list) and all(isinstance(each, Mapping) for each in part) and part
-        messages = [_message(each, where) for each in part] if is_good else []
+    for listed in parts:
+        is_good = isinstance(listed, list) and all(isinstance(message, Mapping) for message in listed) and listed
+        messages = [_message(message, where) for message in listed] if is_good else []
         if not is_good or not all(messages):
             raise ConfigError(
                 "chat-messages",
@@ -163,7 +163,7 @@ def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
                 "content",
             )
         both.append(messages)
-    return [each for part in both for each in part], len(both[0]) if len(both) == 2 else 0
+    return [message for listed in both for message in listed], len(both[0]) if len(both) == 2 else 0
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -183,14 +183,14 @@ def _text_of(content: str | list[Any] | None, where: str) -> str | None:
     if not isinstance(content, list):
         return None if content is None else whole_text(content)
     texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else part
+    for piece in content:
+        text = piece.get("text") if isinstance(piece, Mapping) and piece.get("type") in _TEXT_PARTS else piece
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            piece_type = piece.get("type") if isinstance(piece, Mapping) else type(piece).__name__
             raise ConfigError(
                 "chat-part-not-text",
-                f"{where} has a message with a part that is no text ({str(kind)[:80]!r}); leave out images and other "
-                'parts, and write texts as {"type": "text", "text": "..."}',
+                f"{where} has a message with a part that is no text ({str(piece_type)[:80]!r}); leave out images and "
+                'other parts, and write texts as {"type": "text", "text": "..."}',
             )
         texts.append(whole_text(text))
     return "".join(texts)

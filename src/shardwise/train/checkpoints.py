@@ -221,8 +221,8 @@ def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
     runs += [
         run for _, _, run in runs_in(folder.parent) if run != folder and _saved_to(run).resolve() == root.resolve()
     ]
-    own = folder / METRICS_NAME
-    if "jsonl" not in config.run.sinks or own.exists():
+    metrics_path = folder / METRICS_NAME
+    if "jsonl" not in config.run.sinks or metrics_path.exists():
         return
     best: list[bytes] = []
     for run in runs:
@@ -232,7 +232,7 @@ def take_over_metrics(config: Config, folder: Path, resumed: Resumed) -> None:
             # A run that dies in a save has no line of that step yet: others may have saved into this folder, too.
             best = max(best, lines, key=lambda each: _step_in(each[-1]) if each else 0)
     if best:
-        write_whole(own, b"".join(best))
+        write_whole(metrics_path, b"".join(best))
 
 
 def _step_in(line: bytes) -> int:
@@ -257,13 +257,13 @@ def go_on_command(root: Path, folder: Path | None, saves_there: bool = True) -> 
     >>> go_on_command(Path("mine/a/checkpoints"), Path("mine/a"))
     'shardwise train --resume mine/a run.dir=mine'
     """
-    words = [str(root)]
+    arguments = [str(root)]
     if folder is not None and saves_there:
         # The folder of a run is shorter than that of its checkpoints, and does as well.
-        words = [str(folder)] if root == folder / IN_RUN else [str(root), f"checkpoint.path={root}"]
+        arguments = [str(folder)] if root == folder / IN_RUN else [str(root), f"checkpoint.path={root}"]
     if folder is not None and folder.parent != Path(RunConfig().dir):
-        words.append(f"run.dir={folder.parent}")
-    return f"shardwise train --resume {' '.join(map(shlex.quote, words))}"
+        arguments.append(f"run.dir={folder.parent}")
+    return f"shardwise train --resume {' '.join(map(shlex.quote, arguments))}"
 
 
 def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
@@ -283,7 +283,7 @@ def how_to_go_on(config: Config, folder: Path, resume: Path | None) -> str:
 
 def is_untouched(folder: Path) -> bool:
     """Say whether a run's folder has only what is written there before the first step."""
-    return all(each.name in _AT_START or each.name.startswith("rank-") for each in folder.iterdir()) and not any(
+    return all(entry.name in _AT_START or entry.name.startswith("rank-") for entry in folder.iterdir()) and not any(
         (folder / METRICS_NAME).read_bytes()[:1] for _ in folder.glob(METRICS_NAME)
     )
 
@@ -298,8 +298,8 @@ def make_root(config: Config, source: Path | None) -> None:
     if path is None:
         return
     root = Path(path).expanduser()
-    own = None if source is None else source.parent if step_of(source) is not None else source
-    if own is None or own.resolve() != root.resolve():
+    source_root = None if source is None else source.parent if step_of(source) is not None else source
+    if source_root is None or source_root.resolve() != root.resolve():
         _refuse_foreign_checkpoints(path, root)
     if config.checkpoint.every is None and not config.checkpoint.at_end:
         return
@@ -319,14 +319,14 @@ def _refuse_foreign_checkpoints(path: str, root: Path) -> None:
     try:
         if root.exists() and not root.is_dir():
             raise ConfigError("not-a-folder", f"checkpoint.path={path} is a file; give a folder")
-        found = step_folders(root)
+        steps = step_folders(root)
     except CheckpointError as error:
         raise ConfigError(error.code, f"checkpoint.path={path}: {error}") from None
-    if found:
+    if steps:
         raise ConfigError(
             "checkpoints-of-another-run",
-            f"checkpoint.path={path} holds {found[0].name} of another run; go on from it with --resume auto, or choose "
-            "another folder",
+            f"checkpoint.path={path} holds {steps[0].name} of another run; go on from it with --resume auto, or "
+            "choose another folder",
         )
 
 
@@ -366,7 +366,7 @@ def resumed_job(path: str | Path | None, assignments: Sequence[str], resume: str
     _refuse_another_model(newest, manifest, config)
     in_file = read_toml(path) if path is not None else {}
     batch = _resumed_batch(Config.from_dict(in_file).override(assignments).batch, manifest.config["batch"])
-    keys = {each.partition("=")[0].strip().removeprefix("tiers.") for each in assignments}
+    keys = {assignment.partition("=")[0].strip().removeprefix("tiers.") for assignment in assignments}
     tiers = _resumed_tiers(config, keys.union(in_file.get("tiers", {})))
     return config.model_copy(update={"batch": batch, "tiers": tiers}), source
 
@@ -462,8 +462,8 @@ def _newest_root(config: Config) -> Path | None:
         if config.checkpoint.path is not None:
             root = Path(config.checkpoint.path).expanduser()
             return root if step_folders(root) else None
-        own = config.run.name or model_name(config)
-        roots = (_saved_to(run) for _, name, run in runs_in(Path(config.run.dir).expanduser()) if name == own)
+        run_name = config.run.name or model_name(config)
+        roots = (_saved_to(run) for _, name, run in runs_in(Path(config.run.dir).expanduser()) if name == run_name)
         return next((root for root in roots if step_folders(root)), None)
     except CheckpointError as error:
         raise ConfigError(error.code, f"--resume {AUTO}: {error}") from None

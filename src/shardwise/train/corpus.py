@@ -146,17 +146,17 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        here = "" if Path(data.path).expanduser().is_absolute() else f" in {Path.cwd()}"
+        in_folder = "" if Path(data.path).expanduser().is_absolute() else f" in {Path.cwd()}"
         fix = near(data.path) or "; give a text file, a folder or a .jsonl file"
-        raise ConfigError("data-missing", f"data.path={data.path} does not exist{here}{fix}") from None
+        raise ConfigError("data-missing", f"data.path={data.path} does not exist{in_folder}{fix}") from None
     except OSError as error:
         _refuse_unreadable(path, error)
     if stat.S_ISDIR(mode):
         files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
         if not any(file.num_bytes for file in files):
-            found = f"{len(files)} files, all empty" if files else "no files (hidden ones are left out)"
+            contents = f"{len(files)} files, all empty" if files else "no files (hidden ones are left out)"
             raise ConfigError(
-                "no-text", f"data.path={data.path} holds {found}; give a folder with text or .jsonl files"
+                "no-text", f"data.path={data.path} holds {contents}; give a folder with text or .jsonl files"
             )
     elif stat.S_ISREG(mode):
         files = [TextFile.of(path, path.name)]
@@ -212,26 +212,26 @@ def _standard_library(text_key: str) -> Corpus:
         )
     # Ordered by a hash of the name: the cap leaves a fair sample, and the order is the same everywhere.
     sources.sort(key=lambda file: hashlib.blake2b(file.name.encode()).digest())
-    kept, num_bytes = [], 0
+    sampled, num_bytes = [], 0
     for file in sources:
         if num_bytes + file.num_bytes <= STDLIB_BYTES:
-            kept.append(file)
+            sampled.append(file)
             num_bytes += file.num_bytes
     label = f"the source of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
-    return Corpus(label=label, files=tuple(kept), text_key=text_key, skip_binary=True)
+    return Corpus(label=label, files=tuple(sampled), text_key=text_key, skip_binary=True)
 
 
 def _list_folder(root: Path, exclude: Collection[Path | str]) -> list[TextFile]:
     """List every file below `root`, sorted, without hidden ones and folders in `exclude` (by name or path)."""
     files = []
     for folder, subfolders, names in os.walk(root, onerror=lambda error: _refuse_unreadable(root, error)):
-        here = Path(folder)
+        parent = Path(folder)
         subfolders[:] = sorted(
             name
             for name in subfolders
-            if not name.startswith(".") and name not in exclude and here / name not in exclude
+            if not name.startswith(".") and name not in exclude and parent / name not in exclude
         )
-        for path in (here / name for name in sorted(names) if not name.startswith(".")):
+        for path in (parent / name for name in sorted(names) if not name.startswith(".")):
             try:
                 if path.is_file():
                     files.append(TextFile.of(path, path.relative_to(root).as_posix()))
@@ -275,17 +275,17 @@ def _pieces_of(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
 
 def _text_pieces(path: Path) -> Iterator[Piece]:
     """Yield the file's text in pieces of at most PIECE_CHARS; a zero byte, valid UTF-8 but never text, is refused."""
-    held, half = "", PIECE_CHARS // 2
+    previous, half = "", PIECE_CHARS // 2
     with path.open(encoding="utf-8-sig", newline="") as file:
         while text := file.read(half):
             text += file.readline(half)
             if "\0" in text:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
-            if held:
-                yield Piece(held, ends_document=False)
-            held = text
-    if held:
-        yield Piece(held)
+            if previous:
+                yield Piece(previous, ends_document=False)
+            previous = text
+    if previous:
+        yield Piece(previous)
 
 
 def _jsonl_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -428,7 +428,7 @@ def open_megatron(data: DataConfig, has_tokenizer: bool) -> MegatronCorpus | Non
     path = Path(data.path or "").expanduser().absolute()
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     pair = [prefix.with_name(prefix.name + end) for end in (".bin", ".idx")]
-    if data.path is None or not all(each.is_file() for each in pair):
+    if data.path is None or not all(file.is_file() for file in pair):
         return None
     if not has_tokenizer:
         raise ConfigError(
@@ -452,7 +452,7 @@ def _read_index(label: str, tokens: TextFile, indices: TextFile) -> MegatronCorp
     if len(index) < ends[-1]:  # data of several kinds have one more byte a sequence
         raise ValueError(f"it has {len(index):,} bytes where {ends[-1]:,} belong")
     lengths, pointers, bounds = (
-        index[ends[part] : ends[part + 1]].view(dtype) for part, dtype in enumerate(("<i4", "<i8", "<i8"))
+        index[ends[column] : ends[column + 1]].view(dtype) for column, dtype in enumerate(("<i4", "<i8", "<i8"))
     )
     corpus = MegatronCorpus(label, (tokens, indices), _DTYPES[code], lengths, pointers, bounds)
     # No sum or difference of two values of the file is taken before both are in range: it might wrap.

@@ -86,15 +86,15 @@ class PackedDataset:
         tokens = np.full(seq_len, self._eot_id, dtype=np.int64)
         targets = np.full(seq_len, IGNORED_TARGET, dtype=np.int64)
         positions = np.empty(seq_len, dtype=np.int64)
-        place = 0
+        position = 0
         for chat in self._rows[index]:
             ids, counts = self._read(chat)
-            own = slice(place, place + len(ids))
-            tokens[own], positions[own] = ids, np.arange(len(ids))
+            chat_slice = slice(position, position + len(ids))
+            tokens[chat_slice], positions[chat_slice] = ids, np.arange(len(ids))
             # What a position predicts is the token after it, in the same chat.
-            targets[place : place + len(ids) - 1] = np.where(counts[1:], ids[1:], IGNORED_TARGET)
-            place += len(ids)
-        positions[place:] = np.arange(seq_len - place)
+            targets[position : position + len(ids) - 1] = np.where(counts[1:], ids[1:], IGNORED_TARGET)
+            position += len(ids)
+        positions[position:] = np.arange(seq_len - position)
         return tokens, targets, positions
 
     def prompt(self, index: int, seq_len: int) -> NDArray[Any]:
@@ -120,15 +120,15 @@ def pack(lengths: NDArray[Any], seq_len: int) -> list[list[int]]:
     spaces: list[int] = []  # the keys of `by_space`, rising
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
-        place = bisect.bisect_left(spaces, length)
-        if place == len(spaces):
+        fit = bisect.bisect_left(spaces, length)
+        if fit == len(spaces):
             row, space = len(rows), seq_len
             rows.append([])
         else:
-            space = spaces[place]
+            space = spaces[fit]
             row = by_space[space].pop(0)
             if not by_space[space]:
-                del by_space[space], spaces[place]
+                del by_space[space], spaces[fit]
         rows[row].append(document)
         if left := space - length:
             if left not in by_space:

@@ -51,8 +51,8 @@ def read_explained(
     """
     if is_config(source):
         preset = [] if model is None else [f"model.preset={model}"]
-        given = [*preset, *_given(seq_len, global_batch), *settings]
-        config = _config_on(source, cluster, given)
+        assignments = [*preset, *_given(seq_len, global_batch), *settings]
+        config = _config_on(source, cluster, assignments)
         check_job(config, cluster.num_gpus)
         return ImportedPlan(job=job_of(config, cluster), strategy=strategy_of(config, cluster.num_gpus))
     imported = _imported(source)
@@ -74,19 +74,23 @@ def read_deepspeed(path: str | Path) -> ModelSource:
     """
     values = read_json(path)
     try:
-        found = translate(values, refuse=False)
+        translation = translate(values, refuse=False)
     except ConfigError as error:
         raise ConfigError(error.code, f"{Path(path).name}: {error}") from None
-    settings = {f"{name}.{leaf}": value for name, section in found.config.items() for leaf, value in section.items()}
+    settings = {
+        f"{name}.{leaf}": value for name, section in translation.config.items() for leaf, value in section.items()
+    }
     sections = {dtype: values.get(key) for key, dtype in (("bfloat16", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"))}
-    left_open = [key for key, each in sections.items() if isinstance(each, Mapping) and each.get("enabled") == "auto"]
+    left_open = [
+        key for key, section in sections.items() if isinstance(section, Mapping) and section.get("enabled") == "auto"
+    ]
     settings.setdefault("precision.param", [*left_open, "fp32"][0])
-    if any(key.startswith("activation_checkpointing.") for key in found.given):
+    if any(key.startswith("activation_checkpointing.") for key in translation.given):
         settings["recompute.mode"] = "full"  # as the script of such a config most likely does
-        if found.given.get("activation_checkpointing.cpu_checkpointing"):
+        if translation.given.get("activation_checkpointing.cpu_checkpointing"):
             settings["tiers.activations"] = "host"
     batch = settings.pop("batch.global_size", None)
-    notes = (*found.notes, *(f"refused in a run: {line}" for line in found.refused))
+    notes = (*translation.notes, *(f"refused in a run: {line}" for line in translation.refused))
     return ModelSource(settings=settings, global_batch=batch, notes=notes)
 
 

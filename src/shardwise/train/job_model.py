@@ -161,13 +161,13 @@ class HuggingFaceModel:
         check_packing(config)
         folder = model_folder(path)
         theirs = pretrained.open_config(folder, f"model.path={path}", trusts_code=config.model.trust_remote_code)
-        found = cls(config, folder, theirs)
+        source = cls(config, folder, theirs)
         for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-            if not isinstance(getattr(found.text_config, key, None), int):
+            if not isinstance(getattr(source.text_config, key, None), int):
                 raise ConfigError(
                     "model-size-unknown", f"{folder / 'config.json'} gives no {key} of a text model; take one that does"
                 )
-        return found
+        return source
 
     @property
     def name(self) -> str:
@@ -177,11 +177,11 @@ class HuggingFaceModel:
     def words(self) -> str:
         text = self.text_config
         sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}"
-        words = f"{self.name} ({type(self._base).__name__}), {format_count(self.num_params)} parameters, {sizes}"
+        summary = f"{self.name} ({type(self._base).__name__}), {format_count(self.num_params)} parameters, {sizes}"
         if not self.config.lora.rank:
-            return words
-        trained = sum(each.numel() for each in self.skeleton().parameters() if each.requires_grad)
-        return f"{words}, LoRA of rank {self.config.lora.rank}: {format_count(trained)} train"
+            return summary
+        trained = sum(parameter.numel() for parameter in self.skeleton().parameters() if parameter.requires_grad)
+        return f"{summary}, LoRA of rank {self.config.lora.rank}: {format_count(trained)} train"
 
     @property
     def vocab_size(self) -> int:
@@ -189,7 +189,7 @@ class HuggingFaceModel:
 
     @cached_property
     def num_params(self) -> int:
-        return sum(each.numel() for each in self._base.parameters())
+        return sum(parameter.numel() for parameter in self._base.parameters())
 
     @property
     def longest(self) -> int | None:
@@ -279,7 +279,7 @@ class HuggingFaceModel:
         model.config.use_cache = True
         if not self.config.lora.rank:
             return engine.export_weights(folder, tokenizer=tokenizer)
-        names = [name for name, each in model.named_parameters() if each.requires_grad]
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         adapter = {name: engine.read(name, to_rank=0) for name in names}  # whole, where tp holds parts
 
         def write() -> str:

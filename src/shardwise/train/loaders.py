@@ -101,13 +101,13 @@ class EngineDataLoader:
         Raises:
             ConfigError: it is a position in other data, or in another order.
         """
-        own = self.state_dict()
-        _check_position(state, own)
+        own_position = self.state_dict()
+        _check_position(state, own_position)
         for name, fix in (("num_rows", "give the same dataset"), ("seed", "give the same seed and shuffle")):
-            if state[name] != own[name]:
+            if state[name] != own_position[name]:
                 raise ConfigError(
                     "position-of-other-data",
-                    f"the position is one of {name}={state[name]}, and this loader has {own[name]}; {fix}",
+                    f"the position is one of {name}={state[name]}, and this loader has {own_position[name]}; {fix}",
                 )
         self.num_samples = int(state["num_samples"])
 
@@ -149,10 +149,10 @@ class StreamLoader:
                 f"the stream ended after {num_passed} samples, and the run had taken {self.num_samples}; give the same "
                 "stream",
             )
-        own = {position for share in self._shares for position in share}
+        own_samples = {position for share in self._shares for position in share}
         while True:
             window = islice(samples, self._global_size)
-            taken = [sample if position in own else None for position, sample in enumerate(window)]
+            taken = [sample if position in own_samples else None for position, sample in enumerate(window)]
             if len(taken) < self._global_size:
                 break
             self.num_samples += self._global_size  # before the step: who saves after it goes on after it
@@ -205,10 +205,10 @@ def data_loader(
     Raises:
         ConfigError: the dataset has no length, or fewer rows than a global batch; an option is not the user's to give.
     """
-    if given := [name for name in _OURS if name in options]:
+    if ours := [name for name in _OURS if name in options]:
         raise ConfigError(
             "loader-option-taken",
-            f"{given[0]}={options[given[0]]!r} of a data loader follows from the engine; set batch.micro_size and "
+            f"{ours[0]}={options[ours[0]]!r} of a data loader follows from the engine; set batch.micro_size and "
             "batch.accumulation, or shuffle and seed",
         )
     options = {"collate_fn": collate_fn, **options}

@@ -167,13 +167,13 @@ class Trainer:
         Raises:
             CheckpointError: `position` is one in other data, or names no data.
         """
-        own = self.data.index
-        if position.get("tokens_hash") != own.tokens_hash:
+        index = self.data.index
+        if position.get("tokens_hash") != index.tokens_hash:
             raise CheckpointError(
                 "checkpoint-of-other-tokens",
                 f"the checkpoint is of a run on other tokens ({position.get('tokens_hash')}) than these of "
-                f"{own.source} ({own.tokens_hash}); give the same data.path and data.tokenizer, or load its weights in "
-                "a script of your own",
+                f"{index.source} ({index.tokens_hash}); give the same data.path and data.tokenizer, or load its "
+                "weights in a script of your own",
             )
         self.first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
 

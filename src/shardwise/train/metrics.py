@@ -85,8 +85,8 @@ class StepRecord:
 
 def to_json_line(record: StepRecord) -> str:
     """Return the record as one line of strict JSON: unknown values are left out; those that are not finite are null."""
-    known = {key: value for key, value in asdict(record).items() if value is not None}
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
+    present = {key: value for key, value in asdict(record).items() if value is not None}
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in present.items()}
     return json.dumps(finite, allow_nan=False)
 
 
@@ -99,11 +99,11 @@ def scalars(record: StepRecord) -> dict[str, float]:
     ['memory_bytes/parameters', 'peak_bytes/parameters', 'peak_bytes/total']
     """
     numbers = {name: getattr(record, name) for name in _SCALARS}
-    found = {name: value for name, value in numbers.items() if value is not None}
+    by_name = {name: value for name, value in numbers.items() if value is not None}
     for name, sizes in (("memory_bytes", record.memory_bytes), ("peak_bytes", record.peak_bytes or {})):
-        found |= {f"{name}/{category}": num_bytes for category, num_bytes in sizes.items()}
-    found |= {f"codec_errors/{name}": error for name, error in (record.codec_errors or {}).items()}
-    return found | ({"peak_bytes/total": sum(record.peak_bytes.values())} if record.peak_bytes else {})
+        by_name |= {f"{name}/{category}": num_bytes for category, num_bytes in sizes.items()}
+    by_name |= {f"codec_errors/{name}": error for name, error in (record.codec_errors or {}).items()}
+    return by_name | ({"peak_bytes/total": sum(record.peak_bytes.values())} if record.peak_bytes else {})
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class SinkSet:
     @property
     def failures(self) -> tuple[str, ...]:
         """Return a line for each sink that was dropped."""
-        return tuple(f"{name}: {words}" for name, words in self._failures.items())
+        return tuple(f"{name}: {failure}" for name, failure in self._failures.items())
 
     def write(self, record: StepRecord) -> None:
         """Write a step to all of them; the next step waits for it."""

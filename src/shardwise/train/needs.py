@@ -76,10 +76,11 @@ def positions_of(text_config: Any) -> int | None:
     if not isinstance(longest, int) or longest < 1:
         return None
     scalings = [getattr(text_config, name, None) for name in ("rope_scaling", "rope_parameters")]
-    found = [each for each in scalings if isinstance(each, Mapping)]
-    found += [inner for each in found for inner in each.values() if isinstance(inner, Mapping)]  # one a kind of layer
-    for each in found:
-        factor, original = each.get("factor"), each.get("original_max_position_embeddings")
+    tables = [scaling for scaling in scalings if isinstance(scaling, Mapping)]
+    # One a kind of layer.
+    tables += [inner for table in tables for inner in table.values() if isinstance(inner, Mapping)]
+    for table in tables:
+        factor, original = table.get("factor"), table.get("original_max_position_embeddings")
         if isinstance(factor, int | float) and 1 < factor < math.inf:
             longest = max(longest, round(factor * (original if isinstance(original, int) else longest)))
     return longest
@@ -118,7 +119,7 @@ def checkpoint_bytes(config: ResolvedConfig, layout: Layout, num_params: int) ->
     weights = "master" if any(state.name == "master" for state in layout.states) else "param"
     saved = [state for state in layout.states if state.role == "optimizer" or state.name == weights]
     of_matrices = sum(
-        math.prod(place.global_shape) for group in layout.model_groups if group.is_matrix for place in group.params
+        math.prod(param.global_shape) for group in layout.model_groups if group.is_matrix for param in group.params
     )
     numels = {None: num_params, True: of_matrices, False: num_params - of_matrices}
     return sum(numels[state.of_matrices] * DTYPE_BYTES[state.dtype] for state in saved)
@@ -137,13 +138,13 @@ def _of_memory(config: ResolvedConfig, vocab_size: int, num_local_ranks: int) ->
     what = "a GPU" if is_gpu else "this machine" if num_local_ranks == 1 else "a rank's share of this machine"
     rows = [(peak_bytes, held_bytes, what)]
     rows += [(host_bytes, share_bytes, "a rank's share of the host")] if is_gpu else []
-    for needed_bytes, there_bytes, place in rows:
+    for needed_bytes, there_bytes, memory_name in rows:
         if needed_bytes > _MARGIN * there_bytes:
             step = f"a step of {config.batch.micro_size or 1} x {config.data.seq_len:,} tokens"
-            needed, there = format_bytes(round(needed_bytes)), format_bytes(round(there_bytes))
+            needed, available = format_bytes(round(needed_bytes)), format_bytes(round(there_bytes))
             yield ConfigError(
                 "memory-too-small",
-                f"{step} is predicted to take {needed} on a rank, and {place} has {there}; "
+                f"{step} is predicted to take {needed} on a rank, and {memory_name} has {available}; "
                 f"{_relief(config, memory)}; {_GO_ON}",
             )
 
@@ -175,7 +176,7 @@ def _of_disk(config: ResolvedConfig, checkpoint_bytes: int, root: Path) -> Itera
     if not needed_bytes:
         return
     try:
-        system = os.statvfs(next(each for each in (root.absolute(), *root.absolute().parents) if each.exists()))
+        system = os.statvfs(next(parent for parent in (root.absolute(), *root.absolute().parents) if parent.exists()))
     except OSError:
         return  # the save itself will say why
     free_bytes = system.f_bavail * system.f_frsize

@@ -135,19 +135,19 @@ def exposed_s(actions: Iterable[TimedAction]) -> dict[str, float]:
     {'compute': 2.0, 'data': 3.0}
     """
     events = []
-    for each in actions:
-        part = _PART_OF[each.action.kind]
-        events += [(each.start_s, 1, part), (each.end_s, -1, part)]
+    for action in actions:
+        part_name = _PART_OF[action.action.kind]
+        events += [(action.start_s, 1, part_name), (action.end_s, -1, part_name)]
     running = dict.fromkeys(_BY_RANK, 0)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     before_s = 0.0
-    for time_s, change, part in sorted(events):
+    for time_s, change, part_name in sorted(events):
         shown = next((name for name in _BY_RANK if running[name]), None)
         if shown is not None and time_s > before_s:
-            found[shown] = found.get(shown, 0.0) + time_s - before_s
-        running[part] += change
+            seconds[shown] = seconds.get(shown, 0.0) + time_s - before_s
+        running[part_name] += change
         before_s = time_s
-    return found
+    return seconds
 
 
 def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
@@ -158,9 +158,9 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
     if profile is not None:
         return cluster_of(profile, num_ranks), ""
     note = "this machine's speed was not measured: shardwise doctor --calibrate lets the planner say times, too"
-    if device.type == "cuda" and (known := known_gpu(name)) is not None:
+    if device.type == "cuda" and (gpu := known_gpu(name)) is not None:
         num_local = min(num_ranks, torch.cuda.device_count())
-        cluster = Cluster(gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s)
+        cluster = Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=gpu.nic_bytes_per_s)
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
     return sizes_cluster(num_ranks, usable_bytes() / num_ranks), note
 
@@ -183,7 +183,11 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> StepFigures:
 
 def measured_step(trainer: Trainer, step_s: Sequence[float]) -> StepFigures:
     """Return what the run took: bytes by category, and the parts of the median of the timed steps, if there are any."""
-    peak = {} if trainer.peak is None else {each.value: size for each, size in trainer.peak.peak_live_bytes.items()}
+    peak = (
+        {}
+        if trainer.peak is None
+        else {category.value: size for category, size in trainer.peak.peak_live_bytes.items()}
+    )
     if not step_s:
         return StepFigures(peak, {})
     median_s = sorted(step_s)[len(step_s) // 2]

@@ -111,9 +111,9 @@ class PreparedData:
     def words(self) -> str:
         """Return what the data are in a few words."""
         index = self.index
-        kind = "chats" if index.has_chats else "documents"
-        sizes = f"{index.num_documents:,} {kind}, {index.num_tokens:,} tokens of {index.vocab_size:,} kinds"
-        num_cut = sum(each.num_cut for each in (self.train, self.val) if isinstance(each, PackedDataset))
+        samples = "chats" if index.has_chats else "documents"
+        sizes = f"{index.num_documents:,} {samples}, {index.num_tokens:,} tokens of {index.vocab_size:,} kinds"
+        num_cut = sum(dataset.num_cut for dataset in (self.train, self.val) if isinstance(dataset, PackedDataset))
         cut = f"; {num_cut:,} longer than data.seq_len lose their end" if num_cut else ""
         return f"{index.source}: {sizes}{cut}"
 
@@ -236,9 +236,9 @@ def read_index(path: Path) -> ShardIndex:
         if index.key != path.name:
             raise ValueError(f"it is that of other data or another tokenizer, which belongs in a folder {index.key}")
         with open(open_regular(path / TOKENS_NAME, path), "rb") as file:
-            found, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
-        if found != wanted:
-            raise ValueError(f"{TOKENS_NAME} has {found:,} bytes where {wanted:,} belong")
+            actual, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
+        if actual != wanted:
+            raise ValueError(f"{TOKENS_NAME} has {actual:,} bytes where {wanted:,} belong")
         if index.num_kept > index.num_tokens or index.eot_id >= index.vocab_size:
             raise ValueError("its numbers contradict each other")
         if index.has_chats:
@@ -354,13 +354,13 @@ def _encode(
         for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
             if piece.chat is not None:
                 assert chats is not None, "a corpus yields chats only where it takes them"
-                own, counts = chats.encode(piece.chat, piece.where)
-                yield _Encoded(own | counts * COUNTS_BIT, is_chat=True)
+                chat_ids, counts = chats.encode(piece.chat, piece.where)
+                yield _Encoded(chat_ids | counts * COUNTS_BIT, is_chat=True)
                 continue
             begin = [tokenizer.bos_id] if at_start and tokenizer.bos_id is not None else []
             end = [tokenizer.eot_id] if piece.ends_document else []
-            whole = np.concatenate([np.array(begin, np.uint32), ids, np.array(end, np.uint32)])
-            yield _Encoded(whole, ends_document=piece.ends_document)
+            piece_ids = np.concatenate([np.array(begin, np.uint32), ids, np.array(end, np.uint32)])
+            yield _Encoded(piece_ids, ends_document=piece.ends_document)
             at_start = piece.ends_document
         if progress is not None:
             progress(tally.num_read_bytes, corpus.num_bytes)
@@ -392,7 +392,7 @@ def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float
     held_out, at_start = 0, True
     has_chats: bool | None = None
     dtype: type[np.unsignedinteger] = np.uint32
-    with create(folder / TOKENS_NAME) as kept, tempfile.TemporaryFile(dir=folder) as later:
+    with create(folder / TOKENS_NAME) as tokens_file, tempfile.TemporaryFile(dir=folder) as later:
         for ids, is_chat, ends_document in encoded:
             if has_chats not in (None, is_chat):
                 raise ConfigError(
@@ -403,11 +403,11 @@ def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float
             if at_start:
                 held_out = int(num_tokens[1] < val_fraction * sum(num_tokens))
                 starts[held_out].append(num_tokens[held_out])
-            (kept, later)[held_out].write(ids.astype(dtype).tobytes())
+            (tokens_file, later)[held_out].write(ids.astype(dtype).tobytes())
             num_tokens[held_out] += len(ids)
             at_start = ends_document
         later.seek(0)
-        shutil.copyfileobj(later, kept)
+        shutil.copyfileobj(later, tokens_file)
     if has_chats:
         np.array([*starts[0], *(num_tokens[0] + start for start in starts[1])], dtype=np.uint64).tofile(
             folder / CHATS_NAME

@@ -128,13 +128,13 @@ class Progress:
         # A loss that an fp16 overflow left infinite would stay in the average for ever.
         trend = _smoothed(self.trend, record.loss, number) if math.isfinite(record.loss) else self.trend
         stride = 1 << max(0, math.ceil(math.log2(number / CURVE_POINTS)))
-        kept = (each for each in self.losses if (each[0] - self.first_step - 1) % stride == 0)
+        shown = (loss for loss in self.losses if (loss[0] - self.first_step - 1) % stride == 0)
         return replace(
             self,
             step=record.step,
             loss=record.loss,
             trend=trend,
-            losses=(*kept, (record.step, trend)),
+            losses=(*shown, (record.step, trend)),
             eval_loss=self.eval_loss if record.eval_loss is None else (record.step, record.eval_loss),
             lr=record.lr,
             grad_norm=record.grad_norm,
@@ -252,7 +252,7 @@ def curve(points: Sequence[Point], width: int, height: int) -> list[Text]:
     eighths = 1 + np.rint(shares * (8 * height - 1)).astype(int)
     lines = []
     for row in range(height):
-        cells = "".join(" ▁▂▃▄▅▆▇█"[each] for each in np.clip(eighths - 8 * (height - 1 - row), 0, 8))
+        cells = "".join(" ▁▂▃▄▅▆▇█"[eighth] for eighth in np.clip(eighths - 8 * (height - 1 - row), 0, 8))
         axis = f"{labels.get(row, ''):>{left}} {'┤' if row in labels else '│'}"
         lines.append(Text.assemble((axis, "dim"), (cells.rstrip(), "cyan")))
     ends = f" step {steps[0]} ", f" {steps[-1]}"
@@ -266,21 +266,21 @@ def _memory(state: Progress, width: int, is_coloured: bool) -> Table:
     if memory is None:
         grid.add_row(WORDS["peak_bytes"], Text("measured in the first steps", style="dim"))
         return grid
-    held = {name: size for name, size in memory.ranks[memory.fullest].items() if size}
+    sizes = {name: size for name, size in memory.ranks[memory.fullest].items() if size}
     whole_bytes = memory.total_bytes(memory.fullest)
-    words = Text(format_bytes(whole_bytes), style="bold")
+    text = Text(format_bytes(whole_bytes), style="bold")
     if memory.share is not None and memory.limit_bytes is not None:
         style = "bold red" if memory.share > 0.95 else "bold yellow" if memory.share > 0.85 else ""
-        words.append(f" of {format_bytes(memory.limit_bytes)} ({memory.share:.0%})", style=style)
+        text.append(f" of {format_bytes(memory.limit_bytes)} ({memory.share:.0%})", style=style)
     num_ranks = len(memory.ranks)
-    words.append(f", step {memory.step}" + (f", rank {memory.fullest} of {num_ranks}" if num_ranks > 1 else ""))
+    text.append(f", step {memory.step}" + (f", rank {memory.fullest} of {num_ranks}" if num_ranks > 1 else ""))
     bar_width = max(8, width - _LABEL_WIDTH - 2)
-    grid.add_row(WORDS["peak_bytes"], words)
-    grid.add_row("", bar_of(held, _MARKS, memory.limit_bytes or whole_bytes, bar_width, is_coloured=is_coloured))
+    grid.add_row(WORDS["peak_bytes"], text)
+    grid.add_row("", bar_of(sizes, _MARKS, memory.limit_bytes or whole_bytes, bar_width, is_coloured=is_coloured))
     line = Text()
-    for name in sorted(held, key=lambda name: -held[name]):
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
         sign, colour = _MARKS[name]
-        item = Text.assemble(("■" if is_coloured else sign, colour), f" {name} {format_bytes(held[name])}")
+        item = Text.assemble(("■" if is_coloured else sign, colour), f" {name} {format_bytes(sizes[name])}")
         if line and len(line) + 2 + len(item) > bar_width:  # lines break between items only
             grid.add_row("", line)
             line = Text()

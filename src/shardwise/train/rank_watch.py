@@ -135,7 +135,7 @@ class RankWatch:
             device = engine.device
             versions = {"python": platform.python_version()} | {name: installed(name) for name in _VERSIONS}
             values = {
-                "versions": {name: each for name, each in versions.items() if each is not None},
+                "versions": {name: version for name, version in versions.items() if version is not None},
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
                 "world_size": engine.comm.world_size,
                 "hosts": list(dict.fromkeys(name for _, name in hosts)),
@@ -154,23 +154,23 @@ class RankWatch:
         """
         if peak_bytes is None:
             return StepFacts(slow=self._find_slow(step, step_s))
-        found = [json.loads(text) for text in self._exchange([dict(peak_bytes), self._limit_bytes], "memory")]
-        limits = [limit for _, limit in found if limit is not None]
-        memory = RanksMemory(step, min(limits, default=None), tuple(held for held, _ in found))
+        gathered = [json.loads(text) for text in self._exchange([dict(peak_bytes), self._limit_bytes], "memory")]
+        limits = [limit for _, limit in gathered if limit is not None]
+        memory = RanksMemory(step, min(limits, default=None), tuple(rank_bytes for rank_bytes, _ in gathered))
         self._write(MEMORY_NAME, {"step": step, "limit_bytes": memory.limit_bytes, "ranks": list(memory.ranks)})
         return StepFacts(memory=memory)
 
     def _find_slow(self, step: int, step_s: float) -> SlowStep | None:
         """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long."""
-        own = torch.tensor([step_s], dtype=torch.float64, device=self._engine.device)
-        (longest_s,) = self._engine.comm.max_scalars(own, "time of the step")
+        own_s = torch.tensor([step_s], dtype=torch.float64, device=self._engine.device)
+        (longest_s,) = self._engine.comm.max_scalars(own_s, "time of the step")
         parts = dict(self._engine.parts.timeline.clock.parts_s)
         parts["data"] = max(0.0, step_s - sum(parts.values()))  # what comes before and between the passes
         slow = None
         if len(self._recent_s) >= _NUM_BEFORE:
             usual_s = median(self._recent_s)
             if longest_s > SLOW_FACTOR * usual_s and longest_s - usual_s > LEAST_EXCESS_S:
-                usual = {name: median(each.get(name, 0.0) for each in self._recent_parts) for name in parts}
+                usual = {name: median(recent.get(name, 0.0) for recent in self._recent_parts) for name in parts}
                 extra = {name: seconds - usual[name] for name, seconds in parts.items()}
                 extras = [json.loads(text) for text in self._exchange(extra, "slow step")]
                 slow = explain_slow(step, longest_s, usual_s, extras)
@@ -218,9 +218,11 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
             return SlowStep(step, step_s, median_s, len(extras), None, "communication", min(waits))
         late = min(range(len(waits)), key=waits.__getitem__)  # it came late, so that it waited least
         return SlowStep(step, step_s, median_s, len(extras), late, BETWEEN, max(waits) - waits[late])
-    part = max(work[rank], key=work[rank].__getitem__)
+    slowest_part = max(work[rank], key=work[rank].__getitem__)
     is_everywhere = len(extras) > 1 and min(sums) > _EXPLAINS * sums[rank]
-    return SlowStep(step, step_s, median_s, len(extras), None if is_everywhere else rank, part, work[rank][part])
+    return SlowStep(
+        step, step_s, median_s, len(extras), None if is_everywhere else rank, slowest_part, work[rank][slowest_part]
+    )
 
 
 def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None:

@@ -247,24 +247,24 @@ def progress(
     Raises:
         ConfigError: the folder has the metrics of another run, and the engine has taken no step.
     """
-    place = None if folder is None else Path(folder).expanduser()
+    root = None if folder is None else Path(folder).expanduser()
     # Rank 0 alone looks: another rank might find what rank 0 has begun to write.
-    is_taken = engine.comm.rank == 0 and place is not None and (place / METRICS_NAME).exists()
+    is_taken = engine.comm.rank == 0 and root is not None and (root / METRICS_NAME).exists()
     if engine.parts.holds_anywhere(is_taken, "the folder's metrics") and engine.num_steps == 0:
         raise ConfigError(
             "folder-of-another-run",
-            f"folder={place} has the metrics of another run; name a new folder, or load its checkpoint first to go on",
+            f"folder={root} has the metrics of another run; name a new folder, or load its checkpoint first to go on",
         )
 
     def mfu(tokens_per_s: float) -> float | None:
         return None if flops_per_token is None else mfu_of(engine, flops_per_token * tokens_per_s)
 
-    num_params = sum(each.numel for group in engine.layout.model_groups for each in group.params)
+    num_params = sum(param.numel for group in engine.layout.model_groups for param in group.params)
     header = header_of(engine, f"{type(engine.model).__name__}, {format_count(num_params)} parameters")
     first_step = engine.num_steps
     state = Progress(header, steps or engine.config.run.steps, step=first_step, first_step=first_step)
     console = console or Terminal()
-    return _own_run(RunRecorder(engine, state, place, console, mfu), engine, place, console)
+    return _own_run(RunRecorder(engine, state, root, console, mfu), engine, root, console)
 
 
 @contextmanager

@@ -47,16 +47,18 @@ def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
     comm = engine.parts.comms.pipeline
     comm.max_scalars(torch.zeros(1, dtype=torch.float64, device=engine.device), "clocks of the timeline")
     here_s = time.perf_counter()
-    rows = [(str(each.action), each.start_s - here_s, each.end_s - here_s, each.stream) for each in engine.timeline]
+    rows = [
+        (str(timed.action), timed.start_s - here_s, timed.end_s - here_s, timed.stream) for timed in engine.timeline
+    ]
     gathered = [
         TimedAction(Action.parse(action), rank, start_s, end_s, stream)
         for rank, text in enumerate(exchange_texts(comm, json.dumps(rows), "timeline"))
         for action, start_s, end_s, stream in json.loads(text)
     ]
-    first_s = min((each.start_s for each in gathered), default=0.0)
+    first_s = min((timed.start_s for timed in gathered), default=0.0)
     return tuple(
-        TimedAction(each.action, each.rank, each.start_s - first_s, each.end_s - first_s, each.stream)
-        for each in gathered
+        TimedAction(timed.action, timed.rank, timed.start_s - first_s, timed.end_s - first_s, timed.stream)
+        for timed in gathered
     )
 
 

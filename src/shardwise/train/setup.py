@@ -116,10 +116,10 @@ def job_config(
     assigned = {assignment.partition("=")[0].strip() for assignment in assignments}
     if "run.steps" in assigned and "run.epochs" not in assigned:  # those of the file, or the saved run, would win
         values.get("run", {}).pop("epochs", None)
-    given = assigned.union(key for key, _ in leaves(values))
+    keys_given = assigned.union(key for key, _ in leaves(values))
     config = Config.from_dict(values).override(assignments)
     merged = config.model_dump()
-    for key, value in _job_defaults(config, given).items():
+    for key, value in _job_defaults(config, keys_given).items():
         set_key(merged, key, value)
     return Config.from_dict(merged)
 
@@ -257,10 +257,10 @@ def tiers_line(layout: Layout) -> str:
     if not by_tier.keys() - {"device"}:
         return ""
     parts = []
-    for tier, place in _NAMES:
-        held = by_tier.get(tier, {})
-        states = ", ".join(f"{name} {format_bytes(held[role])}" for role, name in _ROLES if held.get(role))
-        parts += [f"{place}: {states}"] if states else []
+    for tier, tier_name in _NAMES:
+        by_role = by_tier.get(tier, {})
+        states = ", ".join(f"{name} {format_bytes(by_role[role])}" for role, name in _ROLES if by_role.get(role))
+        parts += [f"{tier_name}: {states}"] if states else []
     return "; ".join(parts)
 
 
@@ -363,14 +363,14 @@ def create_folder(config: ResolvedConfig, now: datetime) -> Path:
 
 def runs_in(root: Path) -> list[tuple[str, str, Path]]:
     """Return the time, the name and the folder of each run in `root`, newest first."""
-    found = [(_RUN_NAME.fullmatch(each.name), each) for each in root.iterdir()] if root.is_dir() else []
-    return sorted(((match[1], match[2], each) for match, each in found if match), reverse=True)
+    folders = [(_RUN_NAME.fullmatch(folder.name), folder) for folder in root.iterdir()] if root.is_dir() else []
+    return sorted(((match[1], match[2], folder) for match, folder in folders if match), reverse=True)
 
 
 def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
     """Return default values by dotted key, for the keys that the user has not given."""
-    kind = wanted_device(config)
-    hardware = "cpu with bf16" if kind == "cpu" and has_fast_bf16() else kind
+    device_type = wanted_device(config)
+    hardware = "cpu with bf16" if device_type == "cpu" and has_fast_bf16() else device_type
     defaults: dict[str, Any] = {**_DEFAULTS, "precision.param": "fp32" if hardware == "cpu" else "bf16"}
     if config.model.path is not None:
         defaults |= _tuning_defaults(config)

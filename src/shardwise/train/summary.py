@@ -138,12 +138,12 @@ def _planner_rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
     if peak := measured.peak:
         names = sorted((name for name in peak if peak[name] or prediction.peak.get(name)), key=lambda name: -peak[name])
         sizes = [(name, prediction.peak.get(name), peak[name]) for name in names]
-        whole = ("all", sum(prediction.peak.values()), sum(peak.values()))
-        yield WORDS["peak_bytes"], _beside([*sizes, whole], format_bytes)
+        totals = ("all", sum(prediction.peak.values()), sum(peak.values()))
+        yield WORDS["peak_bytes"], _beside([*sizes, totals], format_bytes)
     step_s = measured.step_s or 0.0
     if prediction.parts and measured.parts:
         parts = [(name, seconds, measured.parts[name]) for name, seconds in prediction.parts.items()]
-        shown = [part for part in parts if max(part[1:]) >= _LEAST_SHARE * step_s]
+        shown = [row for row in parts if max(row[1:]) >= _LEAST_SHARE * step_s]
         yield "a step", _beside([*shown, ("all", prediction.step_s or 0.0, step_s)], format_s)
     if prediction.note:
         yield "planner", Text(prediction.note)

@@ -75,10 +75,10 @@ class Tokenizer:
         begin = tokenizer.bos_token_id
         has_begin = begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
         size = max(tokenizer.get_vocab().values()) + 1
-        own = tokenizers.Tokenizer.from_str(backend.to_str())
-        own.no_truncation()
-        own.no_padding()
-        return cls(own, tokenizer.eos_token_id, size, begin if has_begin else None)
+        fast_tokenizer = tokenizers.Tokenizer.from_str(backend.to_str())
+        fast_tokenizer.no_truncation()
+        fast_tokenizer.no_padding()
+        return cls(fast_tokenizer, tokenizer.eos_token_id, size, begin if has_begin else None)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with nothing added; a literal end-of-text token in it becomes that token."""

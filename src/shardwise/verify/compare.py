@@ -53,8 +53,8 @@ class TrainingTrace:
             trace = cls(**json.loads(file.metadata()["trace"]))
             trace.parameters.extend({} for _ in trace.losses)
             for key in file.keys():  # noqa: SIM118, it is no mapping
-                kind, _, name = key.partition("/")
-                (trace.gradients if kind == "gradient" else trace.parameters[int(kind)])[name] = file.get_tensor(key)
+                state, _, name = key.partition("/")
+                (trace.gradients if state == "gradient" else trace.parameters[int(state)])[name] = file.get_tensor(key)
         return trace
 
 
@@ -123,8 +123,8 @@ def _number(values: list[float], index: int) -> dict[str, Tensor]:
 
 def _errors(values: Mapping[str, Tensor], references: Mapping[str, Tensor]) -> dict[str, float]:
     """Return each tensor's largest error as a share of the largest value of all; infinite for a missing tensor."""
-    largest = max((_largest(each) for each in references.values()), default=0.0)
-    return {name: _error(values.get(name), each, largest) for name, each in references.items()}
+    largest = max((_largest(reference) for reference in references.values()), default=0.0)
+    return {name: _error(values.get(name), reference, largest) for name, reference in references.items()}
 
 
 def _error(value: Tensor | None, reference: Tensor, largest: float) -> float:

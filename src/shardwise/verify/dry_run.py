@@ -96,18 +96,20 @@ def dry_run(
         tokens = torch.zeros(resolved.batch.micro_size or 1, resolved.data.seq_len, dtype=torch.int64)  # [B, S]
         return model.batch((tokens, tokens))
 
-    held = layout.bytes_at_rest()
-    roles = ", ".join(f"{_ROLES[role]} {format_bytes(size)}" for role, size in held.items() if role in _ROLES and size)
-    at_rest = f"{format_bytes(sum(held.values()))} at rest on a rank ({roles})"
+    role_bytes = layout.bytes_at_rest()
+    roles = ", ".join(
+        f"{_ROLES[role]} {format_bytes(size)}" for role, size in role_bytes.items() if role in _ROLES and size
+    )
+    at_rest = f"{format_bytes(sum(role_bytes.values()))} at rest on a rank ({roles})"
     announce(at_rest)
     chosen = choose_ranks(layout.mesh, ranks)
-    found = []
+    figures = []
     for number, rank in enumerate(chosen, 1):
-        place = f"{at_rest}; simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
-        announce(place)
+        progress = f"{at_rest}; simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
+        announce(progress)
         job = RankJob(model.skeleton(), resolved, make_batch, rank, model.loss_fn)
-        found.append(rank_figures(job, lambda doing, place=place: announce(f"{place}: {doing}")))  # type: ignore[misc]
-    return DryRun(resolved, model, tuple(found), time.perf_counter() - start_s)
+        figures.append(rank_figures(job, lambda doing, place=progress: announce(f"{place}: {doing}")))  # type: ignore[misc]
+    return DryRun(resolved, model, tuple(figures), time.perf_counter() - start_s)
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -132,7 +134,7 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Literal["stages"]) -> l
         ConfigError: there is no such rank.
     """
     if isinstance(ranks, str):
-        return [mesh.rank_of(Coordinate(pp=place)) for place in range(mesh.pp)]
+        return [mesh.rank_of(Coordinate(pp=stage)) for stage in range(mesh.pp)]
     for rank in ranks:
         check_rank(rank, mesh.world_size)
     return list(dict.fromkeys(ranks))
@@ -144,21 +146,21 @@ def render(run: DryRun) -> RenderableType:
     parts += [Text(run.layout.pipeline.summary)] if run.layout.pipeline is not None else []
     parts += [_at_rest_table(run.ranks), *_moves_tables(run), _peak_table(run.ranks), _wire_table(run.ranks)]
     parts.append(Text(_footer(run), style="dim"))
-    return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
+    return Group(*(Padding(block, (1, 1, 0, 1), expand=False) for block in parts))
 
 
 def _at_rest_table(ranks: Sequence[RankFigures]) -> Table:
     """Return a table of stages, parameters and states, with a row for each memory that stores any."""
-    tiers = [each.layout.bytes_by_tier(each.layout.mesh.index_along(SHARD_AXES, each.rank)) for each in ranks]
-    totals = [sum(sum(held.values()) for held in by_tier.values()) for by_tier in tiers]
+    tiers = [rank.layout.bytes_by_tier(rank.layout.mesh.index_along(SHARD_AXES, rank.rank)) for rank in ranks]
+    totals = [sum(sum(of_tier.values()) for of_tier in by_tier.values()) for by_tier in tiers]
     unit, shown = _unit(max(totals))
     table = _table(f"at rest, {unit}", "stages", "held", "in", *_ROLES.values(), "total")
-    for each, by_tier in zip(ranks, tiers, strict=True):
-        pipeline = each.layout.pipeline
+    for rank, by_tier in zip(ranks, tiers, strict=True):
+        pipeline = rank.layout.pipeline
         stages = "-" if pipeline is None else ", ".join(map(str, sorted(pipeline.held)))
-        labels = [f"rank {each.rank:,}", stages, format_count(each.layout.numel)]
-        for tier, held in by_tier.items():
-            table.add_row(*labels, _TIERS[tier], *map(shown, (*(held[role] for role in _ROLES), sum(held.values()))))
+        labels = [f"rank {rank.rank:,}", stages, format_count(rank.layout.numel)]
+        for tier, roles in by_tier.items():
+            table.add_row(*labels, _TIERS[tier], *map(shown, (*(roles[role] for role in _ROLES), sum(roles.values()))))
             labels = ["", "", ""]
     if len(ranks) > 1:
         table.add_row("largest", *[""] * (len(table.columns) - 2), shown(max(totals)), style="bold")
@@ -176,12 +178,12 @@ def _moves_tables(run: DryRun) -> Iterator[Table]:
 
 def _peak_table(ranks: Sequence[RankFigures]) -> Table:
     """Return a table of the device's memory at its peak, by category."""
-    used = [category for category in Category if any(each.peak[category] for each in ranks)]
-    rows = [[*(each.peak[category] for category in used), each.peak_bytes] for each in ranks]
+    used = [category for category in Category if any(rank.peak[category] for rank in ranks)]
+    rows = [[*(rank.peak[category] for category in used), rank.peak_bytes] for rank in ranks]
     unit, shown = _unit(max(row[-1] for row in rows))
-    table = _table(f"peak, {unit}", *(_CATEGORIES.get(each, each.value) for each in used), "total")
-    for each, row in zip(ranks, rows, strict=True):
-        table.add_row(f"rank {each.rank:,}", *map(shown, row))
+    table = _table(f"peak, {unit}", *(_CATEGORIES.get(category, category.value) for category in used), "total")
+    for rank, row in zip(ranks, rows, strict=True):
+        table.add_row(f"rank {rank.rank:,}", *map(shown, row))
     if len(ranks) > 1:
         table.add_row("largest", *(shown(max(column)) for column in zip(*rows, strict=True)), style="bold")
     return table
@@ -190,12 +192,12 @@ def _peak_table(ranks: Sequence[RankFigures]) -> Table:
 def _wire_table(ranks: Sequence[RankFigures]) -> Table:
     """Return a table, by axis and collective, of the least and the most that a rank sends."""
     table = _table("a step sends over", "collective", "calls", "least", "most", "by rank")
-    for axis, op in sorted({kind for each in ranks for kind in each.wire_bytes}):
-        sizes = {each.rank: each.wire_bytes.get((axis, op), 0) for each in ranks}
+    for axis, op in sorted({call_kind for rank in ranks for call_kind in rank.wire_bytes}):
+        sizes = {rank.rank: rank.wire_bytes.get((axis, op), 0) for rank in ranks}
         most = max(ranks, key=lambda each: (sizes[each.rank], -each.rank))
         calls, least, highest = f"{most.num_calls[axis, op]:,}", min(sizes.values()), sizes[most.rank]
         table.add_row(axis, op.replace("_", "-"), calls, _bytes(least), _bytes(highest), f"{most.rank:,}")
-    totals = [sum(each.wire_bytes.values()) for each in ranks]
+    totals = [sum(rank.wire_bytes.values()) for rank in ranks]
     most = max(ranks, key=lambda each: sum(each.wire_bytes.values()))
     calls = f"{sum(most.num_calls.values()):,}"
     table.add_row("total", "", calls, _bytes(min(totals)), _bytes(max(totals)), f"{most.rank:,}", style="bold")
@@ -212,7 +214,7 @@ def _table(*columns: str) -> Table:
 
 def _unit(num_bytes: int) -> tuple[str, Callable[[int], str]]:
     """Return one unit for a table with this largest size, and the function that writes a size in it."""
-    name, unit_bytes = next((each for each in _UNITS if num_bytes >= each[1]), _UNITS[-1])
+    name, unit_bytes = next((unit for unit in _UNITS if num_bytes >= unit[1]), _UNITS[-1])
     return name, lambda size: f"{size / unit_bytes:,.2f}" if size else "-"
 
 
@@ -221,21 +223,21 @@ def _bytes(num_bytes: int) -> str:
 
 
 def _footer(run: DryRun) -> str:
-    ranks = ", ".join(f"{each.rank:,}" for each in run.ranks)
+    ranks = ", ".join(f"{rank.rank:,}" for rank in run.ranks)
     many = "ranks" if len(run.ranks) > 1 else "rank"
-    num_all, numbers = run.config.batch.accumulation or 1, sorted({each.num_simulated for each in run.ranks})
-    few = " to ".join(f"{each:,}" for each in dict.fromkeys((numbers[0], numbers[-1])))
-    words = f"{many} {ranks} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
+    num_all, numbers = run.config.batch.accumulation or 1, sorted({rank.num_simulated for rank in run.ranks})
+    few = " to ".join(f"{number:,}" for number in dict.fromkeys((numbers[0], numbers[-1])))
+    text = f"{many} {ranks} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
     if numbers[0] < num_all and run.layout.pipeline is None:
-        words += f". {few} of {num_all:,} micro-batches were simulated: each further one does what the one before did"
+        text += f". {few} of {num_all:,} micro-batches were simulated: each further one does what the one before did"
     elif numbers[0] < num_all:
-        words += (
+        text += (
             f". {few} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, "
             "what is sent and what sent gradients hold are extrapolated, as each micro-batch adds the same"
         )
     if run.layout.mesh.pp > len(run.ranks):
-        words += ". shardwise plan --dry-run --ranks stages has a rank of each stage"
-    return words
+        text += ". shardwise plan --dry-run --ranks stages has a rank of each stage"
+    return text
 
 
 def _header(run: DryRun) -> Table:

@@ -71,11 +71,11 @@ def few_micro_batches(
     def peaks(number: int) -> tuple[int, ...]:
         """Return the most in flight and deferred of each stage, and of all together."""
         moments = moments_in_flight(recipe_name, num_ranks, number, virtual_stages, rank)
-        counts = [held for _, *held in moments]
+        counts = [in_flight for _, *in_flight in moments]
         return (*map(max, zip(*counts, strict=True)), max(map(sum, counts)))
 
     full = peaks(num_micro_batches)
-    shown = (each for each in range(_LEAST - 1, num_micro_batches) if peaks(each) == full)
+    shown = (number for number in range(_LEAST - 1, num_micro_batches) if peaks(number) == full)
     # The second of these: then one micro-batch begins as another ends, with what arrives and what is sent.
     return next(islice(shown, 1, None), num_micro_batches)
 
@@ -90,8 +90,8 @@ def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: N
     config, start_s = job.config, time.perf_counter()
     num_all, schedule = config.batch.accumulation or 1, config.pipeline
     with_pipeline = schedule.schedule, config.mesh.pp, schedule.virtual_stages
-    place = MeshShape.from_config(config.mesh).coordinate(job.rank).pp
-    few = few_micro_batches(*with_pipeline, num_all, rank=place)
+    stage = MeshShape.from_config(config.mesh).coordinate(job.rank).pp
+    few = few_micro_batches(*with_pipeline, num_all, rank=stage)
     with fake_tensors(), values_refused():
         engine, make_step = build_rank(replace(job, config=_with_micro_batches(config, few)))
         # The first step makes the optimizer's states, learns the order of the blocks and fills the pool of buffers, so
@@ -101,8 +101,8 @@ def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: N
         first_s = time.perf_counter()
         engine.runner.train(make_step(lengths[0]))
         left_s = (time.perf_counter() - first_s) * sum(lengths[1:]) / lengths[0]
-        words = "" if few == num_all else f" of {num_all:,}"
-        announce(f"{few:,}{words} micro-batches, about {format_s(left_s)} more")
+        of_all = "" if few == num_all else f" of {num_all:,}"
+        announce(f"{few:,}{of_all} micro-batches, about {format_s(left_s)} more")
         steps = {number: meter_step(engine, make_step(number), start_s) for number in lengths[1:]}
     return _extrapolated(steps[short], steps[few], num_all - few, few)
 
@@ -116,15 +116,15 @@ def _extrapolated(first: Simulation, found: Simulation, num_more: int, few: int)
         return {key: size + num_more * (size - before.get(key, 0)) // (few - _SHORT) for key, size in after.items()}
 
     # Of what is at rest only sent gradients grow, and the peak has them too.
-    kept = found.at_rest.live_bytes
+    kept_bytes = found.at_rest.live_bytes
     sent = {Category.ACTIVATIONS: first.at_rest.live_bytes[Category.ACTIVATIONS]}
-    at_rest = longer({**kept, **sent}, kept)
+    at_rest = longer({**kept_bytes, **sent}, kept_bytes)
     peak = found.peak.peak_live_bytes
     return RankFigures(
         rank=found.rank,
         layout=found.layout,
         at_rest=at_rest,
-        peak={each: size + at_rest[each] - kept[each] for each, size in peak.items()},
+        peak={category: size + at_rest[category] - kept_bytes[category] for category, size in peak.items()},
         num_calls=longer(_num_calls(first), _num_calls(found)),
         wire_bytes=longer(first.wire_bytes, found.wire_bytes),
         num_simulated=few,

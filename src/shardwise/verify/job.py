@@ -167,10 +167,10 @@ def make_job(
     if num_steps < 1:
         raise ConfigError("steps-below-one", f"--steps {num_steps} trains nothing; give at least 1")
     config, world_size, assumed = _assume_world(config, world_size)
-    whole = ModelSpec("huggingface", dict(huggingface)) if huggingface is not None else _decoder_spec(config)
-    resolved = _check_run(config, world_size, whole)
+    spec = ModelSpec("huggingface", dict(huggingface)) if huggingface is not None else _decoder_spec(config)
+    resolved = _check_run(config, world_size, spec)
     mesh = MeshShape.from_config(resolved.mesh)
-    sizes = _sizes(whole)
+    sizes = _sizes(spec)
     folded = fold_mesh(mesh, sizes.num_kv_heads, most_processes)
     virtual_stages = min(config.pipeline.virtual_stages, _MOST_VIRTUAL_STAGES)
     recipe, pipeline = config.pipeline.schedule, config.pipeline
@@ -181,7 +181,7 @@ def make_job(
         placement_of(recipe, folded.pp, virtual_stages).num_stages if mesh.pp > 1 else 1,
         config.recompute.every,
     )
-    small = _shrink_model(whole, scale, config.data.seq_len)
+    small = _shrink_model(spec, scale, config.data.seq_len)
     small_config, replaced = _small_config(resolved, folded, virtual_stages, num_steps, small)
     seq_len = shrink_seq_len(config.data.seq_len, scale)
     changes = [
@@ -189,7 +189,7 @@ def make_job(
         ("virtual stages", pipeline.virtual_stages, virtual_stages),
         ("micro-batches", resolved.batch.accumulation, small_config.batch.accumulation),
     ]
-    sizes_before, sizes_after = (list(asdict(each).values()) for each in (sizes, _sizes(small)))
+    sizes_before, sizes_after = (list(asdict(model_sizes).values()) for model_sizes in (sizes, _sizes(small)))
     names = ("layers", "hidden", "heads", "KV heads", "head", "feed-forward", "vocabulary")
     shrunk = [*zip(names, sizes_before, sizes_after, strict=False), ("sequence", config.data.seq_len, seq_len)]
     return VerifyJob(
@@ -311,7 +311,7 @@ def _small_context(context: ContextConfig) -> dict[str, Any]:
 
 
 def _replaced(run: Config, small: Config) -> Iterator[str]:
-    for section in (each for each in Config.model_fields if each not in _OWN_SECTIONS):
+    for section in (section_name for section_name in Config.model_fields if section_name not in _OWN_SECTIONS):
         before = getattr(run, section)
         for leaf, after in getattr(small, section):
             if getattr(before, leaf) != after and f"{section}.{leaf}" not in _SAID_ELSEWHERE:
@@ -323,12 +323,12 @@ def _replaced(run: Config, small: Config) -> Iterator[str]:
 
 def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ...] | None:
     """Return those of some patterns that a small model has modules for; None where it has none."""
-    kept, modules = [], dict(model.named_modules())
+    matching, modules = [], dict(model.named_modules())
     for pattern in patterns or ():
         with suppress(ConfigError):
             find_units(modules, [pattern])
-            kept.append(pattern)
-    return tuple(kept) or None
+            matching.append(pattern)
+    return tuple(matching) or None
 
 
 def _changed(changes: Sequence[tuple[str, Any, Any]]) -> tuple[str, ...]:

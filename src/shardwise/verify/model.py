@@ -99,22 +99,22 @@ def _build_huggingface(values: Mapping[str, Any]) -> nn.Module:
             "transformers-absent", "a Hugging Face model needs the package transformers; pip install transformers"
         ) from None
     options = copy.deepcopy(dict(values))
-    kind = options.pop("model_type", None)
-    if kind is None:
+    model_type = options.pop("model_type", None)
+    if model_type is None:
         raise ConfigError(
             "model-type-absent", "the Hugging Face config has no model_type; give the config.json of a model"
         )
     options |= {"use_cache": False, "dtype": None, "torch_dtype": None}
     try:
-        config = transformers.AutoConfig.for_model(kind, **options)
+        config = transformers.AutoConfig.for_model(model_type, **options)
         named = [getattr(transformers, name, None) for name in options.get("architectures") or ()]
-        known = [each for each in named if each is not None]
+        classes = [model_class for model_class in named if model_class is not None]
         theirs = transformers.AutoModelForCausalLM
-        model: nn.Module = known[0](config) if known else theirs.from_config(config, trust_remote_code=False)
+        model: nn.Module = classes[0](config) if classes else theirs.from_config(config, trust_remote_code=False)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            "model-not-buildable", f"transformers cannot build the model {kind}: {reason}; try its config there"
+            "model-not-buildable", f"transformers cannot build the model {model_type}: {reason}; try its config there"
         ) from error
     choose_experts = getattr(model, "set_experts_implementation", None)
     if choose_experts is not None and any("expert" in key for key in options):

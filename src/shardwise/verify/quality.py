@@ -66,7 +66,7 @@ class Quality:
     @property
     def shares(self) -> tuple[float, ...]:
         """Return by how much of itself the loss of each seed is higher with fewer bits."""
-        return tuple(found / exact - 1 for found, exact in zip(self.encoded, self.exact, strict=True))
+        return tuple(encoded / exact - 1 for encoded, exact in zip(self.encoded, self.exact, strict=True))
 
 
 def measure_quality(
@@ -110,24 +110,24 @@ def measure_quality(
     losses: dict[str, list[float]] = {"without": [], "with": []}
     data: PreparedData | None = None
     for number, seed in enumerate(seeds, 1):
-        for kind, found in losses.items():
-            keys = [f"run.steps={num_steps}", f"run.seed={seed}", *base, *(encoded if kind == "with" else ())]
+        for side, values in losses.items():
+            keys = [f"run.steps={num_steps}", f"run.seed={seed}", *base, *(encoded if side == "with" else ())]
             job = resolve_job(job_config(None, keys), num_ranks, num_ranks)
             data = data or prepare_job_data(job)
-            announce(f"training {kind} {' '.join(encoded)}, seed {number} of {len(seeds)}")
-            found.append(_held_out_loss(job, data) if num_ranks == 1 else _loss_of_ranks(job, num_ranks, environ))
+            announce(f"training {side} {' '.join(encoded)}, seed {number} of {len(seeds)}")
+            values.append(_held_out_loss(job, data) if num_ranks == 1 else _loss_of_ranks(job, num_ranks, environ))
     return Quality(tuple(encoded), tuple(seeds), tuple(losses["without"]), tuple(losses["with"]), num_steps)
 
 
 def _held_out_loss(config: ResolvedConfig, data: PreparedData) -> float:
     trainer = build_trainer(config, data)
-    found = math.nan
+    loss = math.nan
     try:
         for record in trainer.steps(lambda: False, lambda doing: None):  # the last step is evaluated
-            found = found if record.eval_loss is None else record.eval_loss
+            loss = loss if record.eval_loss is None else record.eval_loss
     finally:
         trainer.engine.close(keep_values=False)
-    return found
+    return loss
 
 
 def _loss_of_ranks(config: ResolvedConfig, num_ranks: int, environ: Mapping[str, str] | None) -> float:
@@ -169,6 +169,6 @@ def render(quality: Quality) -> RenderableType:
         table.add_row(f"{seed}", f"{exact:.4f}", f"{encoded:.4f}", f"{share:+.2%}")
     mean = statistics.fmean(quality.shares)
     spread = (max(quality.exact) - min(quality.exact)) / statistics.fmean(quality.exact)
-    words = f"{' '.join(quality.codecs)} changes the held-out loss by {mean:+.2%}"
-    line = f"{words} after {quality.num_steps:,} steps; another seed changes it by up to {spread:.2%}"
+    sentence = f"{' '.join(quality.codecs)} changes the held-out loss by {mean:+.2%}"
+    line = f"{sentence} after {quality.num_steps:,} steps; another seed changes it by up to {spread:.2%}"
     return Group(table, Text(line))

@@ -123,12 +123,12 @@ def _train_reference(job: VerifyJob) -> TrainingTrace:
 
 def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapsed_s: float) -> VerifyOutcome:
     """Compare the two sides."""
-    found = first_difference(actual, expected)
-    if found is None:
+    difference = first_difference(actual, expected)
+    if difference is None:
         return VerifyOutcome(0, error=largest_error(actual, expected), elapsed_s=elapsed_s)
-    names = found.names or ("", "")
+    names = difference.names or ("", "")
     holders = (_holders(layout, names[0]), _holders(layout, names[-1]))
-    return VerifyOutcome(1, found, holders, found.error, elapsed_s)
+    return VerifyOutcome(1, difference, holders, difference.error, elapsed_s)
 
 
 def _holders(layout: Layout, name: str) -> str:
@@ -161,13 +161,13 @@ def train_reference(job: VerifyJob) -> TrainingTrace:
             trace.losses.append(_accumulate(job, model, draws, step))
         draws.forget()
         if step == 0:
-            trace.gradients.update({name: _gradient(each) for name, each in model.named_parameters()})
+            trace.gradients.update({name: _gradient(parameter) for name, parameter in model.named_parameters()})
         limit = config.optimizer.clip_norm
         norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit)
         trace.grad_norms.append(norm.item())
         optimizer.step()
         scheduler.step()
-        trace.parameters.append({name: each.detach().clone() for name, each in model.named_parameters()})
+        trace.parameters.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     return trace
 
 
@@ -208,15 +208,17 @@ def _param_groups(model: nn.Module, config: Config, layout: Layout) -> list[dict
         layout: says what is stepped as a whole matrix.
     """
     section = config.optimizer
-    places = {place.name: place for group in layout.model_groups if group.is_matrix for place in group.params}
+    places = {param.name: param for group in layout.model_groups if group.is_matrix for param in group.params}
     matrices: list[dict[str, object]] = [
-        {"params": [each], "weight_decay": section.weight_decay, IS_MATRIX: True, FUSED: places[name].fused}
-        for name, each in model.named_parameters()
+        {"params": [parameter], "weight_decay": section.weight_decay, IS_MATRIX: True, FUSED: places[name].fused}
+        for name, parameter in model.named_parameters()
         if name in places
     ]
-    parameters = [each for name, each in model.named_parameters() if each.requires_grad and name not in places]
-    decayed = [each for each in parameters if each.dim() >= 2 or section.decay_1d]
-    others = [each for each in parameters if each.dim() < 2 and not section.decay_1d]
+    parameters = [
+        parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name not in places
+    ]
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2 or section.decay_1d]
+    others = [parameter for parameter in parameters if parameter.dim() < 2 and not section.decay_1d]
     groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [*groups, *matrices]
 

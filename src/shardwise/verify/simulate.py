@@ -255,12 +255,14 @@ def _what_stages_receive(
             "make_batch made micro-batches of several shapes, which a simulated pipeline does not know in advance; "
             "give all one shape, padded to one length",
         )
-    whole = _without_pipeline(config)
+    plain_config = _without_pipeline(config)
     copied = _copy_without_memory(model)
-    layout = plan_layout(copied, whole)
+    layout = plan_layout(copied, plain_config)
     comm_factory = SimulatedFactory(layout.mesh, 0, "nccl" if config.run.device == "cuda" else "gloo")
     engine = Engine(
-        EngineInputs(copied, whole, layout, MemoryTracker("cpu"), comm_factory, loss_fn=lambda *_: torch.zeros(()))
+        EngineInputs(
+            copied, plain_config, layout, MemoryTracker("cpu"), comm_factory, loss_fn=lambda *_: torch.zeros(())
+        )
     )
     last_of = {units[-1]: stage + 1 for stage, units in enumerate(pipeline.units[:-1])}
     examples: dict[int, Any] = {}

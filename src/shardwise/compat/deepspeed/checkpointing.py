@@ -63,13 +63,13 @@ def configure(
     `checkpoint_in_cpu`, or else the JSON's `cpu_checkpointing`, keeps them on the host. `mpu_` has
     `get_model_parallel_rank`, for the random numbers of split layers. The others have no effect.
     """
-    given: Mapping[str, Any] = {}
+    section: Mapping[str, Any] = {}
     if deepspeed_config is not None:
-        given = translate(read_config(deepspeed_config), refuse=False).section("activation_checkpointing")
-    on_host = given.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu
+        section = translate(read_config(deepspeed_config), refuse=False).section("activation_checkpointing")
+    on_host = section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu
     _SETTINGS.is_configured, _SETTINGS.on_host = True, bool(on_host)
     _SETTINGS.mpu = mpu_ if mpu_ is not None else _SETTINGS.mpu
-    if partition_activations or given.get("partition_activations", False):
+    if partition_activations or section.get("partition_activations", False):
         fix = 'put "shardwise": {"tensor": {"sequence_parallel": true}} into the JSON, with mesh.tp'
         logger.info("partition_activations has no effect here; %s", fix)
 

@@ -43,11 +43,11 @@ class Translation:
 
     def section(self, name: str) -> dict[str, Any]:
         """Return one section of what the JSON says, such as `optimizer` with its `type` and `params`."""
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for path, value in self.given.items():
             if path.startswith(f"{name}."):
-                set_key(found, path.removeprefix(f"{name}."), value)
-        return found
+                set_key(settings, path.removeprefix(f"{name}."), value)
+        return settings
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,19 +95,19 @@ def translate(values: Mapping[str, Any], world_size: int | None = None, *, refus
     Raises:
         ConfigError: a key is refused, a value is none of the key's, or the batch's terms do not agree.
     """
-    given, left_open = _flatten(values)
+    flat, left_open = _flatten(values)
     settings: dict[str, Any] = {"zero.stage": 0, "optimizer.clip_norm": 1.0, "run.on_nonfinite": "skip"}
     notes = [f'left "auto", so taken as absent: {", ".join(left_open)}'] if left_open else []
     without_effect: dict[str, list[str]] = {}
     refused = []
-    for path, value in given.items():
+    for path, value in flat.items():
         key = key_of(path, value)
         if key is None:
             close, shown = nearest(path), path if path.isprintable() and len(path) < _MAX_SHOWN else shown_value(path)
             notes.append(f"{shown} is not a key of DeepSpeed's" + (f"; did you mean {close}?" if close else ""))
         elif key.action == "R" and key.asks(value):
             refused.append(f"{path}={shown_value(value)}: {key.text}")
-        elif key.action == "N" and key.asks(value) and given.get(f"{path.partition('.')[0]}.enabled", True):
+        elif key.action == "N" and key.asks(value) and flat.get(f"{path.partition('.')[0]}.enabled", True):
             without_effect.setdefault(key.text, []).append(path)
         elif key.action == "M":
             settings |= _read(path, value, key.target)
@@ -115,12 +115,12 @@ def translate(values: Mapping[str, Any], world_size: int | None = None, *, refus
         more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
         raise ConfigError("deepspeed-key-refused", f"{refused[0]}{more}")
     notes += [f"no effect here: {', '.join(paths)} ({why})" for why, paths in without_effect.items()]
-    notes += _settle(settings, given)
+    notes += _settle(settings, flat)
     config = _nested(settings)
-    for path, value in _dotted(given.get("shardwise", {})):
+    for path, value in _dotted(flat.get("shardwise", {})):
         set_key(config, path, value)
     _check(Config.from_dict(config), world_size)
-    return Translation(MappingProxyType(config), tuple(notes), tuple(refused), MappingProxyType(given))
+    return Translation(MappingProxyType(config), tuple(notes), tuple(refused), MappingProxyType(flat))
 
 
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -140,31 +140,33 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return what is given by dotted key, and the keys that were left "auto"; what is dotted at the top wins."""
-    found: dict[str, Any] = {}
-    own = values.get("shardwise") or {}
-    if not isinstance(own, Mapping):
-        raise ConfigError("deepspeed-section", f"shardwise={shown_value(own)} is not a section; give sections of ours")
+    by_path: dict[str, Any] = {}
+    ours = values.get("shardwise") or {}
+    if not isinstance(ours, Mapping):
+        raise ConfigError("deepspeed-section", f"shardwise={shown_value(ours)} is not a section; give sections of ours")
     others = {name: value for name, value in values.items() if name != "shardwise"}
     for name, value in sorted(others.items(), key=lambda item: "." in item[0]):
-        for written, each in _dotted({name: value}):
+        for written, setting in _dotted({name: value}):
             path = usual_path(written)
-            if path == _ZERO and isinstance(each, bool):
-                path, each = f"{_ZERO}.stage", int(each)  # the spelling of the first releases
+            if path == _ZERO and isinstance(setting, bool):
+                path, setting = f"{_ZERO}.stage", int(setting)  # the spelling of the first releases
             elif (
-                each not in (None, "auto") and key_of(path) is None and any(key.startswith(f"{path}.") for key in KEYS)
+                setting not in (None, "auto")
+                and key_of(path) is None
+                and any(key.startswith(f"{path}.") for key in KEYS)
             ):
                 rule = "is not a section; give an object of its keys"
-                raise ConfigError("deepspeed-section", f"{path}={shown_value(each)} {rule}")
-            found[path] = each
-    if len(found) > _MAX_KEYS:
+                raise ConfigError("deepspeed-section", f"{path}={shown_value(setting)} {rule}")
+            by_path[path] = setting
+    if len(by_path) > _MAX_KEYS:
         rule = "more than DeepSpeed knows; give a config of DeepSpeed's"
-        raise ConfigError("deepspeed-too-many-keys", f"the config has {len(found):,} keys, {rule}")
+        raise ConfigError("deepspeed-too-many-keys", f"the config has {len(by_path):,} keys, {rule}")
     for old, new in ((f"{_ZERO}.cpu_offload", "offload_optimizer"), (f"{_ZERO}.cpu_offload_param", "offload_param")):
-        if f"{_ZERO}.{new}.device" in found:
-            found.pop(old, None)
-    left_open = [path for path, value in found.items() if value == "auto"]
-    given = {path: value for path, value in found.items() if value is not None and value != "auto"}
-    return given | ({"shardwise": own} if own else {}), left_open
+        if f"{_ZERO}.{new}.device" in by_path:
+            by_path.pop(old, None)
+    left_open = [path for path, value in by_path.items() if value == "auto"]
+    present = {path: value for path, value in by_path.items() if value is not None and value != "auto"}
+    return present | ({"shardwise": ours} if ours else {}), left_open
 
 
 def _read(path: str, value: Any, target: str | None) -> dict[str, Any]:
@@ -245,10 +247,10 @@ def given_sums(given: Mapping[str, Any]) -> bool:
 
 def _settle_attention(settings: dict[str, Any]) -> None:
     """Complete a sparse attention by DeepSpeed's defaults, and leave out keys that its structure does not have."""
-    kind = settings.setdefault("attention.kind", "fixed")
+    attention_kind = settings.setdefault("attention.kind", "fixed")
     settings.setdefault("attention.block", 16)
     for key in [key for key in settings if key.startswith("attention.") and key != "attention.kind"]:
-        if key.removeprefix("attention.") not in ATTENTION_KEYS[kind]:
+        if key.removeprefix("attention.") not in ATTENTION_KEYS[attention_kind]:
             del settings[key]
 
 

@@ -96,16 +96,16 @@ def answers(module: str) -> Callable[[str], Any]:
     name`, and says "cannot import name" itself.
     """
     path = module.removeprefix(_PREFIX).removeprefix(".")
-    own = sys.modules[module]
-    if not hasattr(own, "__path__"):
-        own.__path__ = []
+    namespace = sys.modules[module]
+    if not hasattr(namespace, "__path__"):
+        namespace.__path__ = []
 
     def get(name: str) -> Any:
         if name.startswith("__") and not names.homes_of(path, name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         for home in names.homes_of(path, name):
-            if (found := _at_home(*home)) is not _NOTHING:
-                return found
+            if (member := _at_home(*home)) is not _NOTHING:
+                return member
         inner = f"{path}.{name}".lstrip(".")
         try:
             if find_spec(_full(_PREFIX, inner)) is not None:
@@ -123,8 +123,8 @@ def answers(module: str) -> Callable[[str], Any]:
 
 def _at_home(home: str, name: str) -> Any:
     is_outside = home.partition(".")[0] in ("torch", "shardwise")
-    found = importlib.import_module(home if is_outside else _full(_PREFIX, home))
-    return getattr(found, name, _NOTHING) if name else found
+    imported = importlib.import_module(home if is_outside else _full(_PREFIX, home))
+    return getattr(imported, name, _NOTHING) if name else imported
 
 
 def _full(prefix: str, path: str) -> str:

@@ -79,10 +79,10 @@ class WallClockTimer:
 
     def elapsed(self, reset: bool = True) -> float:
         """Return the milliseconds so far, as DeepSpeed does."""
-        found = self._elapsed * 1000.0
+        elapsed_ms = self._elapsed * 1000.0
         if reset:
             self.reset()
-        return found
+        return elapsed_ms
 
     def mean(self) -> float:
         """Return the milliseconds of one time between start and stop."""
@@ -122,10 +122,10 @@ class SynchronizedWallClockTimer:
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Return the milliseconds of one time of some timers; the arguments are those of DeepSpeed."""
-        found = {name: self(name).mean() / normalizer for name in names if name in self.timers}
-        for name in found if reset else ():
+        means = {name: self(name).mean() / normalizer for name in names if name in self.timers}
+        for name in means if reset else ():
             self(name).reset()
-        return found
+        return means
 
 
 class ThroughputTimer:
@@ -248,9 +248,9 @@ def _missing_builder(name: str) -> type[OpBuilder]:
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
     """Say whether torch is at least, or at most, of a release such as 2.6; the arguments are those of DeepSpeed."""
-    own = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
-    low, high = (tuple(map(int, str(each or 0).split("."))) for each in (min_version, max_version))
-    return own >= low and (max_version is None or own <= high)
+    version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    low, high = (tuple(map(int, str(bound or 0).split("."))) for bound in (min_version, max_version))
+    return version >= low and (max_version is None or version <= high)
 
 
 def __getattr__(name: str) -> Any:

@@ -253,11 +253,11 @@ class Key:
 
 
 def _rows() -> Iterator[Key]:
-    for kind, text, names in _TABLE:
+    for verdict, text, names in _TABLE:
         section, _, leaves = names.rpartition(": ")
         for leaf in leaves.split():
             path = f"{section}.{leaf}" if section else leaf
-            yield Key(path, kind[-1], text, kind[0] == "X")
+            yield Key(path, verdict[-1], text, verdict[0] == "X")
 
 
 KEYS: Final[Mapping[str, Key]] = MappingProxyType({key.path: key for key in _rows()})
@@ -310,12 +310,12 @@ def key_of(path: str, value: Any = None) -> Key | None:
 def nearest(path: str) -> str | None:
     """Return the key that an unknown one may be meant as: of the nearest section, then by the name alone."""
     section, _, leaf = path.rpartition(".")
-    known = [key.path for key in KEYS.values() if "=" not in key.path]
-    sections = {each.rpartition(".")[0] for each in known}
+    paths = [key.path for key in KEYS.values() if "=" not in key.path]
+    sections = {path.rpartition(".")[0] for path in paths}
     if section not in sections:
         for near in difflib.get_close_matches(section, sections, n=1):
             return f"{near}.{leaf}" if key_of(f"{near}.{leaf}") else nearest(f"{near}.{leaf}")
-    siblings = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section]
+    siblings = [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == section]
     for near in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75):
         return f"{section}.{near}" if section else near
-    return next((each for each in known if each.rpartition(".")[2] == leaf), None)
+    return next((path for path in paths if path.rpartition(".")[2] == leaf), None)

@@ -241,7 +241,7 @@ def sentence(path: str) -> str:
 def _listed() -> Mapping[str, frozenset[str]]:
     lines = files(__package__).joinpath("names.txt").read_text().splitlines()
     return MappingProxyType(
-        {module: frozenset(found.split()) for module, _, found in (x.partition(":") for x in lines)}
+        {module: frozenset(members.split()) for module, _, members in (x.partition(":") for x in lines)}
     )
 
 
@@ -257,13 +257,13 @@ def is_module(path: str) -> bool:
 
 @cache
 def _homes() -> Mapping[str, tuple[tuple[str, str], ...]]:
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_module: dict[str, list[tuple[str, str]]] = {}
     for modules, home, listed in _HOMES:
         for entry in listed.split():
-            name, is_renamed, there = entry.partition("=")
+            name, is_renamed, destination = entry.partition("=")
             for module in modules.split():
-                found.setdefault(f"{module}.{name}", []).append((home, there if is_renamed else name))
-    return MappingProxyType({name: tuple(homes) for name, homes in found.items()})
+                by_module.setdefault(f"{module}.{name}", []).append((home, destination if is_renamed else name))
+    return MappingProxyType({name: tuple(homes) for name, homes in by_module.items()})
 
 
 def homes_of(module: str, name: str) -> tuple[tuple[str, str], ...]:

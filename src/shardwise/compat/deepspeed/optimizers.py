@@ -44,26 +44,26 @@ def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any], *, 
         raise ConfigError(
             "deepspeed-optimizer-muon", f"optimizer.type={section['type']}: {KEYS['optimizer.type=muon'].text}"
         )
-    kind = optimizer_kind(name)
+    optimizer_class = optimizer_kind(name)
     options: dict[str, Any] = {} if is_torch else dict(_DEFAULTS.get(name, {}))
-    accepted = inspect.signature(kind).parameters
+    accepted = inspect.signature(optimizer_class).parameters
     for key, value in params.items():
-        known = key_of(f"optimizer.params.{key}")
+        key_row = key_of(f"optimizer.params.{key}")
         if key in accepted:
             options[key] = tuple(value) if key == "betas" else value
-        elif known is None or known.action == "M":
+        elif key_row is None or key_row.action == "M":
             close = difflib.get_close_matches(key, accepted, n=1)
             fix = f"did you mean {close[0]}?" if close else "leave it out"
             raise ConfigError(
-                "deepspeed-optimizer-param", f"optimizer.params.{key} is none of {kind.__name__}'s; {fix}"
+                "deepspeed-optimizer-param", f"optimizer.params.{key} is none of {optimizer_class.__name__}'s; {fix}"
             )
-        elif known.action == "R" and known.asks(value):
-            raise ConfigError("deepspeed-optimizer-param", f"{known.path}={shown_value(value)}: {known.text}")
-    if kind in _FUSED and "foreach" not in options:
+        elif key_row.action == "R" and key_row.asks(value):
+            raise ConfigError("deepspeed-optimizer-param", f"{key_row.path}={shown_value(value)}: {key_row.text}")
+    if optimizer_class in _FUSED and "foreach" not in options:
         options["fused"] = True
-    made = kind(param_groups, **options)
-    if kind in _FUSED and not is_torch:
-        marked(made, DeepSpeedCPUAdam if is_on_host else FusedAdam, kind is torch.optim.AdamW)
+    made = optimizer_class(param_groups, **options)
+    if optimizer_class in _FUSED and not is_torch:
+        marked(made, DeepSpeedCPUAdam if is_on_host else FusedAdam, optimizer_class is torch.optim.AdamW)
     return made
 
 

@@ -132,13 +132,13 @@ def get_model_profile(  # noqa: PLR0913  DeepSpeed's arguments
     profiler.stop_profile()
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-    found = (
+    numbers = (
         profiler.get_total_flops(as_string),
         profiler.get_total_macs(as_string),
         profiler.get_total_params(as_string),
     )
     profiler.end_profile()
-    return found
+    return numbers
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:

@@ -55,14 +55,14 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     Raises:
         ConfigError: a key is refused, or does not fit the model.
     """
-    given = config if config is not None else config_params
+    config_given = config if config is not None else config_params
     for name in ("deepspeed_config", "deepscale_config"):  # as arguments of the command line have it
-        given = getattr(args, name, None) if given is None else given
-    if model is None or given is None:
+        config_given = getattr(args, name, None) if config_given is None else config_given
+    if model is None or config_given is None:
         raise AssertedError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
     while isinstance(model, DeepSpeedEngine):  # as the Trainer passes at a second `train()`
         model = model.module
-    source = read_config(given)
+    source = read_config(config_given)
     init_distributed(dist_init_required=dist_init_required)
     # A stage of a pipeline counts as one rank: its ranks see the same samples.
     num_stages = model.num_stages if isinstance(model, PipelineModule) else 1
@@ -74,11 +74,12 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     _release_earlier(model)
     if level := translation.given.get("log_level"):
         set_log_level_from_string(str(level))
-    kind = DeepSpeedEngine
+    engine_class = DeepSpeedEngine
     if isinstance(model, PipelineModule):
-        kind, translation = PipelineEngine, replace(translation, config=model.train_batch_plan(translation.config))
-    own = _optimizer(model, optimizer, model_parameters, translation)
-    engine = _engine(model, source, translation, own, lr_scheduler, kind)
+        engine_class = PipelineEngine
+        translation = replace(translation, config=model.train_batch_plan(translation.config))
+    own_optimizer = _optimizer(model, optimizer, model_parameters, translation)
+    engine = _engine(model, source, translation, own_optimizer, lr_scheduler, engine_class)
     engine.evaluates_whole = hasattr(mpu, "evaluates_whole") and mpu.evaluates_whole()
     if training_data is not None:
         engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
@@ -133,8 +134,8 @@ def _engine(
 
 
 def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation: Translation) -> Optimizer | None:
-    held = getattr(given, "optimizer", None)
-    given = held if isinstance(held, DeepSpeedOptimizer) else given  # Accelerate wraps what `initialize` has returned
+    inner = getattr(given, "optimizer", None)
+    given = inner if isinstance(inner, DeepSpeedOptimizer) else given  # Accelerate wraps what `initialize` has returned
     if isinstance(given, DeepSpeedOptimizer):
         given = given.optimizer
     if isinstance(given, Optimizer):
@@ -150,8 +151,8 @@ def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation:
 
 
 def _sizes_tp(source: Mapping[str, Any]) -> bool:
-    given = translate(source, refuse=False).given
-    return any(key in given for key in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"))
+    keys_given = translate(source, refuse=False).given
+    return any(key in keys_given for key in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"))
 
 
 def _listed(parameters: Any) -> list[Any]:
@@ -177,7 +178,7 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     if is_sharded:
         model.__dict__["_apply"] = functools.partial(_moved, model)
     groups = engine.inner.layout.model_groups
-    kept_whole = {place.name for group in groups if group.is_replicated or group.is_small for place in group.params}
+    kept_whole = {param.name for group in groups if group.is_replicated or group.is_small for param in group.params}
     for number, (name, parameter) in enumerate(model.named_parameters()):
         parameter.__dict__[PLACE] = reference, name
         if is_sharded:

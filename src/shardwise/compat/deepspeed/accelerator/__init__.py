@@ -195,9 +195,9 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def _resident(self) -> int:
-        found = psutil.Process().memory_info().rss
-        self._peak = max(self._peak, found)
-        return found
+        rss = psutil.Process().memory_info().rss
+        self._peak = max(self._peak, rss)
+        return rss
 
     # Streams, which a CPU has none of.
 

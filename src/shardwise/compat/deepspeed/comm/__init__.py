@@ -52,12 +52,12 @@ def init_distributed(  # noqa: PLR0913  DeepSpeed's arguments
             "dist_init_required=False says that a process group is there, and none is; call "
             "deepspeed.init_distributed() before, or leave dist_init_required out",
         )
-    kind: Literal["cpu", "cuda"] = "cuda" if cuda.is_available() else "cpu"
+    device_type: Literal["cpu", "cuda"] = "cuda" if cuda.is_available() else "cpu"
     seconds = timeout.total_seconds()
     if (rank >= 0 and world_size > 0) or init_method not in (None, "env://"):
-        join_named(init_method, rank, world_size, kind, seconds)
+        join_named(init_method, rank, world_size, device_type, seconds)
     else:
-        ensure_process_group(kind, seconds)
+        ensure_process_group(device_type, seconds)
 
 
 def get_local_rank() -> int:
@@ -77,15 +77,15 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """Return the rank in the world of a rank of a group."""
-    own: Any = group or dist.group.WORLD
-    return dist.get_global_rank(own, group_rank)
+    process_group: Any = group or dist.group.WORLD
+    return dist.get_global_rank(process_group, group_rank)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
     """Return torch's mesh of the ranks; all ranks make it together."""
     init_distributed()
-    kind = "cuda" if cuda.is_available() else "cpu"
-    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    device_type = "cuda" if cuda.is_available() else "cpu"
+    return init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

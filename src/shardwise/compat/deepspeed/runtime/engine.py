@@ -412,9 +412,9 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if keep_shards:
             comm = world_comm(self.inner.config.run.timeout_s)
             for name, parameter in self._own_parameters():
-                whole = self.inner.read(name)
-                assert whole is not None, "every rank gets it"
-                shards.append((parameter, ParamShard.of(comm, whole, source=None)))
+                value = self.inner.read(name)
+                assert value is not None, "every rank gets it"
+                shards.append((parameter, ParamShard.of(comm, value, source=None)))
         if self._take_back is not None:
             self._take_back()
         self.inner.close(keep_values=not keep_shards)
@@ -469,11 +469,13 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         tags = self.inner.checkpoints.tags_of_ranks(tag)
         odd = next((rank for rank in tags if tags[rank] != tags[0]), 0)
         if odd:
-            found = f"tag={tags[0]!r:.120} on rank 0 and {tags[odd]!r:.120} on rank {odd}"
+            tags_differ = f"tag={tags[0]!r:.120} on rank 0 and {tags[odd]!r:.120} on rank {odd}"
             if self.checkpoint_tag_validation_fail():
-                raise AssertedError("tags-differ", f"{found}: a checkpoint has one name; give all ranks the same tag")
+                raise AssertedError(
+                    "tags-differ", f"{tags_differ}: a checkpoint has one name; give all ranks the same tag"
+                )
             if self.global_rank == 0:
-                logger.warning("%s: all ranks save under rank 0's; give all ranks the same tag", found)
+                logger.warning("%s: all ranks save under rank 0's; give all ranks the same tag", tags_differ)
         return tags[0]
 
     def load_checkpoint(
@@ -494,7 +496,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             raise ConfigError("custom-load-fn", "load_checkpoint takes no custom_load_fn here; load by engine.module")
         weights_only = load_module_only or not load_optimizer_states or self.optimizer is None
         keeps_schedule = self.lr_scheduler is not None and not load_lr_scheduler_states
-        kept = deepcopy(self.lr_scheduler.state_dict()) if keeps_schedule else None
+        schedule_state = deepcopy(self.lr_scheduler.state_dict()) if keeps_schedule else None
         try:
             report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=str(tag or ""))
         except CheckpointError as error:
@@ -502,8 +504,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
                 raise
             logger.warning("%s: nothing is loaded", error)
             return None, None
-        if kept is not None:
-            self.lr_scheduler.load_state_dict(kept)
+        if schedule_state is not None:
+            self.lr_scheduler.load_state_dict(schedule_state)
         elif weights_only and not load_module_only and self.lr_scheduler is not None:
             self.inner.checkpoints.load_schedule(report.path)
         if is_of_deepspeed(report.path):
@@ -526,18 +528,18 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         """Return the model's state dict on rank 0, on the CPU, and None on the other ranks; all ranks call it."""
         aliases: dict[int, str] = {}
         engine_names = {name for name, _ in self._own_parameters()}
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if exclude_frozen_parameters and not parameter.requires_grad:
                 continue
             first = aliases.setdefault(id(parameter), name)
             if first != name:
-                found[name] = found[first]
+                values[name] = values[first]
                 continue
             value = self.inner.read(name, to_rank=0) if name in engine_names else parameter.detach()
-            found[name] = value.cpu() if value is not None else torch.empty(0)
-        found |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
-        return found if self.global_rank == 0 else None
+            values[name] = value.cpu() if value is not None else torch.empty(0)
+        values |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
+        return values if self.global_rank == 0 else None
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
@@ -549,8 +551,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         names = {name for name, _ in self.module.named_parameters()}
         with self.inner.gathered() as model:
             state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        kept = (trained | (state.keys() - names)) if exclude_frozen_parameters else state.keys()
-        return {prefix + name: tensor for name, tensor in state.items() if name in kept}
+        names_kept = (trained | (state.keys() - names)) if exclude_frozen_parameters else state.keys()
+        return {prefix + name: tensor for name, tensor in state.items() if name in names_kept}
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **options: Any) -> None:
         """Write `checkpoint["module"]`, or a state dict, into the model; rank 0's counts."""

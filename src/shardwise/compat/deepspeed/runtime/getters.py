@@ -255,19 +255,19 @@ class EngineGetters:
     def optimizer_name(self) -> str | None:
         """Return the type of the JSON's optimizer, DeepSpeed's own in lower case, or the class of the script's own."""
         if "optimizer.type" in self._given:
-            kind = str(self._given["optimizer.type"])
-            return kind.lower() if kind.lower() in _OPTIMIZER_NAMES else kind
+            optimizer_name = str(self._given["optimizer.type"])
+            return optimizer_name.lower() if optimizer_name.lower() in _OPTIMIZER_NAMES else optimizer_name
         return type(self.basic_optimizer).__name__ if self.optimizer is not None else None
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """Return the options of the JSON's optimizer."""
-        found = self._section("optimizer.params")
-        return None if found is None else vars(found)
+        params = self._section("optimizer.params")
+        return None if params is None else vars(params)
 
     def scheduler_params(self) -> dict[str, Any] | None:
         """Return the options of the JSON's schedule."""
-        found = self._section("scheduler.params")
-        return None if found is None else vars(found)
+        params = self._section("scheduler.params")
+        return None if params is None else vars(params)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return the global batch, the micro-batch, and the micro-batches a step."""
@@ -285,9 +285,11 @@ class EngineGetters:
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the parameters, and that in which gradients are summed."""
-        own = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
+        model_dtype = (
+            torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
+        )
         name = self._given.get("data_types.grad_accum_dtype")
-        return own, TORCH_DTYPES[dtype_of(str(name))] if name else own
+        return model_dtype, TORCH_DTYPES[dtype_of(str(name))] if name else model_dtype
 
     def torch_autocast_dtype(self) -> torch.dtype:
         """Return the dtype of `torch.autocast`."""

@@ -121,26 +121,26 @@ class DeepSpeedConfig:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         sharing = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
         self._translation = translate(self._param_dict, self.world_size // max(1, sharing))
-        given = self._translation.given
+        sections = self._translation.given
         batch = resolve_batch(Config.from_dict(self._translation.config).batch, self.world_size // max(1, sharing))
         self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.global_size, batch.micro_size
         self.gradient_accumulation_steps = batch.accumulation
         self.zero_optimization_stage = self._translation.config["zero"]["stage"]
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.gradient_allreduce_op = "sum" if given_sums(given) else "mean"
-        self.gradient_clipping = given.get("gradient_clipping", 1.0)
-        self.optimizer_name = str(given["optimizer.type"]).lower() if "optimizer.type" in given else None
+        self.gradient_allreduce_op = "sum" if given_sums(sections) else "mean"
+        self.gradient_clipping = sections.get("gradient_clipping", 1.0)
+        self.optimizer_name = str(sections["optimizer.type"]).lower() if "optimizer.type" in sections else None
         self.optimizer_params = self._translation.section("optimizer").get("params")
-        self.scheduler_name = given.get("scheduler.type")
+        self.scheduler_name = sections.get("scheduler.type")
         self.scheduler_params = self._translation.section("scheduler").get("params")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        found = self._translation.section(name) or self._translation.given.get(name)
-        if found is None:
+        section = self._translation.section(name) or self._translation.given.get(name)
+        if section is None:
             raise AttributeError(f"the JSON has no {name}; DeepSpeedConfig has the keys that it says")
-        return found
+        return section
 
 
 class DeepSpeedZeroConfig:

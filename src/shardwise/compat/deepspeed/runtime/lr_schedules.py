@@ -58,7 +58,9 @@ _Rate = Callable[[_Options, int, float], float]  # of the options, the last step
 
 def _signature(*needed: str, **defaults: Any) -> Signature:
     values = {**dict.fromkeys(needed, Parameter.empty), **defaults, "last_batch_iteration": -1}
-    return Signature([Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=it) for each, it in values.items()])
+    return Signature(
+        [Parameter(parameter, Parameter.POSITIONAL_OR_KEYWORD, default=it) for parameter, it in values.items()]
+    )
 
 
 def _risen(of: _Options, done: int) -> float:
@@ -84,8 +86,8 @@ def _warmup(of: _Options, done: int, own: float) -> float:
 def _cosine(of: _Options, done: int, own: float) -> float:
     start, share, least = _num_warmup_steps(of), _risen(of, done), of["warmup_min_ratio"]
     if done >= start:
-        place = min(1.0, (done - start + 1) / max(1, of["total_num_steps"] - start))
-        share, least = (1 + math.cos(math.pi * place)) / 2, of["cos_min_ratio"]
+        progress = min(1.0, (done - start + 1) / max(1, of["total_num_steps"] - start))
+        share, least = (1 + math.cos(math.pi * progress)) / 2, of["cos_min_ratio"]
     return own * max(0.0, least + share * (1.0 - least)) if done >= 0 else 0.0
 
 
@@ -125,14 +127,14 @@ def _cycle_scale(of: _Options, done: int) -> float | None:
     total = first + second
     if done >= total:
         return None
-    middle, place = first / total, 1.0 + (done + 1) / total
-    place -= math.floor(place)
-    is_rising = place <= middle
+    middle, progress = first / total, 1.0 + (done + 1) / total
+    progress -= math.floor(progress)
+    is_rising = progress <= middle
     stairs, of_fall = of["cycle_first_stair_count"], of["cycle_second_stair_count"]
     if not is_rising and of_fall is not None:
         stairs = of_fall
     if stairs <= 0:
-        return place / middle if is_rising else (place - 1) / (middle - 1)
+        return progress / middle if is_rising else (progress - 1) / (middle - 1)
     step = (done + 1) % total
     return math.floor(step * stairs / first if step <= first else (total - step) * stairs / second) / stairs
 
@@ -171,8 +173,8 @@ class LRSchedule:
                     raise ValueError(
                         f"{name} has {len(value)} values for {len(self._of)} param groups; give all of them"
                     )
-                for of, each in zip(self._of, value, strict=True):
-                    of[name] = each
+                for of, item in zip(self._of, value, strict=True):
+                    of[name] = item
         self.last_batch_iteration: int = self.options["last_batch_iteration"]
         self.own_lrs = [float(group["lr"]) for group in inner.param_groups]
         if self.last_batch_iteration == -1:
@@ -183,8 +185,8 @@ class LRSchedule:
         options = self.__dict__.get("options", {})
         if name == "warmup_num_steps" and name in options:
             return _num_warmup_steps(options)
-        if (own := _ATTRIBUTES.get(name, name)) in options:
-            return options[own]
+        if (option_name := _ATTRIBUTES.get(name, name)) in options:
+            return options[option_name]
         for option in _LISTS.get(name, ()):
             if option in options:
                 return [self._of_group(index, option) for index in range(len(self._of))]
@@ -203,7 +205,7 @@ class LRSchedule:
     def get_lr(self) -> list[float]:
         """Return the rate of each param group after `last_batch_iteration` steps."""
         done = self.last_batch_iteration
-        return [type(self).rate(of, done, own) for of, own in zip(self._of, self.own_lrs, strict=True)]
+        return [type(self).rate(of, done, own_lr) for of, own_lr in zip(self._of, self.own_lrs, strict=True)]
 
     def get_last_lr(self) -> list[Any]:
         """Return the rates that the param groups have."""
@@ -332,7 +334,7 @@ _answer = answers(__name__)
 
 def __getattr__(name: str) -> Any:
     """Return a constant of DeepSpeed's: the name of a schedule, of an option or of a kind of warm-up."""
-    of_schedule = {kind.upper(): kind for kind in VALID_LR_SCHEDULES}.get(name.replace("_", ""))
+    of_schedule = {valid.upper(): valid for valid in VALID_LR_SCHEDULES}.get(name.replace("_", ""))
     if name.isupper() and of_schedule is not None:
         return of_schedule
     kinds = (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)

@@ -40,8 +40,8 @@ def set_log_level_from_string(log_level_str: str, custom_logger: Logger | None =
     """Set the level of the logger by its name, such as "debug"."""
     level = getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
-        known = ", ".join(name.lower() for name in getLevelNamesMapping())
-        raise ConfigError("log-level-unknown", f"log level {log_level_str!r} is unknown; take one of {known}")
+        level_names = ", ".join(name.lower() for name in getLevelNamesMapping())
+        raise ConfigError("log-level-unknown", f"log level {log_level_str!r} is unknown; take one of {level_names}")
     (custom_logger or logger).setLevel(level)
 
 

@@ -37,7 +37,7 @@ def note_engine(mesh: MeshShape, comms: Any) -> None:
     """Take the groups of an engine, by its mesh and its communicators; all ranks do so together."""
     data = comms.data.process_group
     if mesh.cp > 1:
-        data, _ = dist.new_subgroups_by_enumeration([list(each) for each in mesh.groups_along(DATA_AXES)])
+        data, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in mesh.groups_along(DATA_AXES)])
     of_axes = {DATA_AXES: data, GRADIENT_AXES: comms.data.process_group, TENSOR_AXES: comms.tensor.process_group}
     of_axes[PIPELINE_AXES] = comms.pipeline.process_group
     _NEWEST.mesh, _NEWEST.of_axes = mesh, of_axes
@@ -52,10 +52,10 @@ def world_size(axes: tuple[str, ...]) -> int:
 
 def rank(axes: tuple[str, ...]) -> int:
     """Return this rank's place along axes of the mesh."""
-    own = dist.get_rank() if dist.is_initialized() else 0
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
     if _NEWEST.mesh is not None:
-        return _NEWEST.mesh.index_along(axes, own)
-    return own if axes != TENSOR_AXES else 0
+        return _NEWEST.mesh.index_along(axes, own_rank)
+    return own_rank if axes != TENSOR_AXES else 0
 
 
 def group(axes: tuple[str, ...]) -> Any:
@@ -64,11 +64,13 @@ def group(axes: tuple[str, ...]) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    own = name.removeprefix("_")
-    if hasattr(parallel_state_sp, own):
-        return getattr(parallel_state_sp, own)
+    public_name = name.removeprefix("_")
+    if hasattr(parallel_state_sp, public_name):
+        return getattr(parallel_state_sp, public_name)
     for prefix, axes in _AXES:
-        found = {"world_size": world_size, "rank": rank, "group": group}.get(own.removeprefix(f"get_{prefix}_"))
-        if found is not None and own.startswith(f"get_{prefix}_"):
-            return lambda: found(axes)
+        function = {"world_size": world_size, "rank": rank, "group": group}.get(
+            public_name.removeprefix(f"get_{prefix}_")
+        )
+        if function is not None and public_name.startswith(f"get_{prefix}_"):
+            return lambda: function(axes)
     return _answer(name)

@@ -90,26 +90,29 @@ def set_by_section(model: nn.Module, section: Mapping[str, Any]) -> None:
 
 
 def _mark(model: nn.Module, kinds: list[Any], flag: bool, raises: bool) -> list[nn.Module]:
-    names, classes = {kind for kind in kinds if isinstance(kind, str)}, tuple(k for k in kinds if isinstance(k, type))
-    found = [module for module in model.modules() if isinstance(module, classes) or _names_of(type(module)) & names]
-    if raises and not found:
+    names, classes = (
+        {wanted_kind for wanted_kind in kinds if isinstance(wanted_kind, str)},
+        tuple(k for k in kinds if isinstance(k, type)),
+    )
+    modules = [module for module in model.modules() if isinstance(module, classes) or _names_of(type(module)) & names]
+    if raises and not modules:
         raise ValueError(f"{type(model).__name__} has no modules of {kinds}; pass raise_if_not_found=False for none")
-    for module in found:
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    return found
+    return modules
 
 
 def _by_name(
     model: nn.Module, wanted: list[str], matches: Callable[[str, str], bool], flag: bool, raises: bool
 ) -> tuple[list[nn.Module], list[str]]:
     named = dict(model.named_modules())
-    found = {name: module for name, module in named.items() if any(matches(name, each) for each in wanted)}
-    missing = [each for each in wanted if not any(matches(name, each) for name in named)]
+    matching = {name: module for name, module in named.items() if any(matches(name, pattern) for pattern in wanted)}
+    missing = [pattern for pattern in wanted if not any(matches(name, pattern) for name in named)]
     if raises and missing:
         raise ValueError(f"{type(model).__name__} has no modules {missing}; pass raise_if_not_found=False for none")
-    for module in found.values():
+    for module in matching.values():
         set_z3_leaf_module(module, flag)
-    return list(found.values()), missing
+    return list(matching.values()), missing
 
 
 def _names_of(kind: type) -> set[str]:

@@ -38,8 +38,8 @@ def _place(parameter: nn.Parameter) -> tuple[Any, str]:
 
 def _read(parameter: nn.Parameter, state: str) -> Tensor | None:
     engine, name = _place(parameter)
-    found: Tensor | None = engine.read(name, state) if state in engine.states_of(name) else None
-    return found
+    value: Tensor | None = engine.read(name, state) if state in engine.states_of(name) else None
+    return value
 
 
 def _wide(value: Tensor | None) -> Tensor | None:

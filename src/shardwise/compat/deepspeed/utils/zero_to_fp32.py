@@ -67,7 +67,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return the weights and buffers of a checkpoint in host memory; the arguments are those of DeepSpeed."""
     folder, tensors = _stored(checkpoint_dir, tag, exclude_frozen_parameters)
     with ChunkReader(folder) as reader:
-        return {name: value for each in tensors for name, value in _read(reader, each).items()}
+        return {name: value for tensor in tensors for name, value in _read(reader, tensor).items()}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -89,16 +89,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the weights for `from_pretrained`, with one file's in memory; the arguments are those of DeepSpeed."""
     folder, tensors = _stored(checkpoint_dir, tag, exclude_frozen_parameters)
-    listed = [ExportTensor(each.name, each.aliases, each.shape, dtype_name(_dtype(each))) for each in tensors]
+    listed = [ExportTensor(tensor.name, tensor.aliases, tensor.shape, dtype_name(_dtype(tensor))) for tensor in tensors]
     plan = plan_export(listed, max_file_bytes=_num_bytes(max_shard_size))
-    stored, target, weight_map = {each.name: each for each in tensors}, Path(output_dir), dict[str, str]()
+    stored, target, weight_map = {tensor.name: tensor for tensor in tensors}, Path(output_dir), dict[str, str]()
     target.mkdir(parents=True, exist_ok=True)
     with ChunkReader(folder) as reader:
         for file, shard in groupby(plan.tensors, attrgetter("file")):
             values: dict[str, Tensor] = {}
-            for each in shard:
-                of_names = _read(reader, stored[each.name])
-                values |= {each.name: of_names[each.name]} if safe_serialization else of_names
+            for exported in shard:
+                of_names = _read(reader, stored[exported.name])
+                values |= {exported.name: of_names[exported.name]} if safe_serialization else of_names
             if not safe_serialization:
                 file = f"pytorch_{Path(file).stem}.bin"
                 torch.save(values, target / file)
@@ -122,9 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
     try:
-        given: dict[str, Any] = vars(parser.parse_args(arguments))
-        del given["debug"]
-        convert_zero_checkpoint_to_fp32_state_dict(**given)
+        options: dict[str, Any] = vars(parser.parse_args(arguments))
+        del options["debug"]
+        convert_zero_checkpoint_to_fp32_state_dict(**options)
     except OneLineError as error:
         parser.exit(2, f"{SCRIPT_NAME}: {printable_lines(with_code(error))}\n")
 
@@ -141,9 +141,9 @@ def _stored(
     folder, manifest = newest_whole(Path(checkpoint_dir, tag or ""))
     kinds = ("buffer",) if exclude_frozen_parameters else ("buffer", "parameter")
     return folder, [
-        each
-        for each in manifest.tensors
-        if PARAM in each.states and (each.kind in kinds or (each.kind == "parameter" and each.trainable))
+        tensor
+        for tensor in manifest.tensors
+        if PARAM in tensor.states and (tensor.kind in kinds or (tensor.kind == "parameter" and tensor.trainable))
     ]
 
 
@@ -160,7 +160,7 @@ def _read(reader: ChunkReader, tensor: StoredTensor) -> dict[str, Tensor]:
 
 
 def _num_bytes(size: str | int | None) -> int:
-    found = re.fullmatch(r"([0-9]+)([KMGT]I?B|)", str(size).upper())
-    if found is None and size is not None:
+    match = re.fullmatch(r"([0-9]+)([KMGT]I?B|)", str(size).upper())
+    if match is None and size is not None:
         raise ConfigError("shard-size", f"max_shard_size={size!r} is no size; give a number and a unit, such as 5GB")
-    return int(found[1]) * _UNITS[found[2]] if found is not None else sys.maxsize
+    return int(match[1]) * _UNITS[match[2]] if match is not None else sys.maxsize

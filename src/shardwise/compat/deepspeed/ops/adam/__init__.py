@@ -39,8 +39,8 @@ class DeepSpeedCPUAdam(metaclass=_TorchAdam):
         """Return the optimizer; the arguments are those of DeepSpeed."""
         if not bias_correction:
             raise ConfigError("adam-bias-correction", "torch's Adams correct the bias; leave bias_correction out")
-        kind = AdamW if adamw_mode else Adam
-        made = kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        optimizer_class = AdamW if adamw_mode else Adam
+        made = optimizer_class(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         return marked(made, cls, adamw_mode)
 
 
@@ -52,10 +52,10 @@ class FusedAdam(metaclass=_TorchAdam):
     ) -> Optimizer:
         """Return the optimizer; the arguments are those of DeepSpeed."""
         names = ("betas", "eps", "adam_w_mode", "weight_decay", "amsgrad", "set_grad_none")
-        given = {**dict(zip(names, args, strict=False)), **options}
-        given["adamw_mode"] = given.pop("adam_w_mode", True)
-        made = DeepSpeedCPUAdam(params, lr, bias_correction, **given)
-        return marked(made, cls, given["adamw_mode"])
+        arguments = {**dict(zip(names, args, strict=False)), **options}
+        arguments["adamw_mode"] = arguments.pop("adam_w_mode", True)
+        made = DeepSpeedCPUAdam(params, lr, bias_correction, **arguments)
+        return marked(made, cls, arguments["adamw_mode"])
 
 
 def marked(made: Optimizer, kind: type, is_adamw: bool) -> Optimizer:

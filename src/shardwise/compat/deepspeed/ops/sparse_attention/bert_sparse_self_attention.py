@@ -46,7 +46,7 @@ class BertSparseSelfAttention(nn.Module):
         """Return the context [B, N, hidden] of states [B, N, hidden] and an additive mask, [B, N] or [B, 1, 1, N]."""
         if attention_mask is not None:
             attention_mask = attention_mask.reshape(len(attention_mask), -1)  # [B, N]
-        q, k, v = (self._heads(each(hidden_states)) for each in (self.query, self.key, self.value))
+        q, k, v = (self._heads(projection(hidden_states)) for projection in (self.query, self.key, self.value))
         context: Tensor = self.sparse_self_attention(q, k, v, key_padding_mask=attention_mask)  # [B, H, N, D]
         return context.transpose(1, 2).flatten(2)
 

@@ -143,8 +143,8 @@ def sparsity_config_of(section: Mapping[str, Any], num_heads: int) -> structures
     mode = section.get("mode", "fixed")
     if mode not in _MODES:
         raise NotImplementedError(f"Given sparsity mode, {mode}, has not been implemented yet!")
-    kind, names = _MODES[mode]
+    structure, names = _MODES[mode]
     options = {name: section[name] for name in ("block", *names) if name in section}
     if mode == "bigbird":
         options.setdefault("num_random_blocks", 0)
-    return kind(num_heads, **options)
+    return structure(num_heads, **options)

@@ -92,15 +92,15 @@ class PipelineModule(nn.Sequential):
         self.__dict__["loss_fn"] = loss_fn  # a module among the children would be one more layer
         seed = (seed_fn or torch.manual_seed) if seed_layers else None
         listed = list(layers)
-        with init() if any(isinstance(each, LayerSpec) for each in listed) else nullcontext():
-            built = layer_list.LayerList(_entry(each, seed, base_seed + index) for index, each in enumerate(listed))
+        with init() if any(isinstance(entry, LayerSpec) for entry in listed) else nullcontext():
+            built = layer_list.LayerList(_entry(entry, seed, base_seed + index) for index, entry in enumerate(listed))
         for name, layer in built.named_children():
             self.add_module(name, layer)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, once `initialize` has cut the layers; before that all of them."""
-        held = self.__dict__.get(HELD)
-        return (parameter for name, parameter in self.named_parameters(recurse=recurse) if held is None or name in held)
+        mine = self.__dict__.get(HELD)
+        return (parameter for name, parameter in self.named_parameters(recurse=recurse) if mine is None or name in mine)
 
     def topology(self) -> ProcessTopology | None:
         """Return the topology that was given, or the one of the ranks there are."""
@@ -135,8 +135,8 @@ class PipelineModule(nn.Sequential):
         elif self._method == "uniform":
             counted = names
         else:
-            known = "parameters, uniform and type:REGEX"
-            raise ConfigError("pipeline-method", f"partition_method={self._method} is not there; take one of {known}")
+            methods = "parameters, uniform and type:REGEX"
+            raise ConfigError("pipeline-method", f"partition_method={self._method} is not there; take one of {methods}")
         if len(counted) < self.num_stages:
             few = f"counts {len(counted)} layers for {self.num_stages} stages; count more"
             raise ConfigError("pipeline-method", f"partition_method={self._method} {few}")

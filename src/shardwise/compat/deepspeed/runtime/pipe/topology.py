@@ -27,7 +27,7 @@ class ProcessTopology:
         self.axes, self.dims = list(axes), list(dims)
         coord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         self.ProcessCoord = coord
-        self.mapping: dict[Any, int] = {coord(*each): rank for rank, each in enumerate(product(*map(range, dims)))}
+        self.mapping: dict[Any, int] = {coord(*at): rank for rank, at in enumerate(product(*map(range, dims)))}
 
     def get_rank(self, **coordinates: int) -> int:
         """Return the rank that has all these coordinates."""
@@ -62,7 +62,7 @@ class ProcessTopology:
             return []
         others = [range(size) for name, size in zip(self.axes, self.dims, strict=True) if name != axis]
         names = [name for name in self.axes if name != axis]
-        return [self.filter_match(**dict(zip(names, each, strict=True))) for each in product(*others)]
+        return [self.filter_match(**dict(zip(names, indices, strict=True))) for indices in product(*others)]
 
     def filter_match(self, **coordinates: int) -> list[int]:
         """Return the ranks that have these coordinates."""
@@ -134,8 +134,8 @@ class PipelineParallelGrid:
         axis = {"slice": "model"}.get(axis, axis)
         if name.startswith("get_") and axis in ("pipe", "data", "model"):
             if what in ("rank", "world_size"):
-                found = self._index(axis) if what == "rank" else self._size(axis)
-                return lambda: found
+                number = self._index(axis) if what == "rank" else self._size(axis)
+                return lambda: number
             if what == "group":
                 return lambda: groups.group(_AXES[axis])
         raise AttributeError(f"PipelineParallelGrid has no {name}")

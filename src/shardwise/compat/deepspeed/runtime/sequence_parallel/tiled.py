@@ -77,11 +77,11 @@ class TiledFusedLogitsLoss:
 
         The mean gives each tile the same weight, as DeepSpeed's does; "sum" fits tiles with other numbers of targets.
         """
-        given = [each for each in (x, y, mask) if each is not None]
-        if any(each.dim() < 2 or each.shape[:2] != x.shape[:2] for each in given):
-            shapes = ", ".join(str(tuple(each.shape)) for each in given)
+        tensors = [tensor for tensor in (x, y, mask) if tensor is not None]
+        if any(tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2] for tensor in tensors):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise ConfigError("tiled-shapes", f"x, y and mask begin with batch and sequence; they have {shapes}")
-        tiles = zip(*(torch.chunk(each.flatten(0, 1), shards) for each in given), strict=True)
+        tiles = zip(*(torch.chunk(tensor.flatten(0, 1), shards) for tensor in tensors), strict=True)
         return _reduced(torch.stack([_tile(fn, module, *tile) for tile in tiles]), output_reduction or "")
 
 

@@ -57,10 +57,10 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self.dl:
             batches: list[Any] = [None] * self.sp_world_size
-            own = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
-            comm.all_gather_object(batches, own, group=self.sp_group)
-            for each in batches:
-                labels = each.pop("labels", None)
+            own_batch = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
+            comm.all_gather_object(batches, own_batch, group=self.sp_group)
+            for gathered in batches:
+                labels = gathered.pop("labels", None)
                 if labels is not None:
-                    each["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
-                yield to_device(each, self.device)
+                    gathered["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+                yield to_device(gathered, self.device)

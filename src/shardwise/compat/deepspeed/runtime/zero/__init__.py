@@ -41,8 +41,8 @@ class Init:
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        given = config_dict_or_path if config_dict_or_path is not None else config
-        settings = translate(read_config(given)).config if given is not None else {}
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        settings = translate(read_config(source)).config if source is not None else {}
         param = settings.get("precision", {}).get("param")
         self._dtype = dtype if dtype is not None else TORCH_DTYPES.get(param) if param else None
         self._is_on = enabled and settings.get("zero", {}).get("stage", 3) == 3
@@ -83,8 +83,9 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
     if not enabled:
         yield
         return
-    given = [params] if isinstance(params, nn.Parameter) else list(params)
-    owned = [each for each in given if isinstance(each, nn.Parameter)]  # DeepSpeed passes over the others
+    listed = [params] if isinstance(params, nn.Parameter) else list(params)
+    # DeepSpeed passes over the others.
+    owned = [parameter for parameter in listed if isinstance(parameter, nn.Parameter)]
     with gathered(owned, modifier_rank=modifier_rank), shown_as_whole(owned):
         yield
 

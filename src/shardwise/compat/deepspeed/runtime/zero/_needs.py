@@ -50,13 +50,13 @@ def print_needs(
     num_nodes: int = 1,
 ) -> None:
     """Print a line for each of the options; model, stage, largest_block, num_gpus_per_node, num_nodes as in `needs`."""
-    num_params = sum(each.numel() for each in model.parameters()) if isinstance(model, nn.Module) else model
+    num_params = sum(parameter.numel() for parameter in model.parameters()) if isinstance(model, nn.Module) else model
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     gpus = "1 GPU" if num_gpus_per_node == 1 else f"{num_gpus_per_node} GPUs"
     print(f"States of {num_params / 1e6:,.0f}M parameters, zero.stage={stage}, {nodes} of {gpus}:")
     print(f"{'per GPU':>10} {'+ a block':>10} {'per host':>10} {'on disks':>10}")
     for label, tiers in options:
-        each = needs(
+        row = needs(
             model,
             stage,
             tiers,
@@ -64,6 +64,6 @@ def print_needs(
             num_gpus_per_node=num_gpus_per_node,
             num_nodes=num_nodes,
         )
-        sizes = (each.device_bytes, each.device_bytes + each.unsharded_bytes, each.host_bytes, each.nvme_bytes)
+        sizes = (row.device_bytes, row.device_bytes + row.unsharded_bytes, row.host_bytes, row.nvme_bytes)
         print(" ".join(f"{format_bytes(size):>10}" for size in sizes) + f"  {label}")
     print("Activations, logits and what the device itself keeps come on top: see `shardwise plan`.")

@@ -64,12 +64,14 @@ def mark(parameter: nn.Parameter, number: int, num_ranks: int, is_kept_whole: bo
 @contextmanager
 def shown_as_whole(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Let `ds_status` say inside that the parameters are whole."""
-    before = {each: each.__dict__["ds_status"] for each in parameters if "ds_status" in each.__dict__}
-    for each in before:
-        each.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE
+    before = {
+        parameter: parameter.__dict__["ds_status"] for parameter in parameters if "ds_status" in parameter.__dict__
+    }
+    for parameter in before:
+        parameter.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE
     try:
         yield
     finally:
-        for each, status in before.items():
-            if "ds_status" in each.__dict__:
-                each.__dict__["ds_status"] = status
+        for parameter, status in before.items():
+            if "ds_status" in parameter.__dict__:
+                parameter.__dict__["ds_status"] = status

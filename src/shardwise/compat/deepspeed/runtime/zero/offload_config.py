@@ -31,4 +31,4 @@ class OffloadStateTypeEnum(StrEnum):
 def released_states(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[str] | None:
     """Return the names by which `Engine.offload` knows states; None for all."""
     names = {"optim_states": "optimizer", "hp_params": "master", "lp_params": "params", "lp_grads": "grads"}
-    return None if include is None else [names[each] for each in map(OffloadStateTypeEnum, include) if each in names]
+    return None if include is None else [names[state] for state in map(OffloadStateTypeEnum, include) if state in names]
