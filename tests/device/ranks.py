@@ -1,7 +1,7 @@
 """Ranks as processes that each have the virtual device: `NcclComm` runs as it is, and its messages stay pending.
 
-What a rank gives to a collective is read when its stream comes to it; gloo moves it between the processes; what the rank
-gets is written once it is there. No host waits, as with NCCL.
+What a rank gives to a collective is read when its stream comes to it; gloo moves it between the processes; what the
+rank gets is written once it is there. No host waits, as with NCCL.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Transport:
         num_tensors = COLLECTIVES[name]
 
         def call(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-            tensors, rest = args[:num_tensors], args[num_tensors:]
+            tensors, others = args[:num_tensors], args[num_tensors:]
             if not is_on_device(tensors[0]):
                 return self._plain[name](*args, group=group, async_op=async_op, **kwargs)
 
@@ -79,7 +79,7 @@ class Transport:
                 if name == "reduce_scatter_tensor":  # of which gloo has none: the slice is cut where it is taken
                     return [self._plain["all_reduce"](source, group=group, async_op=True, **kwargs)]
                 given = (source,) if num_tensors == 1 else (out, source)
-                return [self._plain[name](*given, *rest, group=group, async_op=True, **kwargs)]
+                return [self._plain[name](*given, *others, group=group, async_op=True, **kwargs)]
 
             take = cut_slice(dist.get_rank(group)) if name == "reduce_scatter_tensor" else copy_out
             self._launch(name, tensors[0], tensors[-1], start, take if num_tensors == 2 else copy_source)

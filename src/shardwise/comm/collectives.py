@@ -505,7 +505,7 @@ class Comm(ABC):
             given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
-        # The host needs these numbers: they decide on the step. So they travel in one collective, together with what
+        # The host needs these numbers: they decide on the step. So one collective sends them, together with what
         # the host knows already, and the host waits for the device once.
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))

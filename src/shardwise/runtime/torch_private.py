@@ -15,75 +15,19 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
+pytree = _pytree
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-
-__all__ = [
-    "COMPUTED_AGAIN",
-    "HAS_COMPATIBLE_TYPE",
-    "NO_VALUE_ERRORS",
-    "PARAMETER_CODE",
-    "PRIVATE_DRAWS",
-    "STATE_DICT_CODE",
-    "OpMode",
-    "OpOverload",
-    "assert_async",
-    "checked_backend",
-    "compiler_errors",
-    "constant_in_graphs",
-    "container_types",
-    "cpu_flash_attention",
-    "cpu_flash_attention_backward",
-    "fake_copy",
-    "fake_like",
-    "fake_tensors",
-    "file_offset",
-    "forward_hooks",
-    "give_hooks",
-    "global_forward_hooks",
-    "has_cpu_flash_attention",
-    "has_views",
-    "hook_dicts",
-    "hooks_of",
-    "in_backward",
-    "in_fake_mode",
-    "in_op_mode",
-    "is_fake",
-    "is_plain",
-    "is_transformed",
-    "named_arguments",
-    "no_torch_functions",
-    "note_step",
-    "of_class",
-    "on_backward_end",
-    "parameter_class",
-    "plain_torch_functions",
-    "pytree",
-    "pytree_node",
-    "quiet_fakes",
-    "replaced_checkpoints",
-    "returned",
-    "set_data",
-    "set_unsharded_storage",
-    "step_hooks",
-    "storage_key",
-    "uncompiled",
-    "unseen_by_op_modes",
-    "version",
-    "view_base",
-    "wrapper_like",
-    "written_tensors",
-]
 
 
 def assert_async(is_so: Tensor, message: str) -> None:

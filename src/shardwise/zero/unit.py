@@ -326,7 +326,8 @@ class GradientWatch:
             raise ConfigError(
                 "gradients-clipped-outside",
                 "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
-                "them, sharded, and clips them itself; set optimizer.clip_norm, or gradient_clipping in DeepSpeed's JSON",
+                "them, sharded, and clips them itself; set optimizer.clip_norm, or gradient_clipping in DeepSpeed's "
+                "JSON",
             )
         if self.refuses and reader.f_code is _ZERO_GRAD_CODE:
             self._clear(reader.f_locals.get("self"))

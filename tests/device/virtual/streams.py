@@ -64,7 +64,7 @@ class Scheduler:
     """Decides when enqueued work runs, and counts kernels and waits of the host by the line that asked.
 
     - eager: as soon as it may, the reference;
-    - lazy: only what somebody needs, when it is needed;
+    - lazy: only what is needed, when it is needed;
     - side-first: before any work of the compute stream, all that other streams may do; compute-first: the reverse;
     - random: any stream that may go on, by a seed.
     """
@@ -263,7 +263,7 @@ class Scheduler:
         self._freed = kept
 
     def resize_storage(self, storage: int, num_bytes: int) -> None:
-        """Give a storage other memory, with the values that both have room for."""
+        """Give a storage other memory, with the values that fit into both."""
         import torch
 
         self.spoil_freed()
