@@ -1,6 +1,7 @@
 """Trains one rank, whose others echo it, on the virtual device in each order of streams: all must have the same bits.
 
     python -m device.orders "stage 3" pipeline      # cases whose names have a word; all without one
+    python -m device.orders --faults               # with faults planted: each must be seen
     python -m device.orders --list
 
 Prints a JSON line a case. A difference is a race: on a GPU the numbers would depend on who is faster.
@@ -14,7 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device.faults import FAULTS
 from device.ranks import TIMEOUT_S, join, start_ranks
 from device.virtual import install
 from device.virtual.streams import Order, Scheduler
@@ -226,14 +228,16 @@ class Verdict:
     host_waits: dict[str, int]
 
 
-def judge(case: Case, scheduler: Scheduler) -> Verdict:
-    """Train in the eager order, then in the others."""
+def judge(case: Case, scheduler: Scheduler, orders: Sequence[tuple[Order, int]], is_enough: int = 99) -> Verdict:
+    """Train in the eager order, then in others, until some races are found."""
     races: dict[str, str] = {}
     try:
         expected = train(case, scheduler, "eager", 0)
     except Exception as error:
         return Verdict(case.name, {"eager": describe(error)}, 0, {})
-    for order, seed in ORDERS:
+    for order, seed in orders:
+        if len(races) == is_enough:
+            break
         try:
             differences = expected.differences(train(case, scheduler, order, seed))
         except Exception as error:
@@ -263,6 +267,8 @@ def working_folder() -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
+    parser.add_argument("--quick", action="store_true", help="two orders of each case")
+    parser.add_argument("--faults", action="store_true", help="plant faults whose names have a word")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     chosen = [case for case in CASES if not options.words or any(word in case.name for word in options.words)]
@@ -273,10 +279,19 @@ def main() -> int:
     rank = os.environ.get("RANK")
     if rank is not None:
         join()
+    orders = ORDERS[1:2] + ORDERS[-1:] if options.quick else ORDERS
     with working_folder():
+        if options.faults:
+            for fault in FAULTS:
+                if not options.words or any(word in fault.name for word in options.words):
+                    (case,) = [case for case in CASES if case.name == fault.case]
+                    with fault.plant():
+                        verdict = judge(case, scheduler, ORDERS, is_enough=1)
+                    print(json.dumps(asdict(replace(verdict, name=fault.name))), flush=True)
+            return 0
         for case in chosen:
             if case.has_echoes == (rank is None):
-                print(json.dumps(asdict(judge(case, scheduler))), flush=True)
+                print(json.dumps(asdict(judge(case, scheduler, orders))), flush=True)
     if rank is None:
         for num_ranks in sorted({case.world_size for case in chosen if not case.has_echoes}):
             names = [case.name for case in chosen if not case.has_echoes and case.world_size == num_ranks]
