@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.collectives import Comm
 from shardwise.comm.consistency import RankFacts, agree_on_setup
@@ -68,7 +69,8 @@ def measure(rank: int, world_size: int, port: int) -> None:
     layout = build_layout(model, config)
     dist.barrier()
     start_s = time.perf_counter()
-    agree_on_setup(open_store(), rank, RankFacts.of(layout, config, model.named_buffers()), 60.0)
+    agreement = Agreement(open_store(), range(world_size), rank, 60.0)
+    agree_on_setup(agreement, RankFacts.of(layout, config, model.named_buffers()))
     if rank == 0:
         print(f"comparing the setup of 1000 parameters {1e3 * (time.perf_counter() - start_s):8.1f} ms", flush=True)
     for _, watchdog in made.values():

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device.ranks import TIMEOUT_S, join, start_ranks
 from device.virtual import install
 from device.virtual.streams import Order, Scheduler
 from harness.echo import EchoFactory, cancel_deviations
 from harness.models import CASES as MODELS
-from harness.models import make_batches
+from harness.models import ModelCase, make_batches
 from harness.tensor import make_case
 from harness.training import make_config
+from shardwise.comm.backends import ProcessGroupFactory
+from shardwise.comm.collectives import CommFactory
+from shardwise.comm.mesh import Mesh
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.zero_stages import STAGES
 from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.param_guard import ReleasedParameterError
 from shardwise.tensor.plan_layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)
@@ -76,7 +83,7 @@ class Case:
     model: str = "transformer"
     num_micro_batches: int = 2
     act: Act = train_only
-    rank: int = 0
+    has_echoes: bool = True  # False: all ranks train, as processes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,9 +120,10 @@ CASES = (
         for transport in ("ring", "all-gather", "ulysses")
     ),
     *(
-        Case(f"pp {schedule}, rank {rank}", 2, pipeline(schedule), "deep", num_micro_batches=4, rank=rank)
-        for rank, schedule in ((0, "1f1b"), (1, "1f1b"), (0, "gpipe"), (1, "interleaved"), (1, "zb-h1"), (0, "zb-v"))
+        Case(f"pp {schedule}", 2, pipeline(schedule), "deep", num_micro_batches=4, has_echoes=False)
+        for schedule in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
     ),
+    Case("pp and tp, stage 3", 4, zero(3, mesh={"pp": 2, "tp": 2}), "deep", num_micro_batches=4, has_echoes=False),
     Case("optimizer on the host", 2, zero(2, tiers={"optimizer": "host"})),
     Case("everything on the host", 2, zero(3, tiers=HOST)),
     Case("NVMe", 2, zero(3, tiers={"params": "nvme", "optimizer": "nvme", "nvme_path": "."})),
@@ -157,40 +165,55 @@ def same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
-def make_engine(case: Case) -> Engine:
-    model_case = MODELS[case.model] if case.model in MODELS else make_case(case.model)
+def model_case(case: Case) -> ModelCase:
+    return MODELS[case.model] if case.model in MODELS else make_case(case.model)
+
+
+def make_engine(case: Case, make_factory: Callable[[MeshShape], CommFactory]) -> Engine:
     overrides: dict[str, Any] = {"run": {"device": "cuda"}, "optimizer": {"clip_norm": 0.05}, **case.sections}
     config = make_config(case.num_micro_batches, overrides).resolve(case.world_size)
     torch.manual_seed(0)
-    model = model_case.build(case.dtype)
+    model = model_case(case).build(case.dtype)
     # One rank shards nothing, and its layout says stage 0.
-    layout = replace(plan_layout(model, config), stage=STAGES[config.zero.stage])
-    factory = EchoFactory(layout.mesh, case.rank)
-    engine = Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), factory, loss_fn=model_case.loss))
-    cancel_deviations(engine.parts.losses)
-    return engine
+    layout = replace(plan_layout(model, config, rank=int(os.environ.get("RANK", "0"))), stage=STAGES[config.zero.stage])
+    factory, memory = make_factory(layout.mesh), MemoryTracker(DEVICE)
+    return Engine(EngineInputs(model, config, layout, memory, factory, loss_fn=model_case(case).loss))
 
 
-def train(case: Case, scheduler: Scheduler, order: Order, seed: int, num_steps: int = 2) -> Trained:
-    scheduler.restart(order, seed)
-    model_case = MODELS[case.model] if case.model in MODELS else make_case(case.model)
-    engine = make_engine(case)
+def train_rank(case: Case, make_factory: Callable[[MeshShape], CommFactory]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train two steps on one rank: losses and norms, and the parameters."""
+    engine = make_engine(case, make_factory)
+    if case.has_echoes:
+        cancel_deviations(engine.parts.losses)
     trace = []
-    steps = make_batches(
-        model_case, num_steps=num_steps, world_size=1, num_micro_batches=case.num_micro_batches, dtype=case.dtype
-    )
-    scheduler.host_waits.clear()
+    count, dtype = case.num_micro_batches, case.dtype
+    steps = make_batches(model_case(case), num_steps=2, world_size=1, num_micro_batches=count, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         for index, step in enumerate(steps):
             result = engine.train_step(step[0])
             trace += [float(result.loss), float(result.grad_norm)]
             case.act(engine, index, Path(folder))
         engine.finish_saves()
-    num_kernels, host_waits = scheduler.kernels.total(), dict(scheduler.host_waits)
+    parameters = {}
     with engine.gathered():
-        parameters = {name: value.detach().cpu().clone() for name, value in engine.module.named_parameters()}
+        for name, value in engine.module.named_parameters():
+            with suppress(ReleasedParameterError):  # of another stage
+                parameters[name] = value.detach().cpu().clone()
     engine.close()
-    return Trained(trace, parameters, num_kernels, host_waits)
+    return trace, parameters
+
+
+def factory_of(case: Case, mesh: MeshShape) -> CommFactory:
+    if case.has_echoes:
+        return EchoFactory(mesh, 0)
+    return ProcessGroupFactory(Mesh(mesh, TIMEOUT_S))
+
+
+def train(case: Case, scheduler: Scheduler, order: Order, seed: int) -> Trained:
+    """Train this rank of a case, in an order of streams."""
+    scheduler.restart(order, seed)
+    trace, parameters = train_rank(case, lambda mesh: factory_of(case, mesh))
+    return Trained(trace, parameters, scheduler.kernels.total(), dict(scheduler.host_waits))
 
 
 @dataclass(frozen=True)
@@ -228,8 +251,6 @@ def describe(error: Exception) -> str:
 @contextmanager
 def working_folder() -> Iterator[None]:
     """What stores states writes into the current folder."""
-    import os
-
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -249,9 +270,18 @@ def main() -> int:
         print(*(case.name for case in chosen), sep="\n")
         return 0
     scheduler = install()
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        join()
     with working_folder():
         for case in chosen:
-            print(json.dumps(asdict(judge(case, scheduler))), flush=True)
+            if case.has_echoes == (rank is None):
+                print(json.dumps(asdict(judge(case, scheduler))), flush=True)
+    if rank is None:
+        for num_ranks in sorted({case.world_size for case in chosen if not case.has_echoes}):
+            names = [case.name for case in chosen if not case.has_echoes and case.world_size == num_ranks]
+            for process in start_ranks(num_ranks, names):
+                print(process.communicate()[0], end="", flush=True)
     return 0
 
 

@@ -31,9 +31,9 @@ from harness.time_outs import answers_may_be_late, fail_after
 from harness.training import make_config
 from harness.waiting import PATIENCE_S, wait_until
 from shardwise import Engine, initialize
-from shardwise.checkpoint.coordination import StoreBarrier
+from shardwise.checkpoint.manifest import agreed
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.backends import ProcessGroupFactory
-from shardwise.comm.consistency import RankExchange
 from shardwise.comm.mesh import CommGroups, Mesh, connect, open_store
 from shardwise.comm.records import Collective, CollectiveNote, CommLog
 from shardwise.comm.store import PatientStore, StoreSilentError
@@ -413,12 +413,11 @@ def test_requests_to_a_silent_store_end_and_a_store_that_comes_back_is_heard() -
         assert wait_until(lambda: is_stopped(host.pid))
         with refused("store-silent", "1 s"):
             patient.get("key")
-        meeting = RankExchange(patient, (0, 1), 0, timeout_s=1.0)
+        agreement = Agreement(patient, (0, 1), 1, timeout_s=1.0)
         with refused("store-silent", "ranks 0, 1", "the door"):
-            meeting.verdict("door", "", lambda notes: "", "the door")
-        rounds = StoreBarrier(patient, 0, 1, 2, timeout_s=1.0, subject="checkpoint of step 1")
+            agreement.compare("the door", "", lambda notes: "")
         with refused("store-gone"):
-            rounds.run("write", lambda: "", lambda said: "")
+            agreed(agreement.run("write", lambda: ""))
         host.send_signal(signal.SIGCONT)
         assert wait_until(lambda: is_answered(patient))
 

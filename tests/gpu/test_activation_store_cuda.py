@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.counters import TransferCounters
 from shardwise.runtime.memory_tracker import MemoryTracker
-from shardwise.runtime.module_hooks import run_forward, run_stored
+from shardwise.runtime.recompute import run_forward, run_stored
 from shardwise.runtime.streams import Streams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

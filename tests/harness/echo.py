@@ -1,4 +1,4 @@
-"""Communicators to ranks that are echoes of this one, so that one GPU, or a virtual one, shows what streams and events do.
+"""Communicators to ranks that are echoes of this one, so that one GPU, or a virtual one, shows what streams do.
 
 NCCL cannot put two ranks on one GPU. The others hold what this rank holds: their part of each collective is computed
 from it, after a long kernel on a real GPU. What does not wait for it reads what was there before. `NcclComm` itself
@@ -141,7 +141,7 @@ class EchoFactory:
 
 
 def cancel_deviations(losses: LossAccumulator) -> None:
-    """Let an engine's tensor-parallel ranks have one loss: those of echoes, which have this rank's signs, do not cancel."""
+    """Let the ranks of a tensor-parallel group have one loss: echoes add up what would cancel between ranks."""
     has_one_loss = losses.deviation
     losses.deviation = lambda: torch.zeros_like(has_one_loss())  # type: ignore[method-assign]
 

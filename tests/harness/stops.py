@@ -63,7 +63,7 @@ PATCHES = {
         before(m.Trainer, "evaluate", "evaluation"),
     ),
     "shardwise.checkpoint.async_saver": lambda m: before(
-        m._Save, "run", lambda s, _: "final save" if s.request.manifest.step == LAST else "save"
+        m._Save, "begin", lambda s, step, _: "final save" if step == LAST else "save"
     ),
 }
 

@@ -22,7 +22,7 @@ from shardwise.comm.records import CommLog
 def fail_after(log: CommLog, timeout_s: float) -> None:
     """From now on the collectives and messages that are counted there, and checks of them, wait only so long."""
     if log.check is not None:
-        log.check._timeout_s = timeout_s
+        log.check.timeout_s = timeout_s
     for each in gc.get_objects():
         if issubclass(type(each), Comm) and each.comm_log is log:
             each._timeout = timedelta(seconds=timeout_s)
@@ -31,7 +31,7 @@ def fail_after(log: CommLog, timeout_s: float) -> None:
 def give_up_after(engine: Engine, timeout_s: float) -> None:
     """From now on the engine's collectives, messages, saves and loads wait only so long for other ranks."""
     fail_after(engine.comm.comm_log, timeout_s)
-    engine.checkpoints.saver._timeout_s = timeout_s
+    engine.checkpoints.saver.timeout_s = engine.parts.agreement.timeout_s = timeout_s
     object.__setattr__(engine.config.run, "timeout_s", timeout_s)
 
 

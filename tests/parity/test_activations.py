@@ -19,10 +19,10 @@ from harness.split_model import cut, make_comm
 from shardwise.config.resolve import AttentionConfig, Config, TensorConfig
 from shardwise.context.apply import apply_context_parallel
 from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer
-from shardwise.layout.tensor_plan import tensor_layout
+from shardwise.layout.tensor_plan import param_splits
 from shardwise.models.decoder import Decoder, DecoderBlock, DecoderConfig, rope_tables
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.module_hooks import run_forward
+from shardwise.runtime.recompute import run_forward
 from shardwise.tensor.apply import split_model
 
 MICRO_SIZE = 2
@@ -148,10 +148,11 @@ def kept_by_a_split_block(rank: int, world_size: int, is_sequence: bool) -> list
 
 def kept_in_mode(rank: int, world_size: int, is_sequence: bool, dtype: torch.dtype, mode: str) -> int:
     model = Decoder(DecoderConfig(vocab_size=64, num_layers=3, max_seq_len=512, **SPLIT_SIZES), dtype=dtype)
-    layout = tensor_layout(scanned(model).params, model.tensor_plan(world_size), world_size, is_sequence)
+    plan = model.tensor_plan(world_size)
+    splits = param_splits(scanned(model).params, plan, world_size, is_sequence)
     pool = BufferPool()
-    split_model(model, layout.plan, make_comm(pool), TensorConfig(sequence_parallel=is_sequence), layout.splits)
-    cut(model, layout.splits, rank)
+    split_model(model, plan, make_comm(pool), TensorConfig(sequence_parallel=is_sequence), splits)
+    cut(model, splits, rank)
     block = model.blocks[1]
 
     def run(x: Tensor, rope: Tensor) -> Tensor:  # [B, S / tp or S, E]
@@ -214,10 +215,10 @@ def kept_by_a_split_sequence(rank: int, world_size: int, mode: str) -> int:
     """What a middle block keeps on a rank of the cp axis."""
     shape = DecoderConfig(vocab_size=64, num_layers=3, max_seq_len=512, **SPLIT_SIZES)
     model = Decoder(shape, dtype=torch.float32)
-    given = apply_context_parallel(
+    sequences, undone = apply_context_parallel(
         model, Config.from_dict({"mesh": {"cp": world_size}}).resolve(world_size), make_comm()
     )
-    share = given.sequences.share(torch.zeros(MICRO_SIZE, SPLIT_LENGTH, dtype=torch.int64), has_more=False)
+    share = sequences.share(torch.zeros(MICRO_SIZE, SPLIT_LENGTH, dtype=torch.int64), has_more=False)
     positions = share.inputs["positions"]  # [S / cp]
 
     def run(x: Tensor, rope: Tensor) -> Tensor:  # [B, S / cp, E]
@@ -226,7 +227,7 @@ def kept_by_a_split_sequence(rank: int, world_size: int, mode: str) -> int:
     x, rope = inputs(torch.float32, SPLIT_SIZES["hidden_size"], SPLIT_LENGTH // world_size)
     run(x, rope)  # what is planned is kept
     kept = kept_bytes(model.blocks[1], run, x, rope, settled_bytes, made=[positions])
-    for undo in reversed(given.undo):
+    for undo in reversed(undone):
         undo()
     return kept
 

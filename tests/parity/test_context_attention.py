@@ -40,7 +40,7 @@ from shardwise.context.load_balance import choose_split
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention
 from shardwise.context.ulysses import team_size
 from shardwise.layout.token_ranges import TokenSplit, contiguous
-from shardwise.runtime.module_hooks import run_forward
+from shardwise.runtime.recompute import run_forward
 from shardwise.runtime.torch_private import fake_tensors
 
 STRUCTURES = [

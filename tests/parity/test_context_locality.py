@@ -359,3 +359,100 @@ def test_values_of_another_size_than_keys_are_attended_to() -> None:
         expected = model(tokens).logits
         with use_sparse_attention(model, DenseVisibility(is_causal=True)):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=0.0, atol=1e-12)
+
+
+class CentresGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(1, keepdim=True)
+
+
+class ScalesGradients(CentresGradients):
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm(dim=-1, keepdim=True)
+
+
+class InBackward(Own):
+    """Has code in the backward alone: a hook on a tensor or on a module, or a function of autograd's kind."""
+
+    def __init__(self, how: str, scales: bool) -> None:
+        super().__init__()
+        self.how, self.kind = how, ScalesGradients if scales else CentresGradients
+        self.attend = lambda q, k, v, first_head, positions=None: v
+        if how == "module":
+            backward = self.kind.backward
+            self.qkv.register_full_backward_pre_hook(lambda module, gradients: (backward(None, gradients[0]),))
+
+    def mix(self, x: Tensor) -> Tensor:
+        if self.how == "tensor" and x.requires_grad:
+            x.register_hook(lambda gradient: self.kind.backward(None, gradient))
+        return self.kind.apply(x) if self.how == "function" else x
+
+
+class Keeps(Own):
+    """Writes something in its forward, of all tokens or not, which it may read in the next one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.attend = lambda q, k, v, first_head, positions=None: v
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.number, self.history, self.longest = 0.0, list[float](), 0
+        self.table = self.last = torch.zeros(0)
+
+    def mix(self, x: Tensor) -> Tensor:
+        if self.what == "average in training" and self.training:
+            self.average.lerp_(x.detach().mean((0, 1)), 0.1)
+        if self.what == "number":
+            self.number = x.detach().square().mean().item()
+        if self.what == "history":
+            self.history.append(x.detach().mean().item())
+        self.count += x.shape[1] if self.what == "count of tokens" else 1
+        self.last = x.detach()
+        if self.what == "forwards":
+            self.number += 1.0
+            return x * (1 + self.count / 10 + self.number)
+        if self.what == "table" and x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.table = torch.linspace(0, 1, WIDTH, dtype=x.dtype)
+        return x * self.table if self.what == "table" else x
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("average in training", "average"), ("number", "number"), ("history", "history"), ("count of tokens", "count")],
+)
+def test_what_a_forward_keeps_of_all_tokens_is_refused(what: str, name: str) -> None:
+    with refused("cp-tokens-apart", f"keeps {name},"):
+        prove(Keeps(what))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("what", ["forwards", "table"])
+def test_what_a_forward_keeps_of_no_token_is_taken(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    prove(Keeps(what))
+    assert not caplog.records
+
+
+BACKWARD = ("tensor", "module", "function")
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("how", BACKWARD)
+def test_code_in_the_backward_that_mixes_tokens_is_refused(how: str) -> None:
+    with refused("cp-tokens-apart", "InBackward"):
+        prove(InBackward(how, scales=False))
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("how", BACKWARD)
+def test_code_in_the_backward_that_sees_tokens_apart_is_taken(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    prove(InBackward(how, scales=True))
+    assert not caplog.records

@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise.compat.deepspeed as deepspeed
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from shardwise.compat.deepspeed import utils
 from shardwise.compat.deepspeed.config import TAG_RULES, translate
 from shardwise.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -181,3 +182,20 @@ def test_the_jsons_adam_is_of_deepspeeds_class(name: str, params: dict[str, Any]
         assert isinstance(found, torch.optim.AdamW) == is_adamw
         assert getattr(found, "adam_w_mode", None) == (None if is_torch else is_adamw)
         engine.destroy()
+
+
+def step_alone(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "shardwise": {"run": {"timeout_s": 1.0}}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    engine.step()  # of all ranks
+    if rank == 0:
+        with refused("rank-missing", "rank 1", "step 2", "without a backward"):
+            engine.step()
+    engine.destroy()
+    return engine.global_steps, engine.micro_steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_does_not_step_alone_where_it_has_no_gradient(ranks: WorkerPool, stage: int) -> None:
+    """It would go on, and add its next gradients to those of the others' present step."""
+    assert ranks(2).run(step_alone, stage) == [(1, 1), (1, 1)]

@@ -12,17 +12,18 @@ from torch import nn
 from harness.models import CASES, make_batches
 from harness.tensor import MICRO_SIZE, make_case
 from harness.training import Overrides, make_config
-from shardwise import simulate
+from shardwise import Config, simulate
 from shardwise.comm.loss import LossFn
 from shardwise.schedule import RECIPES
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
-from shardwise.verify.simulate import RankJob, resolved_for
+from shardwise.verify.simulate import RankJob
 
 
 def compare(
     model: nn.Module, loss_fn: LossFn | None, batch: Any, config: Any, world_size: int, rank: int
 ) -> RankFigures:
-    job = RankJob(model, resolved_for(config, rank, world_size), lambda: batch, rank, loss_fn)
+    given = config if isinstance(config, Config) else Config.from_dict(config)
+    job = RankJob(model, given.resolve(world_size), lambda: batch, rank, loss_fn)
     figures = rank_figures(job)
     full = simulate(model, config, lambda: batch, loss_fn=loss_fn, rank=rank, world_size=world_size)
     assert figures.layout == full.layout

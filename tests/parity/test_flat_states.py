@@ -221,6 +221,10 @@ def make_request(root: Path, held: StateShard, step: int = 3) -> SaveRequest:
     return SaveRequest(root, Manifest(step, (), {}), (held,), is_in_files=True)
 
 
+def start(saver: Saver, request: SaveRequest, wait: bool) -> None:
+    saver.start(request.manifest.step, lambda: request, wait)
+
+
 def make_saver() -> Saver:
     return Saver(None, 0, 1, 20.0, torch.device("cpu"))
 
@@ -233,7 +237,7 @@ def test_a_save_in_the_background_is_written_before_the_states_change(
         values, saver = torch.randn(30, 40), make_saver()
     held = state_shard_of(values, WHOLE, make_files(tmp_path / "swap"))
     for step in (3, 4):
-        saver.start(make_request(tmp_path / "saved", held, step), wait=False)
+        start(saver, make_request(tmp_path / "saved", held, step), wait=False)
         assert not saver.is_saving
     held.flat.write(0, torch.zeros(1200))
     folder = saver.wait()
@@ -264,11 +268,11 @@ def test_a_full_disk_leaves_the_states_as_they_were(tmp_path: Path, monkeypatch:
     held = state_shard_of(values, (LocalTensor.whole((2000, 2000)).pieces, 4_000_000), make_files(tmp_path / "swap"))
     monkeypatch.setattr(os, "writev", fill_disk(call, [], os.writev))
     with refused("disk-full", "rank 0", os.strerror(errno.ENOSPC)):
-        saver.start(make_request(tmp_path / "saved", held), wait=False)
+        start(saver, make_request(tmp_path / "saved", held), wait=False)
     assert held.flat.book.writes == []
     assert torch.equal(whole_of(held.flat), values.view(-1))
     assert list((tmp_path / "saved").glob("**/*.safetensors")) == []
-    saver.start(make_request(tmp_path / "saved", held), wait=False)
+    start(saver, make_request(tmp_path / "saved", held), wait=False)
     assert saver.wait() == tmp_path / "saved" / "step-00000003"
 
 
@@ -281,7 +285,7 @@ def fail_on_one(rank: int, world_size: int, root: Path) -> str:
     else:
         held.flat.path.unlink()
     try:
-        saver.start(make_request(root / "saved", held), wait=False)
+        start(saver, make_request(root / "saved", held), wait=False)
     except CheckpointError as error:
         return f"{error.code}: {error}"
     return "nothing"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.pool import WorkerPool
 from harness.refusals import refusal_of
@@ -225,6 +226,58 @@ class Harmless(Root):
         return x + self.blocks[-1].number + self.blocks[-1].kept
 
 
+class Checkpoints(Root):
+    """Checkpoints each block, blocks on both sides of a cut, and what surrounds them; blocks draw."""
+
+    is_reentrant = False
+
+    class block(Block):  # noqa: N801
+        def leave(self, x: Tensor, *args: Any) -> None:
+            x.mul_(torch.nn.functional.dropout(torch.ones_like(x), 0.3, self.training))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: Tensor, factor: float) -> Tensor:
+        x = self.blocks[1](x * factor)
+        return torch.sin(self.blocks[2](x.cos()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = checkpoint(self.blocks[0], x, use_reentrant=self.is_reentrant)
+        x = checkpoint(self.middle, x, 0.5, use_reentrant=self.is_reentrant)
+        return checkpoint(self.blocks[3], x, use_reentrant=self.is_reentrant)
+
+
+class ReentrantCheckpoints(Checkpoints):
+    is_reentrant = True
+
+
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, run: nn.Module, x: Tensor) -> Tensor:
+        context.run = run
+        context.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        with torch.enable_grad():
+            x = context.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(context.run(x), gradient)
+        return None, x.grad
+
+
+class OwnCheckpoint(Checkpoints):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = Recompute.apply(block, x)
+        return x
+
+
 class Nowhere:
     def write(self, text: str) -> None:
         pass
@@ -245,6 +298,7 @@ REFUSED = {
     Earlier: "cut-value-not-sent",
     InEvaluation: "cut-value-not-sent",
     LateNumber: "cut-value-not-sent",
+    OwnCheckpoint: "cut-inside-function",
 }
 NAMED = {Number: "number of blocks.0", OnlyIfThere: "linear.peak of blocks.", Missing: "linear.peak of blocks."}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -283,12 +337,12 @@ def train_right(rank: int, world_size: int, layout: str, kinds: list[type[Root]]
     return [train(kind, LAYOUTS[layout]) for kind in kinds]
 
 
-RIGHT: list[type[Root]] = [Harmless]
+RIGHT: list[type[Root]] = [Harmless, Checkpoints, ReentrantCheckpoints]
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_reaches_no_result_may_be_read(ranks: WorkerPool, layout: str) -> None:
+def test_what_reaches_no_result_is_as_in_one_process(ranks: WorkerPool, layout: str) -> None:
     for found in ranks(2).run(train_right, layout, RIGHT):
         for trace, kind in zip(found, RIGHT, strict=True):
             torch.testing.assert_close(trace, train(kind, {}), rtol=1e-9, atol=0)

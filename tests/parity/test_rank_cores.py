@@ -11,6 +11,7 @@ import torch.distributed as dist
 import shardwise
 from harness.pool import WorkerPool
 from harness.refusals import refused
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.mesh import open_store
 from shardwise.config.resolve import Config
 from shardwise.engine.initialize import with_own_cores
@@ -25,7 +26,8 @@ def own_cores(
 ) -> tuple[int, ...] | None:
     tiers = BIND.tiers.model_copy(update={"cores": named.get(rank)})
     config = BIND.model_copy(update={"tiers": tiers})
-    return with_own_cores(config, open_store(), rank, usable[rank], quota).tiers.cores
+    agreement = Agreement(open_store(), range(world_size), rank, config.run.timeout_s)
+    return with_own_cores(config, agreement, usable[rank], quota).tiers.cores
 
 
 @pytest.mark.parametrize(

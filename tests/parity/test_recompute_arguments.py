@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.refusals import refused
 from harness.training import make_config
 from shardwise import initialize
-from shardwise.runtime.module_hooks import recompute_forward
+from shardwise.runtime.recompute import recompute_forward
 
 H = 6
 

@@ -19,7 +19,7 @@ from harness.training import make_config
 from shardwise import initialize
 from shardwise.compat.deepspeed import checkpointing
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.module_hooks import recompute_forward
+from shardwise.runtime.recompute import recompute_forward
 
 H, STEPS = 6, 3
 GLOBAL = torch.Generator()

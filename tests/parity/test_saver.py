@@ -58,6 +58,10 @@ def make_request(rank: int, world_size: int, root: Path, step: int = 100) -> Sav
     return SaveRequest(root, manifest, state_shards, (ScalarState("up.weight", "step", 3.0, "float32"),))
 
 
+def start(saver: Saver, request: SaveRequest, wait: bool) -> None:
+    saver.start(request.manifest.step, lambda: request, wait)
+
+
 def saved_weight(step_folder: Path) -> list[float]:
     """All of the weight, read with the public library alone."""
     whole = torch.full(SHAPE, -1.0)
@@ -108,7 +112,7 @@ def poll_until_error(saver: Saver) -> CheckpointError | None:
 
 def save(rank: int, world_size: int, root: Path, wait: bool) -> str:
     saver = make_saver(rank, world_size)
-    saver.start(make_request(rank, world_size, root), wait)
+    start(saver, make_request(rank, world_size, root), wait)
     committed = saver.last_committed if wait else saver.wait()
     saver.close()
     return committed.name if committed else ""
@@ -133,7 +137,7 @@ def save_and_train_on(rank: int, world_size: int, root: Path) -> tuple[int, int,
     saver, gate = make_saver(rank, world_size), threading.Event()
     request = make_request(rank, world_size, root)
     with writing_by(lambda: gate.wait(PATIENCE_S)) as written:
-        saver.start(request, wait=False)
+        start(saver, request, wait=False)
         is_saving = saver.is_saving
         for state_shard in request.state_shards:
             state_shard.flat.write(0, torch.full((state_shard.flat.numel,), -1.0))
@@ -163,7 +167,7 @@ class Failed:
 def fail_to_write(rank: int, world_size: int, root: Path, failing: int, wait: bool) -> Failed:
     """Save step 100; fail at step 200 on one rank; save step 300."""
     saver = make_saver(rank, world_size)
-    saver.start(make_request(rank, world_size, root, 100), wait)
+    start(saver, make_request(rank, world_size, root, 100), wait)
     saver.wait()
 
     def fail() -> None:
@@ -171,11 +175,11 @@ def fail_to_write(rank: int, world_size: int, root: Path, failing: int, wait: bo
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with writing_by(fail):
-        error = error_of(lambda: saver.start(make_request(rank, world_size, root, 200), wait))
+        error = error_of(lambda: start(saver, make_request(rank, world_size, root, 200), wait))
         error = error if wait else poll_until_error(saver)
     names = steps_in(root)
     said_again = error_of(saver.wait) is not None
-    saver.start(make_request(rank, world_size, root, 300), wait)
+    start(saver, make_request(rank, world_size, root, 300), wait)
     committed = saver.wait()
     assert committed is not None
     return Failed(
@@ -219,7 +223,7 @@ def fail_to_begin(rank: int, world_size: int, root: Path, what: str) -> str:
         huge = StateShard("up", (), "param", (2**58,), TensorFlatState(torch.ones(1).expand(2**58)), elements, elements)
         request = replace(request, state_shards=(huge,))
     with patch("shardwise.checkpoint.commit._FOLDER_S", 0.5 if what == "another root" else PATIENCE_S):
-        error = error_of(lambda: saver.start(request, wait=False)) or error_of(saver.wait)
+        error = error_of(lambda: start(saver, request, wait=False)) or error_of(saver.wait)
     return f"{getattr(error, 'code', '')}: {error}"
 
 
@@ -245,9 +249,9 @@ def start_twice(rank: int, world_size: int, root: Path) -> list[str]:
     saver, names = make_saver(rank, world_size), []
     gate = threading.Event()
     with writing_by(lambda: gate.wait(PATIENCE_S)):
-        saver.start(make_request(rank, world_size, root, 100), wait=False)
+        start(saver, make_request(rank, world_size, root, 100), wait=False)
         threading.Timer(0.1, gate.set).start()
-        saver.start(make_request(rank, world_size, root, 200), wait=False)
+        start(saver, make_request(rank, world_size, root, 200), wait=False)
         assert saver.last_committed is not None
         names.append(saver.last_committed.name)
         saver.close()
@@ -266,20 +270,20 @@ def break_down() -> None:
 def test_an_error_that_was_not_raised_yet_comes_before_the_next_save(tmp_path: Path) -> None:
     saver = make_saver(0, 1)
     with writing_by(break_down):
-        saver.start(make_request(0, 1, tmp_path, 100), wait=False)
+        start(saver, make_request(0, 1, tmp_path, 100), wait=False)
         assert wait_until(lambda: not saver.is_saving)
     with refused("save-failed", "step 100", "SystemExit: of a thread") as caught:
-        saver.start(make_request(0, 1, tmp_path, 200), wait=False)
+        start(saver, make_request(0, 1, tmp_path, 200), wait=False)
     assert isinstance(caught.value.__cause__, SystemExit)
     saver.poll()
-    saver.start(make_request(0, 1, tmp_path, 200), wait=False)
+    start(saver, make_request(0, 1, tmp_path, 200), wait=False)
     assert saver.wait() == tmp_path / "step-00000200"
 
 
 def test_close_raises_what_was_not_raised_yet_and_nothing_twice(tmp_path: Path) -> None:
     saver = make_saver(0, 1)
     with writing_by(break_down):
-        saver.start(make_request(0, 1, tmp_path), wait=False)
+        start(saver, make_request(0, 1, tmp_path), wait=False)
         with refused("save-failed", "of a thread"):
             saver.close()
     saver.close()
@@ -289,7 +293,7 @@ def test_close_gives_the_memory_of_copies_back(tmp_path: Path) -> None:
     memory = StagingMemory(torch.device("cpu"))
     with patch("shardwise.checkpoint.async_saver.StagingMemory", lambda device: memory):
         saver = make_saver(0, 1)
-    saver.start(make_request(0, 1, tmp_path), wait=False)
+    start(saver, make_request(0, 1, tmp_path), wait=False)
     num_bytes = memory.num_bytes
     saver.close()
     assert (num_bytes > 0, memory.num_bytes) == (True, 0)
@@ -305,7 +309,7 @@ def hang(rank: int, world_size: int, root: Path) -> tuple[str, list[str]]:
             time.sleep(0.02)
 
     with writing_by(wait_for_others):
-        saver.start(make_request(rank, world_size, root), wait=False)
+        start(saver, make_request(rank, world_size, root), wait=False)
         if rank == 0:
             error = poll_until_error(saver)
             store.set("given up", "")
@@ -327,7 +331,7 @@ def test_old_checkpoints_go_once_the_new_one_is_there(tmp_path: Path) -> None:
     for step in (100, 200, 300):
         with writing_by(lambda: seen.append(len(step_folders(tmp_path)))):
             request = replace(make_request(0, 1, tmp_path, step), keep_last=1, keep_every=200)
-            saver.start(request, wait=True)
+            start(saver, request, wait=True)
     assert steps_in(tmp_path) == ["step-00000200", "step-00000300"]
     assert seen == [0, 1, 1]
 
@@ -335,7 +339,7 @@ def test_old_checkpoints_go_once_the_new_one_is_there(tmp_path: Path) -> None:
 def test_what_retention_meets_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = make_saver(0, 1)
     with patch.object(folder, "retain", side_effect=CheckpointError("a folder is read-only")):
-        saver.start(make_request(0, 1, tmp_path), wait=False)
+        start(saver, make_request(0, 1, tmp_path), wait=False)
         assert saver.wait() == tmp_path / "step-00000100"
     saver.poll()
     assert "a folder is read-only" in caplog.text
@@ -362,7 +366,7 @@ writing.write_state_shards = slow
 pieces = LocalTensor.whole((3,)).pieces
 held = StateShard("up.bias", (), "param", (3,), TensorFlatState(torch.ones(3)), pieces, pieces)
 saver = Saver(None, 0, 1, 20.0, torch.device("cpu"))
-saver.start(SaveRequest(Path(sys.argv[1]), Manifest(7, (), {}), (held,)), wait=False)
+saver.start(7, lambda: SaveRequest(Path(sys.argv[1]), Manifest(7, (), {}), (held,)), wait=False)
 """
 
 

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from harness.pool import WorkerPool
 from harness.reference import PARITY
 from harness.refusals import refusal_of, refused
+from harness.scanned import scanned
 from harness.training import make_config
 from shardwise import initialize
 from shardwise.config.resolve import Config
-from shardwise.layout.tensor_plan import tensor_layout
+from shardwise.layout.tensor_plan import TensorLayout, param_splits
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.tensor.hf_plans import find_plan
@@ -134,7 +135,8 @@ def prove(by: By, *sizes: tuple[int, int], masks: bool = False, **mesh: int) -> 
     model = Model(by)
     plan = find_plan(model, 2, PLAN, True)
     config = Config.from_dict({"mesh": {"tp": 2, **mesh}, "tensor": {"sequence_parallel": True}})
-    prove_sequences(model, tensor_layout(model, plan, 2, True), config)
+    splits = param_splits(scanned(model).params, plan, 2, True)
+    prove_sequences(model, TensorLayout(plan, splits, 2, True), config)
 
     def end(*_: Any) -> None:
         raise ProvedError

@@ -28,7 +28,7 @@ from harness.split_model import (
 from shardwise.config.resolve import ConfigError, TensorConfig
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
-from shardwise.runtime.module_hooks import recompute_forward, run_forward
+from shardwise.runtime.recompute import recompute_forward, run_forward
 from shardwise.tensor.apply import split_model
 
 Result = tuple[Tensor, dict[str, Tensor]]

@@ -143,6 +143,106 @@ def test_what_a_forward_reads_of_other_modules_is_whole(ranks: WorkerPool, layou
                 )
 
 
+LATE: Final = ("indexing", "a penalty", "tied by hand", "row", "statistics", "in a block")
+FEW, MANY = 5, 2  # steps of two forwards before a read, which are more than any look at the first ones, and after
+
+
+def begin_to_read(model: Reading, name: str) -> None:
+    model.name = name
+    if name == "in a block":
+        model.blocks[1].tables.append(model.embed)
+
+
+def train_late(rank: int, world_size: int, sections: dict[str, Any]) -> list[Any]:
+    found = []
+    for name in LATE:
+        model = build("")
+        with float64_throughout():
+            config = make_config(2, {"mesh": {"tp": world_size}, "optimizer": SGD, **sections})
+            with initialize(model, config, loss_fn=loss_fn, plan=PLAN) as engine:
+                losses = [engine.train_step(batches(step)).loss for step in range(FEW)]
+                losses += [engine.eval_step(batches(9)).loss for _ in range(FEW)]
+                begin_to_read(model, name)
+                losses.append(engine.eval_step(batches(9)).loss)
+                losses += [engine.train_step(batches(step)).loss for step in range(MANY)]
+                with engine.gathered(), torch.no_grad():  # a call that the engine does not make
+                    model.eval()
+                    losses.append(float(loss_fn(model(batches(9)[0]), batches(9)[0])[0]))
+                found.append((losses, {each: engine.read(each) for each, _ in model.named_parameters()}))
+    return found
+
+
+def train_late_alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    model = build("")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def mean(step: int) -> Tensor:
+        return sum((loss_fn(model(batch), batch)[0] for batch in batches(step)), torch.zeros(())) / 24
+
+    def train(num_steps: int) -> list[float]:
+        losses = []
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            loss = mean(step)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    losses = train(FEW) + [float(mean(9))] * FEW
+    begin_to_read(model, name)
+    losses += [float(mean(9)), *train(MANY)]
+    losses.append(float(loss_fn(model(batches(9)[0]), batches(9)[0])[0]))
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_read_that_first_comes_late_is_whole(ranks: WorkerPool, layout: str) -> None:
+    for found in ranks(2).run(train_late, LAYOUTS[layout]):
+        for name, (losses, parameters) in zip(LATE, found, strict=True):
+            expected_losses, expected = train_late_alone(name)
+            torch.testing.assert_close(losses, expected_losses, rtol=PARITY, atol=0.0, msg=name)
+            for each, value in expected.items():
+                found_value = parameters[each]
+                torch.testing.assert_close(found_value, value.detach(), rtol=PARITY, atol=1e-12, msg=f"{name} {each}")
+
+
+class OwnSum(Block):
+    """Reads its own layer's weight beside that layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up.weight.sum(0)
+
+
+def train_compiled(rank: int, world_size: int, mode: str) -> list[Any]:
+    found: list[Any] = []
+    for name in ("", "indexing", "row", "in a block", "of its own"):
+        torch._dynamo.reset()
+        model = build("" if name == "of its own" else name)
+        if name == "of its own":
+            model.blocks[1] = OwnSum().double()
+        compiled = {"compile": {"enabled": True, "backend": "aot_eager"}, "recompute": {"mode": mode}}
+        config = make_config(2, {"mesh": {"tp": world_size}, "optimizer": SGD, **compiled})
+        losses: list[float] = []
+
+        def run(model: nn.Module = model, config: Any = config, losses: list[float] = losses) -> None:
+            with initialize(model, config, loss_fn=loss_fn, plan=PLAN) as engine:
+                losses += [engine.eval_step(batches(9)).loss]
+                losses += [engine.train_step(batches(step)).loss for step in range(2)]
+
+        found.append((refusal_of(run)[0], losses))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_read_no_parts_and_code_around_them_reads_wholes(ranks: WorkerPool, mode: str) -> None:
+    for plain, indexing, row, *others in ranks(2).run(train_compiled, mode):
+        for name, (code, losses) in (("", plain), ("indexing", indexing), ("row", row)):
+            assert not code
+            torch.testing.assert_close(losses, train_alone(name)[0], rtol=PARITY, atol=0.0, msg=name)
+        assert [code for code, _ in others] == ["split-parameter-read"] * 2
+
+
 class ReadingNorm(nn.Module):
     """Norms, and reads a table of another module."""
 

@@ -157,6 +157,13 @@ def test_only_one_place_may(pattern: str) -> None:
             assert not found, f"{name}: {found[0].strip()}"
 
 
+def test_a_layout_reads_no_module() -> None:
+    """It is resolved from the facts of a model, which `construction/scan.py` reads."""
+    for path in SOURCE.glob("layout/*.py"):
+        found = [line for line in code_lines(path) if re.search(r"\bnn\b|\.named_|\b(inspect|ast)\b", line)]
+        assert not found, f"{path.name}: {found[0].strip()}"
+
+
 def test_no_module_level_mutable_state() -> None:
     found = []
     for path in FILES:

@@ -35,14 +35,14 @@ from torch.nn import functional as F
 from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.attention.cp_hook import ContextHook, SequenceMask, is_sequence_mask, read_sequence_mask
-from shardwise.attention.huggingface_masks import (
+from shardwise.config.resolve import ConfigError
+from shardwise.hf.masks import (
     OWN_ATTENTION,
     is_module_causal,
     is_window_mark,
     padding_mask,
     window_error,
 )
-from shardwise.config.resolve import ConfigError
 from shardwise.runtime.class_swap import set_attribute
 from shardwise.runtime.torch_private import constant_in_graphs
 

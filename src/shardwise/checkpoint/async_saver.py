@@ -2,8 +2,11 @@
 
 A `Saver` is idle; then staging, the only part that holds up training; then writing, on a thread of its own; and then
 idle again, or failed until the error has been raised. Rank 0 makes the temporary folder; every rank writes its file
-there; rank 0 merges the parts and commits. `coordination` has the exchange between the ranks, `commit` says what is on
-the disk at each moment.
+there; rank 0 merges the parts and commits. `comm.agreement` has the exchange between the ranks, `commit` says what is
+on the disk at each moment. A save takes two rounds of it:
+
+    begin    all: prepare, copy; rank 0: compare the steps, make the folder
+    commit   all: write; rank 0: merge and commit
 
 >>> import tempfile
 >>> from shardwise.runtime.state_shards import TensorFlatState
@@ -13,7 +16,7 @@ the disk at each moment.
 >>> held = StateShard("up", (), "param", (2, 3), TensorFlatState(torch.arange(6.0)), pieces, written=pieces)
 >>> with tempfile.TemporaryDirectory() as root:
 ...     request = SaveRequest(Path(root), Manifest(step=3, tensors=(), files={}), (held,))
-...     saver.start(request, wait=False)
+...     saver.start(3, lambda: request, wait=False)
 ...     saver.wait().name
 'step-00000003'
 """
@@ -24,10 +27,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -37,10 +39,10 @@ from torch import Tensor
 
 from shardwise.checkpoint import commit, writer
 from shardwise.checkpoint.commit import await_folder
-from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.file_ranges import windows
-from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankManifest, merge_parts
-from shardwise.comm.consistency import listed
+from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankManifest, agreed, merge_parts
+from shardwise.comm.agreement import Agreement, listed
+from shardwise.comm.store import PatientStore
 from shardwise.config.errors import code_of
 from shardwise.layout.slicing import Chunk
 from shardwise.runtime.pinned_memory import host_zeros
@@ -59,6 +61,8 @@ class SaveRequest:
         is_damaged: the checkpoint that `root` has of this step is known to be damaged; it is renamed before the save.
         is_in_files: some states, on any rank, are stored in files, since memory is too small for them.
         tag: names the folder in place of the step, unless empty.
+        digests: of what this rank writes and other ranks have too, by name.
+        own: what this rank has of that, in the order of `own_digests`; what differs is written too.
     """
 
     root: Path
@@ -70,6 +74,9 @@ class SaveRequest:
     is_damaged: bool = False
     is_in_files: bool = False
     tag: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    own_digests: Mapping[str, str] = field(default_factory=dict)
+    own: tuple[StateShard, ...] = ()
 
 
 class Saver:
@@ -87,9 +94,10 @@ class Saver:
     def __init__(
         self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float, device: torch.device
     ) -> None:
-        self._store = store
+        # Of its own, since a save in the background must not wait for another request.
+        self._store = None if store is None else PatientStore(store, timeout_s, "save")
         self._rank, self._world_size = rank, world_size
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._staging = StagingMemory(device)
         self._thread: threading.Thread | None = None
         self.failure: CheckpointError | None = None
@@ -103,30 +111,31 @@ class Saver:
         """Say whether a save is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, request: SaveRequest, wait: bool) -> None:
+    def start(self, step: int, prepare: Callable[[], SaveRequest], wait: bool) -> None:
         """Save; a save that is running is finished first.
 
         Args:
-            request: of the same step on all ranks.
+            step: of the checkpoint, the same on all ranks.
+            prepare: returns what this rank saves; where it fails on a rank, all raise.
             wait: True writes straight from the states, without a copy, and returns when the checkpoint is committed.
                 False returns when what this rank writes has been copied to host memory; but where states are stored
                 in files, for want of memory, it acts as True.
 
         Raises:
-            CheckpointError: an earlier save has failed and that was not raised yet; nothing is saved then. Or, with
-                `wait`, this save has failed on some rank.
+            CheckpointError: an earlier save has failed and that was not raised yet; nothing is saved then. Or this save
+                cannot begin on some rank; or, with `wait`, it has failed on some rank.
         """
         self.wait()
-        self._clean(request.root)
-        wait = wait or self._must_wait(request)
-        number, self._num_saves = self._num_saves, self._num_saves + 1
-        prepared = self._prepare(request, stage=not wait)
-        if wait:
-            self._save(number, *prepared)
+        ranks, part = range(self._world_size), str(self._num_saves)
+        self._num_saves += 1
+        agreement = Agreement(self._store, ranks, self._rank, self.timeout_s, part)
+        save = _Save(agreement, f"checkpoint of step {step}", None if wait else self._staging, self._cleaned)
+        save.begin(step, prepare)
+        if wait or self._must_wait(save.request):
+            self._finish(save)
             return
         # No daemon: a program that ends finishes its save.
-        background = partial(self._save_in_background, number, *prepared)
-        self._thread = threading.Thread(target=background, name="shardwise-saver")
+        self._thread = threading.Thread(target=self._finish_in_background, args=(save,), name="shardwise-saver")
         self._thread.start()
 
     def poll(self) -> None:
@@ -163,15 +172,8 @@ class Saver:
             self.wait()
         finally:
             self._staging.release()
-
-    def _clean(self, root: Path) -> None:
-        """Remove what dead runs have left in a root, before the first save into it; no other run saves there now."""
-        if self._rank == 0 and root not in self._cleaned:
-            self._cleaned.add(root)
-            try:
-                commit.clean(root)
-            except CheckpointError as error:
-                log.warning("%s", error)
+            if self._store is not None:
+                self._store.close()
 
     def _must_wait(self, request: SaveRequest) -> bool:
         """Say whether the save must run without a copy of the states, and log that once."""
@@ -184,105 +186,125 @@ class Saver:
             )
         return True
 
-    def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
-        """Return the request to write, over copies if `stage`; or a failure, which the first round reports to all."""
+    def _finish_in_background(self, save: _Save) -> None:
         try:
-            return replace(request, state_shards=self._staging.copy(request.state_shards)) if stage else request, None
-        except Exception as error:
-            return replace(request, state_shards=()), error
-
-    def _save_in_background(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
-        try:
-            self._save(number, request, failure)
+            self._finish(save)
         except CheckpointError as error:
             self.failure = error
         except BaseException as error:
-            text = f"{_subject(request)} failed: {type(error).__name__}: {error}"
+            text = f"{save.subject} failed: {type(error).__name__}: {error}"
             self.failure = CheckpointError(code_of(error, "save-failed"), text)
             self.failure.__cause__ = error
         if self.failure is not None:
             log.error("%s", self.failure)  # the program may end, and not hear of it
 
-    def _save(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
-        rounds = StoreBarrier(
-            self._store, number, self._rank, self._world_size, self._timeout_s, subject=_subject(request)
-        )
-        try:
-            self.last_committed = _Save(request, self._rank, self._world_size, rounds, self._timeout_s).run(failure)
-            if self._rank == 0:
-                _retain(request)
-        finally:
-            rounds.finish()
+    def _finish(self, save: _Save) -> None:
+        self.last_committed = save.finish()
+        if self._rank == 0:
+            _retain(save.request)
 
 
 @dataclass
 class _Save:
-    """Tracks one save on one rank."""
+    """Tracks one save on one rank.
 
-    request: SaveRequest
-    rank: int
-    world_size: int
-    rounds: StoreBarrier
-    timeout_s: float
+    Attributes:
+        staging: for a copy of what is written; None to write straight from the states.
+        cleaned: the roots that this run has cleaned.
+        request: of this rank, from the first round on.
+        temporary: the folder that rank 0 has made.
+    """
+
+    agreement: Agreement
+    subject: str
+    staging: StagingMemory | None
+    cleaned: set[Path]
     start_s: float = field(default_factory=time.monotonic)
+    request: SaveRequest = field(init=False)
+    temporary: Path = field(init=False)
 
-    def run(self, failure: Exception | None) -> Path:
+    def begin(self, step: int, prepare: Callable[[], SaveRequest]) -> None:
+        """Prepare on all ranks, and make the temporary folder.
+
+        Raises:
+            CheckpointError: a rank cannot save.
+        """
+        verdict = self.agreement.run("begin", lambda: self._prepare(step, prepare()), self._begin, self.subject)
+        name, digests = json.loads(agreed(verdict))
+        own = zip(self.request.own_digests.items(), self.request.own, strict=True)
+        differing = tuple(shard for (name, digest), shard in own if digests.get(name) != digest)
+        self.request = replace(self.request, state_shards=self.request.state_shards + differing)
+        self.temporary = self.request.root / name
+
+    def finish(self) -> Path:
         """Write and commit; return the step folder.
 
-        Args:
-            failure: an error of this rank in `_prepare`; None if there was none.
+        Raises:
+            CheckpointError: it has failed on some rank; nothing is left of it.
         """
-        root = self.request.root
-
-        def plan() -> str:
-            if failure is not None:
-                raise failure
-            num_bytes = sum(state_shard.num_written_bytes for state_shard in self.request.state_shards)
-            return json.dumps([self.request.manifest.step, num_bytes])
-
-        temporary = root / self.rounds.run("begin", plan, self._begin)
         try:
-            name = self.rounds.run("commit", lambda: self._write(temporary), lambda said: self._commit(temporary, said))
+            return self.request.root / agreed(self.agreement.run("commit", self._write, self._commit, self.subject))
         except CheckpointError:
-            if self.rank == 0:
-                commit.discard(temporary)
+            if self.agreement.rank == 0:
+                commit.discard(self.temporary)
             raise
-        return root / name
 
-    def _begin(self, said: Mapping[int, str]) -> str:
-        step, root = self.request.manifest.step, self.request.root
-        plans: dict[int, list[int]] = {rank: json.loads(text) for rank, text in said.items()}
+    def _prepare(self, step: int, request: SaveRequest) -> str:
+        """Take this rank's request, over copies of the states where the save runs beside training."""
+        num_bytes = sum(state_shard.num_written_bytes for state_shard in request.state_shards)
+        own_bytes = [state_shard.num_written_bytes for state_shard in request.own]
+        if self.staging is not None and not request.is_in_files:
+            shards, num_shards = self.staging.copy([*request.state_shards, *request.own]), len(request.state_shards)
+            request = replace(request, state_shards=shards[:num_shards], own=shards[num_shards:])
+        self.request = request
+        return json.dumps([step, num_bytes, dict(request.digests), [*request.own_digests.items()], own_bytes])
+
+    def _begin(self, reports: Mapping[int, str]) -> str:
+        """Make the temporary folder; return its name, and the digests of what is written."""
+        plans = {rank: json.loads(text) for rank, text in reports.items()}
+        step, root = plans[0][0], self.request.root
         if odd := [rank for rank, plan in plans.items() if plan[0] != step]:
             raise CheckpointError(
                 "save-steps-differ",
                 f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step",
             )
-        commit.check_free_space(root, sum(num_bytes for _, num_bytes in plans.values()))
+        digests: dict[str, str] = {name: digest for plan in plans.values() for name, digest in plan[2].items()}
+        num_bytes = sum(plan[1] for plan in plans.values())
+        for *_, own_digests, own_bytes in plans.values():
+            own = zip(own_digests, own_bytes, strict=True)
+            num_bytes += sum(size for (name, digest), size in own if digests.get(name) != digest)
+        self._clean(root)
+        commit.check_free_space(root, num_bytes)
         if self.request.is_damaged:
             commit.rename_step(root, step)
-        return commit.begin(root, step, self.request.tag).name
+        return json.dumps([commit.begin(root, step, self.request.tag).name, digests])
 
-    def _write(self, temporary: Path) -> str:
-        await_folder(temporary, self.timeout_s / 2)
-        file = f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors"
+    def _clean(self, root: Path) -> None:
+        """Remove what dead runs have left in a root, before the first save into it; no other run saves there now."""
+        if root not in self.cleaned:
+            self.cleaned.add(root)
+            try:
+                commit.clean(root)
+            except CheckpointError as error:
+                log.warning("%s", error)
+
+    def _write(self) -> str:
+        await_folder(self.temporary, self.agreement.timeout_s / 2)
+        file = f"rank-{self.agreement.rank:05d}-of-{len(self.agreement.ranks):05d}.safetensors"
         state_shards, numbers = self.request.state_shards, self.request.numbers
-        part = writer.write_state_shards(temporary, file, state_shards, numbers, lambda _: self.rounds.show_progress())
-        return part.to_text()
+        shown = self.agreement.show_progress
+        return writer.write_state_shards(self.temporary, file, state_shards, numbers, lambda _: shown()).to_text()
 
-    def _commit(self, temporary: Path, said: Mapping[int, str]) -> str:
-        tensors, files = merge_parts(RankManifest.from_text(said[rank]) for rank in sorted(said))
+    def _commit(self, reports: Mapping[int, str]) -> str:
+        tensors, files = merge_parts(RankManifest.from_text(reports[rank]) for rank in sorted(reports))
         saved_at = datetime.now(UTC).isoformat(timespec="seconds")
         manifest = replace(
             self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=library_version()
         )
-        committed = commit.commit(temporary, self.request.root, manifest, self.request.tag)
+        committed = commit.commit(self.temporary, self.request.root, manifest, self.request.tag)
         took_s = time.monotonic() - self.start_s
-        log.info("%s committed: %s, %d bytes, %.1f s", _subject(self.request), committed, sum(files.values()), took_s)
+        log.info("%s committed: %s, %d bytes, %.1f s", self.subject, committed, sum(files.values()), took_s)
         return committed.name
-
-
-def _subject(request: SaveRequest) -> str:
-    return f"checkpoint of step {request.manifest.step}"
 
 
 def _retain(request: SaveRequest) -> None:

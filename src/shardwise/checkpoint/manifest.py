@@ -42,6 +42,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from shardwise.comm.agreement import Verdict, listed
 from shardwise.config.untrusted_files import OneLineError, UntrustedFileError, mismatch, parse_json
 from shardwise.layout.mesh_shape import AXES
 from shardwise.layout.slicing import Rect, Shape
@@ -78,6 +79,33 @@ class AbsentRankError(CheckpointError):
 
 class DamagedError(CheckpointError):
     """Says that a checkpoint is not what was written: a file is missing, torn or changed. Another may be whole."""
+
+
+def agreed(verdict: Verdict, is_plain: bool = False) -> str:
+    """Return the text of a verdict.
+
+    Args:
+        is_plain: whether a failure of all ranks is said without their names, as that of one process.
+
+    Raises:
+        AbsentRankError: a rank shows no progress, or the store is gone.
+        DamagedError: each rank that has failed has met damage. One that has not counts more: another checkpoint would
+            not help it.
+        CheckpointError: a rank has failed otherwise.
+    """
+    if not verdict.failures:
+        return verdict.text
+    first = min(verdict.failures, key=lambda failure: failure.kind == DamagedError.__name__)
+    if verdict.is_without_store:
+        why = "the store does not answer; the process that holds it, mostly rank 0's or the launcher's, has died or is"
+        raise AbsentRankError(first.code, f"{verdict.subject} failed: {why} stopped ({first.text})") from verdict.error
+    others = listed(failure.rank for failure in verdict.failures if failure is not first)
+    where = "" if is_plain else f"{verdict.subject} failed on rank {first.rank}: "
+    also = f" (and on {others})" if len(verdict.failures) > 1 and not is_plain else ""
+    kind = DamagedError if first.kind == DamagedError.__name__ else CheckpointError
+    if verdict.num_absent:
+        kind = AbsentRankError
+    raise kind(first.code, f"{where}{first.text}{also}") from verdict.error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Saves and restores what a run needs besides tensors, as JSON: optimizer options, schedule, states of generators.
+"""Saves and restores what a run needs besides tensors, as JSON: optimizer options, schedule, states of generators,
+and what modules return from `get_extra_state`, as torch's `state_dict` does. The first rank that runs a module writes
+its extra state, under the module's name; every rank of every layout reads it.
 
 >>> parameter = torch.nn.Parameter(torch.zeros(1))
 >>> optimizer = torch.optim.AdamW([parameter], lr=0.5)
@@ -20,9 +22,10 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -32,7 +35,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.load import own_tensors, rank_name
+from shardwise.checkpoint.manifest import CheckpointError, Manifest
+from shardwise.checkpoint.reader import read_json
+from shardwise.checkpoint.tagged_json import NoWordError, from_json, to_json
 from shardwise.config.untrusted_files import parse_json
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.pinned_memory import memory_of
@@ -385,14 +391,13 @@ def held_buffers(model: nn.Module, role_of: Callable[[str], Role]) -> list[Saved
     return found
 
 
-def digests(held: Sequence[SavedBuffer]) -> dict[str, str]:
-    """Return, by name, a hash of the values of each buffer that this rank writes."""
-    return {each.state_shard.name: _digest(each) for each in held if each.role == "writes"}
-
-
-def differing(held: Sequence[SavedBuffer], others: Mapping[str, str]) -> list[SavedBuffer]:
-    """Return the buffers that this rank runs and that differ from those of the ranks whose `digests` are `others`."""
-    return [each for each in held if each.role == "runs" and _digest(each) != others.get(each.state_shard.name)]
+def digests(held: Sequence[SavedBuffer], role: Role) -> dict[str, str]:
+    """Return, by name, a hash of the values of each buffer for which this rank has a role."""
+    return {
+        each.state_shard.name: hashlib.blake2b(memory_of(each.values.cpu()), digest_size=16).hexdigest()
+        for each in held
+        if each.role == role
+    }
 
 
 def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kind, is_written: bool) -> StateShard:
@@ -409,5 +414,67 @@ def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kin
     return StateShard(name, aliases, PARAM, shape, flat, pieces, pieces if is_written else (), kind, trainable=False)
 
 
-def _digest(held: SavedBuffer) -> str:
-    return hashlib.blake2b(memory_of(held.values.cpu()), digest_size=16).hexdigest()
+_NAME: Final = "extra_state."
+
+log = logging.getLogger("shardwise")
+
+
+def saved_extra_states(model: nn.Module, role_of: Callable[[str], Role]) -> Iterator[StateShard]:
+    """Yield the extra states that this rank writes; a warning names one that JSON has no word for.
+
+    Args:
+        role_of: returns this rank's role for what has a name within a module.
+    """
+    for name, module in _modules(model):
+        role = role_of(name)
+        if role == "keeps":
+            continue
+        value = module.get_extra_state()  # on all that run it: it may read parameters that all ranks gather
+        if role != "writes":
+            continue
+        try:
+            text = json.dumps(to_json(value, f"the extra state of {name or 'the model'}"))
+        except NoWordError as error:
+            log.warning("%s, so it is not in the checkpoint; give it to save(extra=...) in another form", error)
+            continue
+        values = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        yield whole(rank_name(0, _NAME + name), values, kind="rank", is_written=True)
+
+
+def read_extra_states(model: nn.Module, folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return a checkpoint's extra states of a model by the names of their modules.
+
+    A warning names a module that the checkpoint has no state of: it keeps its own.
+
+    Raises:
+        CheckpointError: one cannot be read here, such as an object of a class that is not imported.
+    """
+    stored = own_tensors(manifest, 0)
+    found = {}
+    for name, _ in _modules(model) if manifest.contents != "trainable" else ():
+        where = f"the extra state of {name or 'the model'}"
+        if (text := stored.get(_NAME + name)) is None:
+            log.warning("%s has no %s, which keeps its own", folder, where.removeprefix("the "))
+            continue
+        try:
+            found[name] = from_json(read_json(folder, text, where), where)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError("extra-state-unread", f"{folder}: {error}; import its class first") from None
+    return found
+
+
+def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give the modules that `states` names their extra states."""
+    for name, state in states.items():
+        model.get_submodule(name).set_extra_state(state)
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that both give and take an extra state."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        gives = kind.get_extra_state is not nn.Module.get_extra_state
+        if gives and kind.set_extra_state is not nn.Module.set_extra_state:
+            yield name, module

@@ -30,7 +30,7 @@ class Choice(click.Choice[str]):
         return super().get_invalid_choice_message(value, ctx) + (f" Did you mean {near[0]}?" if near else "")
 
 
-class _Count(click.IntRange):
+class Count(click.IntRange):
     """Read a count that a calculation can take."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -40,7 +40,7 @@ class _Count(click.IntRange):
         return number
 
 
-class _Amount(click.FloatRange):
+class Amount(click.FloatRange):
     """Read a finite number: nan is within all bounds of click's, and 1e999 is infinite."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -50,7 +50,7 @@ class _Amount(click.FloatRange):
         return number
 
 
-class _Seconds(click.types.FloatParamType):
+class Seconds(click.types.FloatParamType):
     """Read a duration; the help of a flag does not name its bounds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -60,13 +60,7 @@ class _Seconds(click.types.FloatParamType):
         return number
 
 
-COUNT: Final = _Count(1)
-AMOUNT: Final = _Amount(0.0, min_open=True)
-SECONDS: Final = _Seconds()
-MARGIN: Final = _Amount(0, 0.9)
-
-
-class _Folder(click.ParamType):
+class Folder(click.ParamType):
     """Reads the path of a folder, which need not be there yet; what is there must be a folder."""
 
     name = "folder"
@@ -79,10 +73,7 @@ class _Folder(click.ParamType):
         return path
 
 
-FOLDER: Final = _Folder()
-
-
-class _OutputFile(click.ParamType):
+class OutputFile(click.ParamType):
     """Read the path of a file to write; refuse one that cannot be written, before the work whose result it holds."""
 
     name = "file"
@@ -98,10 +89,6 @@ class _OutputFile(click.ParamType):
         if str(path) == "-" or path.is_dir() or not os.access(target, os.W_OK):
             raise ConfigError("output-not-writable", f"{flag} {path} names no file that can be written; give another")
         return path
-
-
-OUTPUT: Final = _OutputFile()
-OUTPUT_OR_DASH: Final = _OutputFile(takes_dash=True)
 
 
 def as_written(text: str) -> str:

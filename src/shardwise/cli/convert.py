@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from shardwise.cli.command import COUNT, FILE, OUTPUT
+from shardwise.cli.command import FILE, Count, OutputFile
 from shardwise.config.resolve import Config
 from shardwise.config.untrusted_files import printable_lines
 from shardwise.config.written_files import write_asked
@@ -20,8 +20,8 @@ _SCHEDULES: Final = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "
 
 @click.command()
 @click.argument("file", type=FILE, metavar="DS_CONFIG.JSON")
-@click.option("--out", type=OUTPUT, help="write it to a file instead")
-@click.option("--world-size", type=COUNT, help="ranks, to check the batch's equation")
+@click.option("--out", type=OutputFile(), help="write it to a file instead")
+@click.option("--world-size", type=Count(1), help="ranks, to check the batch's equation")
 def convert(file: Path, out: Path | None, world_size: int | None) -> int:
     """Print a ds_config.json as a config of Shardwise's.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import COUNT, FOLDER, be_rank, settings, split
+from shardwise.cli.command import Count, Folder, be_rank, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks
@@ -22,9 +22,9 @@ from shardwise.report.console import Terminal, progress, write_line
 @click.option("--quick", is_flag=True, help="look only, measure nothing")
 @click.option("--json", "as_json", is_flag=True, help="print all of it as JSON")
 @click.option("--calibrate", is_flag=True, help="measure this machine for the planner, in 5 minutes; with --quick in 1")
-@click.option("--num-procs", type=COUNT, help="ranks that --calibrate lets work at once (default: as for train)")
-@click.option("--dir", "folder", type=FOLDER, help="whose disk is measured (default: run.dir)")
-@click.option("--nvme-path", type=FOLDER, help="the folder for states on NVMe (default: tiers.nvme_path)")
+@click.option("--num-procs", type=Count(1), help="ranks that --calibrate lets work at once (default: as for train)")
+@click.option("--dir", "folder", type=Folder(), help="whose disk is measured (default: run.dir)")
+@click.option("--nvme-path", type=Folder(), help="the folder for states on NVMe (default: tiers.nvme_path)")
 @click.option("--be-calibrator", nargs=4, hidden=True)
 def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None, **given: Any) -> int:
     """Say what this machine can do, what is wrong with it and how to fix that, in about 15 seconds."""

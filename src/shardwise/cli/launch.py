@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, Choice, as_written
+from shardwise.cli.command import FILE, Choice, OutputFile, as_written
 from shardwise.config.resolve import ConfigError, read_toml, shown_value
 from shardwise.config.untrusted_files import printable, read_text
 from shardwise.config.written_files import write_asked
@@ -46,7 +46,7 @@ COMMAND is what Python gets, or shardwise train:
 @click.option("--image", metavar="IMAGE", help="of the container, on Kubernetes and SkyPilot")
 @click.option("--time", metavar="D-HH:MM:SS", help="limit of Slurm's job")
 @click.option("--port", type=int, default=PORT, help="where the ranks meet")
-@click.option("-o", "--output", type=OUTPUT, help="write the text into a file")
+@click.option("-o", "--output", type=OutputFile(), help="write the text into a file")
 @click.option("--submit", is_flag=True, help="start it")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 def launch(**given: Any) -> int:

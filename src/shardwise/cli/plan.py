@@ -15,19 +15,7 @@ import click
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shardwise.cli.command import (
-    AMOUNT,
-    COUNT,
-    MARGIN,
-    OUTPUT,
-    OUTPUT_OR_DASH,
-    SECONDS,
-    Choice,
-    as_written,
-    settings,
-    show_dry_run,
-    split,
-)
+from shardwise.cli.command import Amount, Choice, Count, OutputFile, Seconds, as_written, settings, show_dry_run, split
 from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.config.written_files import write_asked
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
@@ -96,8 +84,8 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @settings("[CONFIG.TOML | MODEL] [GPU:N] [KEY=VALUE]...")
 @click.option("--model", metavar="NAME|FILE", help="a preset, our config, config.json, or Megatron's flags")
 @click.option("--cluster", metavar="GPU:N|FILE", help="such as h100:512, h100:64x8, or a TOML file (default: this one)")
-@click.option("--global-batch", type=COUNT, help="sequences of a step (default: 64 Ki tokens a GPU, to 4 Mi)")
-@click.option("--seq", type=COUNT, help="tokens of a sequence (default: the model's longest)")
+@click.option("--global-batch", type=Count(1), help="sequences of a step (default: 64 Ki tokens a GPU, to 4 Mi)")
+@click.option("--seq", type=Count(1), help="tokens of a sequence (default: the model's longest)")
 @click.option("--tp", metavar="N", help="pins mesh.tp")
 @click.option("--pp", metavar="N", help="pins mesh.pp")
 @click.option("--cp", metavar="N", help="pins mesh.cp")
@@ -106,23 +94,25 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--micro-batch", metavar="N", help="pins batch.micro_size")
 @click.option("--recompute", metavar="MODE", help="pins recompute.mode")
 @click.option("--lora", is_flag=True, help="train adapters of rank 16 (lora.rank)")
-@click.option("--tokens", type=AMOUNT, help="of the run, such as 300e9: what it costs and how long it takes")
-@click.option("--budget", type=AMOUNT, metavar="USD", help="of the run: how many tokens it buys")
+@click.option(
+    "--tokens", type=Amount(0.0, min_open=True), help="of the run, such as 300e9: what it costs and how long it takes"
+)
+@click.option("--budget", type=Amount(0.0, min_open=True), metavar="USD", help="of the run: how many tokens it buys")
 @click.option("--best", type=Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
-    "--simulate", type=SECONDS, default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
+    "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
 )
 @click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
-@click.option("--top", type=COUNT, help="layouts to show (default: 3, with --more 5)")
-@click.option("--margin", type=MARGIN, help="share of memory kept free (default: 0.06)")
-@click.option("--json", type=OUTPUT_OR_DASH, help="write all of it as JSON; - for the terminal")
-@click.option("--html", type=OUTPUT, help="write it as a page, as shardwise report does")
-@click.option("--write", type=OUTPUT, help="write the best as a config for shardwise train")
+@click.option("--top", type=Count(1), help="layouts to show (default: 3, with --more 5)")
+@click.option("--margin", type=Amount(0, 0.9), help="share of memory kept free (default: 0.06)")
+@click.option("--json", type=OutputFile(takes_dash=True), help="write all of it as JSON; - for the terminal")
+@click.option("--html", type=OutputFile(), help="write it as a page, as shardwise report does")
+@click.option("--write", type=OutputFile(), help="write the best as a config for shardwise train")
 @click.option("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
 @click.option("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
 @click.option("--fit", is_flag=True, help="say how large a model, micro-batch and sequence may be")
 @click.option("--dry-run", is_flag=True, help="simulate the config as it is; start nothing")
-@click.option("--world-size", type=COUNT, help="ranks of the dry run (default: what the mesh says)")
+@click.option("--world-size", type=Count(1), help="ranks of the dry run (default: what the mesh says)")
 @click.option("--ranks", metavar="0,1,...|stages", help="which ranks to simulate (default: 0)")
 def plan(**given: Any) -> int:
     """Find the best layout of a job that fits, with reasons; or say what a given one takes.
@@ -228,7 +218,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         from shardwise.planner.request import ask, is_split, read_model
         from shardwise.planner.search import Limits, search, settle
         from shardwise.train.imported_plan import named_batch
-        from shardwise.verify.finalists import simulate_finalists
+        from shardwise.verify.dry_run import simulate_finalists
 
         source_model, own_config = read_model(model), arguments.compare
         batch = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, as_written
+from shardwise.cli.command import FILE, OutputFile, as_written
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.config.written_files import write_asked
@@ -39,7 +39,7 @@ examples:
 @click.argument("source", type=FILE, metavar="RUN|PLAN")
 @click.argument("others", type=FILE, nargs=-1, metavar="[OTHER]...")
 @click.option("--compare", type=FILE, multiple=True, help="a further run or plan; OTHER means the same")
-@click.option("-o", "--out", type=OUTPUT, help="the page (default: report.html in the run)")
+@click.option("-o", "--out", type=OutputFile(), help="the page (default: report.html in the run)")
 @click.option("--cluster", metavar="GPU:N|FILE", help="what a config is priced for (default: its plan's)")
 def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: Path | None, cluster: str | None) -> int:
     """Write runs or plans as one HTML page that needs no network: curves, memory, timelines.

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import FILE, OUTPUT, as_written, settings, split
+from shardwise.cli.command import FILE, OutputFile, as_written, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.config.written_files import write_asked
@@ -45,8 +45,8 @@ examples:
 @click.option("--backward-weight-s", type=float, metavar="S", help="seconds of the gradient of the weights")
 @click.option("--transfer-s", type=float, metavar="S", help="seconds that a value takes between ranks (default: 0)")
 @click.option("--recorded", type=FILE, help="a run's Chrome trace, drawn under the plan")
-@click.option("--html", type=OUTPUT, help="write it as a page with zoom and search")
-@click.option("--chrome-trace", type=OUTPUT, help="write the plan for Perfetto")
+@click.option("--html", type=OutputFile(), help="write it as a page with zoom and search")
+@click.option("--chrome-trace", type=OutputFile(), help="write the plan for Perfetto")
 @click.option("--text", is_flag=True, help="draw in the terminal, even where a file is written")
 def timeline(settings: Sequence[str], recorded: Path | None, text: bool, **given: Any) -> int:
     """Draw the pipeline schedule of a config, stages over time, with its bubble.

@@ -14,7 +14,7 @@ from typing import TextIO, cast
 import click
 from rich.console import Console
 
-from shardwise.cli.command import COUNT, as_written, settings, show_dry_run, split
+from shardwise.cli.command import Count, as_written, settings, show_dry_run, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
@@ -43,7 +43,7 @@ examples:
 @click.option("--lora", is_flag=True, help="train adapters of rank 16 (lora.rank)")
 @click.option("--data", metavar="PATH", help="text, JSONL, Parquet, or a folder of these (data.path)")
 @click.option("--dry-run", is_flag=True, help="say what a rank would hold and send; start nothing")
-@click.option("--world-size", type=COUNT, help="ranks of the dry run; none is started")
+@click.option("--world-size", type=Count(1), help="ranks of the dry run; none is started")
 @click.option(
     "--resume",
     metavar="auto|PATH",

@@ -11,7 +11,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.command import COUNT, FILE, as_written, be_rank, settings, split
+from shardwise.cli.command import FILE, Count, as_written, be_rank, settings, split
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
@@ -35,14 +35,14 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 """)
 )
 @settings()
-@click.option("--world-size", type=COUNT, help="ranks of the run, where the mesh leaves that open")
+@click.option("--world-size", type=Count(1), help="ranks of the run, where the mesh leaves that open")
 @click.option("--model", type=FILE, help="a Hugging Face folder or config.json")
-@click.option("--steps", type=COUNT, help="optimizer steps to train (default: 3; 300 with --quality)")
-@click.option("--processes", type=COUNT, default=16, help="processes at most")
+@click.option("--steps", type=Count(1), help="optimizer steps to train (default: 3; 300 with --quality)")
+@click.option("--processes", type=Count(1), default=16, help="processes at most")
 @click.option(
     "--quality", is_flag=True, help="train a small model with and without the codecs of precision, and compare"
 )
-@click.option("--seeds", type=COUNT, default=3, help="trainings of each kind, with --quality")
+@click.option("--seeds", type=Count(1), default=3, help="trainings of each kind, with --quality")
 @click.option("--be-rank", "rank_folder", type=FILE, hidden=True)
 def verify(
     settings: Sequence[str],

@@ -84,10 +84,9 @@ class Launch:
         self.done: Event | None = None
         self.wait: Callable[[], None] | None = None
 
-    def add(self, work: dist.Work | None) -> None:
-        """Wait for torch's `work` too; None is over already."""
-        if work is not None:
-            self.works.append(work)
+    def add(self, *works: dist.Work | None) -> None:
+        """Wait for torch's `works` too; None is over already."""
+        self.works += [work for work in works if work is not None]
 
     def as_work(self) -> AsyncWork:
         """Return the collective, which is under way."""
@@ -392,7 +391,7 @@ class Comm(ABC):
                     moved = map(_bytes_of, buffers.get(peer, ()))
                     batch += [self._c10d.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
             # One batch, so that on NCCL no order of sends and receives deadlocks.
-            started.works += self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else []
+            started.add(*(self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else ()))
         # [Note: Tensors that a side stream uses]
         # torch gives memory out again in the order of the stream on which it was made, and knows of no reader on
         # another one. So what a side stream reads or writes is held here until the compute stream waits for the event
@@ -506,7 +505,7 @@ class Comm(ABC):
             given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
-        # The host needs these numbers: they decide on the step. So they travel in one collective, together with what
+        # The host needs these numbers: they decide on the step. So one collective sends them, together with what
         # the host knows already, and the host waits for the device once.
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))

@@ -1,10 +1,8 @@
 """Ranks compare through the store, without a tensor, what must be the same on all of them.
 
-Once for each engine they compare the model and the config (`agree_on_setup`), and whether it was made (`all_or_none`).
-In the first step, ranks that share layers compare the batches (`BatchCheck`). In the debug mode
-`run.check_collectives` they compare every batch and, before it starts, every collective (`CallCheck`). A rank gives its
-note, the first rank of the group judges all of them, and every rank gets the verdict: so the traffic grows with the
-ranks, not with their square.
+Once for each engine they compare the model and the config (`agree_on_setup`). In the first step, ranks that share
+layers compare the batches (`BatchCheck`). In the debug mode `run.check_collectives` they compare every batch and,
+before it starts, every collective (`CallCheck`). `agreement` has the exchange of their notes.
 
 >>> first, other = RankFacts({}, {"up": {"of shape": "(13, 8)"}}), RankFacts({}, {"up": {"of shape": "(13, 7)"}})
 >>> first.difference(other)
@@ -17,9 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
@@ -27,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.agreement import Agreement, listed
 from shardwise.comm.collectives import Comm
-from shardwise.comm.records import Collective, CollectiveNote, CommError, MissingRankError
-from shardwise.comm.store import StoreSilentError
+from shardwise.comm.records import Collective, CollectiveNote, CommError
 from shardwise.config.resolve import ConfigError, ResolvedConfig, RunConfig
 from shardwise.layout.layout import Layout
-from shardwise.runtime.clock import AwakeClock
 from shardwise.runtime.torch_private import pytree
 
 # Each rank may name its own folders and threads.
@@ -49,80 +44,10 @@ _OWN_KEYS: Final = frozenset(
         "tiers.cores",
     }
 )
-# The first rank finds out who is missing; the others wait this much longer for its answer.
-_VERDICT_S: Final = 5.0
 _DIFFERENT: Final = "different"
-# A verdict's first character: so it is never empty, which some stores take for missing.
-_COMPLETE, _ABSENT = "c", "a"
-_MIN_SLEEP_S, _MAX_SLEEP_S = 5e-5, 5e-3
 _HASH_CHUNK: Final = 1 << 20
 _HASH_FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd, without a pattern
 _MAX_EXACT: Final = 1 << 53  # of fp64, in which ranks compare numbers
-# From one look to the next; what is longer was sleep of this process.
-_MAX_GAP_S: Final = 1.0
-
-
-@dataclass(frozen=True)
-class RankExchange:
-    """Lets ranks compare notes: `ranks` of the world, of which `rank` is this one, for at most `timeout_s`."""
-
-    store: dist.Store
-    ranks: tuple[int, ...]
-    rank: int
-    timeout_s: float
-
-    # [Note: Why ranks compare through the store]
-    # What ranks compare decides whether their collectives fit: where sizes differ, gloo ends a process. A store takes
-    # any text, and shows who has not come. A key is used once, as it has a position or the name of a part in it: a rank
-    # that reads late finds its own verdict, never the next one. The last reader deletes the keys.
-    def verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        """Give this rank's note, and return the first rank's verdict on all of them; then the keys are deleted.
-
-        Args:
-            judge: run on the first rank only, with all notes by rank; returns the verdict, empty if there is none.
-            subject: what the ranks come to, for messages.
-
-        Raises:
-            MissingRankError: not all have come in time, or the store is silent.
-        """
-        try:
-            return self._verdict(key, note, judge, subject)
-        except StoreSilentError as error:
-            raise MissingRankError(error.code, f"{error}; {listed(self.ranks)} were to come to {subject}") from None
-
-    def _verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        first, verdict_key = self.ranks[0], f"{key}/verdict"
-        self.store.set(f"{key}/{self.rank}", note)
-        if self.rank == first:
-            self.store.set(verdict_key, self._judge(key, judge, subject))
-        elif not self._await([verdict_key], self.timeout_s + _VERDICT_S):
-            raise MissingRankError(
-                "rank-missing", f"rank {first} did not come to {subject} within {self.timeout_s:g} s"
-            )
-        kind, text = (verdict := self.store.get(verdict_key).decode())[0], verdict[1:]
-        if self.store.add(f"{key}/read", 1) == len(self.ranks):
-            for name in (*self.ranks, "verdict", "read"):
-                self.store.delete_key(f"{key}/{name}")
-        if kind == _ABSENT:
-            raise MissingRankError("rank-missing", text)
-        return text
-
-    def _judge(self, key: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        keys = {rank: f"{key}/{rank}" for rank in self.ranks}
-        if not self._await(list(keys.values()), self.timeout_s):
-            missing = [rank for rank in self.ranks if not self.store.check([keys[rank]])]
-            return f"{_ABSENT}{listed(missing)} did not come to {subject} within {self.timeout_s:g} s"
-        return _COMPLETE + judge({rank: self.store.get(keys[rank]).decode() for rank in self.ranks})
-
-    def _await(self, keys: list[str], timeout_s: float) -> bool:
-        """Wait for keys and say whether all came in time. A store's own wait prints warnings when its time is up."""
-        clock = AwakeClock(gap_s=_MAX_GAP_S)
-        while not self.store.check(keys):
-            waited_s = clock.now_s()
-            if waited_s > timeout_s:
-                return False
-            time.sleep(min(_MAX_SLEEP_S, max(_MIN_SLEEP_S, waited_s / 4)))
-        return True
 
 
 class CallCheck:
@@ -135,7 +60,7 @@ class CallCheck:
     def __init__(self, store: dist.Store, rank: int, timeout_s: float) -> None:
         self._store = store
         self._rank = rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     def __call__(self, call: Collective) -> None:
         """Return when all ranks of the group are about to start the same collective.
@@ -144,12 +69,10 @@ class CallCheck:
             CommError: they are not; every rank raises it, with the same message.
             MissingRankError: not all have come in time.
         """
-        meeting = RankExchange(self._store, call.group.ranks, self._rank, self._timeout_s)
         note = call.note()
-        text = meeting.verdict(
-            f"calls/{note.group}/{note.position}", json.dumps(asdict(note)), _judge_calls, subject=note.title
-        )
-        if text:
+        agreement = Agreement(self._store, call.group.ranks, self._rank, self.timeout_s, f"calls/{note.group}")
+        verdict = agreement.run(str(note.position), lambda: json.dumps(asdict(note)), _judge_calls, note.title)
+        if text := verdict.checked():
             raise CommError("collectives-differ", text)
 
 
@@ -168,12 +91,9 @@ class BatchCheck:
     """
 
     def __init__(self, store: dist.Store | None, ranks: tuple[int, ...], rank: int, config: RunConfig) -> None:
-        self._meeting = (
-            RankExchange(store, ranks, rank, config.timeout_s) if store is not None and len(ranks) > 1 else None
-        )
-        self.has_others = self._meeting is not None
+        self.agreement = Agreement(store, ranks, rank, config.timeout_s, f"notes/{ranks[0]}")
+        self.has_others = self.agreement.is_shared
         self._compares_all = config.check_collectives
-        self._num_compared = 0
 
     def __call__(self, batch: Any, is_first_step: bool) -> None:
         """Return when all ranks have come with the same batch.
@@ -182,14 +102,13 @@ class BatchCheck:
             ConfigError: a rank has another batch; every rank raises it.
             CommError: not all have come in time.
         """
-        meeting = self._meeting
-        if meeting is None or not (is_first_step or self._compares_all):
+        if not self.agreement.is_shared or not (is_first_step or self._compares_all):
             return
-        text = self.compare(_batch_digest(batch), _judge_batches, "the same forward")
+        text = self.agreement.compare("the same forward", _batch_digest(batch), _judge_batches)
         if text:
             raise ConfigError(
                 "batches-differ",
-                f"{text} in one forward, whose layers they share; give {listed(meeting.ranks)} "
+                f"{text} in one forward, whose layers they share; give {listed(self.agreement.ranks)} "
                 "the same batches: read data by engine.layout.mesh.data_index(rank), not by rank",
             )
 
@@ -199,29 +118,10 @@ class BatchCheck:
         Raises:
             CommError: not all have come in time.
         """
-        if self._meeting is None:
+        if not self.agreement.is_shared:
             return set()
-        return set(json.loads(self.compare(json.dumps(sorted(names)), _judge_names, "the hooks of one forward")))
-
-    def compare(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        """Return the first rank's verdict on the notes of all ranks, which all call it.
-
-        Args:
-            judge: is given the notes by rank.
-            subject: what the ranks come to, for messages.
-
-        Raises:
-            CommError: not all have come in time.
-        """
-        meeting = self._meeting
-        if meeting is None:
-            return judge({0: note})
-        key = f"notes/{meeting.ranks[0]}/{self._num_compared}"
-        self._num_compared += 1
-        try:
-            return meeting.verdict(key, note, judge, subject)
-        except MissingRankError as error:
-            raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
+        note = json.dumps(sorted(names))
+        return set(json.loads(self.agreement.compare("the hooks of one forward", note, _judge_names)))
 
 
 def hash_of_bits(flat: Tensor) -> Tensor:
@@ -352,62 +252,20 @@ class RankFacts:
         return None
 
 
-def agree_on_setup(store: dist.Store | None, rank: int, setup: RankFacts, timeout_s: float) -> None:
+def agree_on_setup(agreement: Agreement, setup: RankFacts) -> None:
     """Return once all ranks of the world have the same setup.
-
-    Args:
-        store: of the engine; None where there is one rank.
 
     Raises:
         ConfigError: they differ, on every rank; the message names the first difference.
         CommError: not all have come in time.
     """
-    if store is None:
+    if not agreement.is_shared:
         return
-    meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, timeout_s)
     digest = hashlib.sha256(setup.to_json().encode()).hexdigest()
-    try:
-        if meeting.verdict("setup", digest, _judge_digests, "shardwise.initialize") == _DIFFERENT:
-            text = meeting.verdict("setup in full", setup.to_json(), _judge_setups, "its description")
-            raise ConfigError("setups-differ", text)
-    except MissingRankError as error:
-        raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
-
-
-@contextmanager
-def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str) -> Iterator[None]:
-    """Run the body on each rank; after it either all ranks go on, or all raise.
-
-    Args:
-        store: of the engine; None where there is one rank.
-        part: names this part of the start: a rank may be in the next part while another reads the verdict on this one.
-
-    Raises:
-        CommError: another rank has failed, or not all have come in time; a rank that failed raises its own error.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    if store is not None:
-        meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, timeout_s)
-        # A rank that has failed comes to the meeting too: otherwise the others would learn of it only when their time
-        # is over.
-        note = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        try:
-            text = meeting.verdict(f"start/{part}", note, _judge_failures, "the end of shardwise.initialize")
-        except MissingRankError as error:
-            text = str(error)
-        if text and failure is None:
-            raise CommError("other-rank-start", text)
-    if failure is not None:
-        raise failure
-
-
-def _judge_failures(notes: Mapping[int, str]) -> str:
-    failed = [rank for rank, note in sorted(notes.items()) if note]
-    return f"{listed(failed)} failed in shardwise.initialize: {notes[failed[0]]}" if failed else ""
+    if agreement.compare("shardwise.initialize", digest, _judge_digests) == _DIFFERENT:
+        raise ConfigError(
+            "setups-differ", agreement.compare("the comparison of setups", setup.to_json(), _judge_setups)
+        )
 
 
 def _judge_digests(notes: Mapping[int, str]) -> str:
@@ -424,15 +282,3 @@ def _judge_setups(notes: Mapping[int, str]) -> str:
         f"{listed(same)} {'has' if len(same) == 1 else 'have'} {theirs}, rank {first} {its}; "
         "build the same model under the same config on every rank"
     )
-
-
-def listed(ranks: Iterable[int], num_shown: int = 8) -> str:
-    """Format ranks in words.
-
-    >>> listed([3]), listed(range(3)), listed(range(12), num_shown=2)
-    ('rank 3', 'ranks 0, 1, 2', 'ranks 0, 1 and 10 more')
-    """
-    numbers = list(ranks)
-    shown = ", ".join(map(str, numbers[:num_shown]))
-    more = f" and {len(numbers) - num_shown} more" if len(numbers) > num_shown else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"

@@ -261,7 +261,7 @@ class LossAccumulator:
                     "the loss is one number without a count, so every micro-batch of every rank weighs the same; where "
                     "they hold different numbers of targets, pass a loss_fn that returns (sum, count)"
                 )
-        return total.divisor() / self._agree_on_normaliser(total.count)
+        return total.divisor() / self._agree_on_normaliser(total)
 
     def close(self, mean: Tensor) -> Tensor:
         """Count in a loss that `open` returned, and return the weight of its gradient, a 0-d tensor.
@@ -351,10 +351,13 @@ class LossAccumulator:
     def _place_of(self, loss: Tensor) -> int | None:
         return next((place for place, (reference, _) in enumerate(self._open) if reference() is loss), None)
 
-    def _agree_on_normaliser(self, count: Tensor) -> float:
+    def _agree_on_normaliser(self, total: LossSum) -> float:
         # Once a step: gradients of all its micro-batches, on all ranks, are added up, so they need one scale.
         if self.normaliser == 0.0:
-            (largest,) = self._comms.data.max_scalars(count.double().nan_to_num(0, 0, 0).reshape(1), "loss normaliser")
+            count = total.count.double().nan_to_num(0, 0, 0).reshape(1)
+            if total.is_counted and self._comms.context.world_size > 1:  # hooks see gradients as in one process
+                count = count.new_tensor(self._comms.context.sum_scalars(count, "loss normaliser"))
+            (largest,) = self._comms.data.max_scalars(count, "loss normaliser")
             self.normaliser = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
         return self.normaliser
 

@@ -47,9 +47,6 @@ SECONDARY: Final = "secondary"
 class Mesh:
     """Holds a mesh shape with its process groups.
 
-    Args:
-        timeout_s: seconds for the groups' collectives.
-
     Raises:
         ConfigError: the shape does not hold as many ranks as the world.
     """

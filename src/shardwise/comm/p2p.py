@@ -83,7 +83,7 @@ class P2PChannel:
         for buffer in moved:
             call = self.comm_log.add_message(SEND, name, self._group, buffer)
             with self._comm.launch(call, P2PStreamKey(SEND, self._peer)) as launch:
-                launch.works += self._comm.post_send(buffer, self._peer, self._tag)
+                launch.add(*self._comm.post_send(buffer, self._peer, self._tag))
             launches.append(launch)
         return P2PTransfer(launches, moved)
 
@@ -94,7 +94,7 @@ class P2PChannel:
         for buffer in moved:
             call = self.comm_log.add_message(RECEIVE, name, self._group, buffer)
             with self._comm.launch(call, P2PStreamKey(RECEIVE, self._peer)) as launch:
-                launch.works += self._comm.post_receive(buffer, self._peer, self._tag)
+                launch.add(*self._comm.post_receive(buffer, self._peer, self._tag))
             launches.append(launch)
         return P2PTransfer(launches, moved)
 

@@ -162,8 +162,6 @@ class CommLog:
 
     Attributes:
         rank: of this process in the world.
-        counts: by axis and op.
-        recent: the latest calls, oldest first.
         num_calls: of all calls; the next one's number is one more.
         positions: how many of them each group has begun, by key.
         num_groups: that have been opened, pipes apart.
@@ -216,20 +214,13 @@ class CommLog:
         return group
 
     def add_message(self, op: str, name: str, pipe: RankGroup, buffer: Tensor) -> Collective:
-        """Record one end of a message: its bytes count where it is sent, and not where it is received.
-
-        Args:
-            op: `SEND` or `RECEIVE`.
-            pipe: as `open_pipe` returned it.
-        """
+        """Record one end of a message: its bytes count where it is sent, and not where it is received."""
         return self.add(op, name, pipe, buffer, passes=2 if op == SEND else 0)  # of which (n - 1)/n is the buffer
 
     def add(self, op: str, name: str, group: RankGroup, buffer: Tensor, passes: int) -> Collective:
         """Record a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does.
 
         Args:
-            group: as `open_group` returned it.
-            buffer: whole, in the wire dtype.
             passes: 1 for a gather or a reduce-scatter, 2 for an all-reduce.
         """
         num_ranks = len(group.ranks)
@@ -240,18 +231,13 @@ class CommLog:
         """Record a collective of some ranks of a group, this one among them, that sends each of the others a row.
 
         Args:
-            group: as `open_group` returned it.
             rows: [p, b] for p ranks.
         """
         wire_bytes = (rows.shape[0] - 1) * rows.shape[1] * rows.element_size()
         return self._add(op, name, group, rows.numel(), rows.dtype, wire_bytes)
 
     def add_exchange(self, name: str, group: RankGroup, num_bytes: int) -> Collective:
-        """Record an exchange; other ranks may send more or less than this one.
-
-        Args:
-            group: as `open_group` returned it.
-        """
+        """Record an exchange; other ranks may send more or less than this one."""
         return self._add(EXCHANGE, name, group, num_bytes, torch.uint8, num_bytes)
 
     def _add(self, op: str, name: str, group: RankGroup, numel: int, dtype: torch.dtype, wire_bytes: int) -> Collective:

@@ -43,7 +43,6 @@ class PatientStore(dist.Store):
 
     Args:
         store: any; of another `PatientStore`, the store that it uses.
-        timeout_s: seconds for an answer.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float, prefix: str = "") -> None:

@@ -31,7 +31,8 @@ from typing import Any, Final, Self
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.consistency import divergence, listed
+from shardwise.comm.agreement import listed
+from shardwise.comm.consistency import divergence
 from shardwise.comm.records import Collective, CollectiveEvent, CollectiveNote, CommLog
 from shardwise.comm.store import PatientStore, StoreSilentError
 from shardwise.config.resolve import RunConfig
@@ -67,7 +68,6 @@ class Watchdog:
         self._rank = comm_log.rank
         self._world_size = world_size
         self._patience_s = patience_s
-        self._poll_s = min(_POLL_S, patience_s / 4)
         self._comm_log = weakref.ref(comm_log)
         self._timeline = weakref.ref(timeline)
         self._main_thread = threading.get_ident()
@@ -136,6 +136,10 @@ class Watchdog:
                 return (
                     "the store does not answer: the process that holds it, mostly rank 0's or the launcher's, has died"
                 )
+
+    @property
+    def _poll_s(self) -> float:
+        return min(_POLL_S, self._patience_s / 4)
 
     @property
     def _answer_s(self) -> float:
@@ -325,18 +329,13 @@ class RankReport:
     """Holds what one rank reports of itself.
 
     Attributes:
-        host: where it runs.
         inside: the collective it is in, if any.
-        inside_s: for how many seconds.
-        members: the ranks of that collective.
         positions: how many collectives each group of ranks has begun here, by the group's key.
-        recent: its latest collectives, oldest first.
         idle_s: seconds since it left the last one, or since its engine began.
         actions: its latest timed actions, oldest first.
         place: the innermost line of user code that it runs.
         stack: of its main thread, innermost last.
         has_failed: the collective has failed here, and the rank is about to raise.
-        has_left: its engine is closed.
     """
 
     rank: int

@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +23,7 @@ from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, Dtype, PrecisionConfig, ResolvedConfig
 from shardwise.construction.opaque import bytes_shape, check_opaque, is_opaque
 from shardwise.construction.stage_order import Modules, find_stage_units
+from shardwise.hf.losses import shifts_labels
 from shardwise.layout.facts import FusedDim, ModelFacts, ParamEntry, StageUnit
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT
@@ -75,8 +75,6 @@ def build_layout(
     """Compute the layout of `model` under a resolved config.
 
     Args:
-        model: as for `scan_model`.
-        config: as `Config.resolve` returns it.
         tensor: how parameters are split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline. The layout is that of its rank.
         trained: parameters that keep gradients and states whether or not they are frozen now.
@@ -136,34 +134,28 @@ def find_units(modules: Modules, patterns: Sequence[str] | None, key: str = "zer
     """
     if patterns is None:
         return tuple(_children_of_containers(modules[""], prefix=""))
-    names: tuple[str, ...] = ()
-    for name, module in _by_first_name(modules).items():
-        found = [pattern for pattern in patterns if name and _matches(name, module, (pattern,))]
-        above = [each for each in names if name.startswith(each + ".")]
-        # Only the outermost modules that a pattern matches: `blocks.*` are the blocks, not the modules in them.
-        if any(not any(_matches(each, modules[each], (pattern,)) for each in above) for pattern in found):
-            names += (name,)
+    first_names = {id(module): name for name, module in [*modules.items()][::-1]}
+    named = [(name, modules[name]) for name in modules if first_names[id(modules[name])] == name][1:]
+    chosen: set[str] = set()
     for pattern in patterns:
-        if not any(_matches(name, modules[name], (pattern,)) for name in names):
+        # Only the outermost modules that a pattern matches: `blocks.*` are the blocks, not the modules in them.
+        outermost: list[str] = []
+        for name, module in named:
+            matches = type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
+            if matches and not (outermost and name.startswith(f"{outermost[-1]}.")):
+                outermost.append(name)
+        if not outermost:
             kinds = sorted({type(module).__name__ for module in modules.values()})
             raise ConfigError(
                 "no-module-matches", f"{key}={pattern!r} matches no module; classes in this model: {', '.join(kinds)}"
             )
-    for name in names:
-        for other in names:
-            if name.startswith(other + "."):
-                raise ConfigError(
-                    "block-in-block", f"{key}: block {name} is inside block {other}; name only one of the two"
-                )
-    return names
-
-
-def _by_first_name(modules: Modules) -> dict[str, nn.Module]:
-    """Return each module once, under the first of its names."""
-    first_names: dict[int, str] = {}
-    for name, module in modules.items():
-        first_names.setdefault(id(module), name)
-    return {name: modules[name] for name in first_names.values()}
+        chosen.update(outermost)
+    for name in sorted(chosen):
+        if nested := next((each for each in chosen if each.startswith(f"{name}.")), None):
+            raise ConfigError(
+                "block-in-block", f"{key}: block {nested} is inside block {name}; name only one of the two"
+            )
+    return tuple(name for name, _ in named if name in chosen)
 
 
 def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -175,10 +167,6 @@ def _children_of_containers(module: nn.Module, prefix: str) -> Iterator[str]:
             yield prefix + name
         else:
             yield from _children_of_containers(child, f"{prefix}{name}.")
-
-
-def _matches(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
-    return any(type(module).__name__ == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _read_parameters(modules: Modules, units: Sequence[str], precision: PrecisionConfig) -> tuple[ParamEntry, ...]:
@@ -199,28 +187,25 @@ def _read_parameters(modules: Modules, units: Sequence[str], precision: Precisio
     unit_at, block_at = _units_at(modules, units)
     entries = []
     for names in names_of.values():
-        parameter, first = parameters[names[0]], names[0]
-        owners = [name.rpartition(".")[0] for name in names]
-        holders = {unit_at[owner] for owner in owners}
+        parameter, is_bytes = parameters[names[0]], is_opaque(parameters[names[0]])
+        owners = {name: name.rpartition(".")[0] for name in names}
+        holders = {unit_at[at] for at in owners.values()}
         unit = holders.pop() if len(holders) == 1 else ROOT
-        is_bytes = is_opaque(parameter)
-        linear = [_is_linear_weight(name, parameter, modules[at]) for name, at in zip(names, owners, strict=True)]
-        own_layers = [
-            n for n, at in zip(names, owners, strict=True) if isinstance(modules[at], nn.Linear | nn.Embedding)
-        ]
+        is_linear = all(_is_linear_weight(name, parameter, modules[at]) for name, at in owners.items())
+        layers = tuple(name for name, at in owners.items() if isinstance(modules[at], nn.Linear | nn.Embedding))
         entries.append(
             ParamEntry(
-                name=first,
+                name=names[0],
                 aliases=tuple(names[1:]),
                 unit=unit,
                 shape=bytes_shape(parameter) if is_bytes else tuple(parameter.shape),
                 requires_grad=parameter.requires_grad,
                 is_opaque=is_bytes,
-                is_matrix=unit != ROOT and block_at.issuperset(owners) and all(linear),
-                fused=_joint(first, modules[owners[0]]),
+                is_matrix=unit != ROOT and block_at.issuperset(owners.values()) and is_linear,
+                fused=_joint(names[0], modules[owners[names[0]]]),
                 wide_in=() if is_bytes else tuple(narrow for narrow in _NARROW if not wide[narrow].isdisjoint(names)),
                 dtype=parameter.dtype,
-                layer_names=tuple(own_layers),
+                layer_names=layers,
             )
         )
     return tuple(entries)
@@ -235,10 +220,7 @@ def _units_at(modules: Modules, units: Sequence[str]) -> tuple[dict[str, str], s
     unit_at, inside, blocks = {"": ROOT}, set[str](), frozenset(units)
     for name, module in modules.items():
         above = name.rpartition(".")[0]
-        if name and unit_at[above] != ROOT:
-            unit_at[name] = unit_at[above]
-        elif name:
-            unit_at[name] = unit_of_module.get(id(module), ROOT)
+        unit_at[name] = unit_of_module.get(id(module), ROOT) if unit_at[above] == ROOT else unit_at[above]
         if name in blocks or above in inside:
             inside.add(name)
     return unit_at, inside
@@ -307,52 +289,3 @@ def _wide_names(modules: Modules, names: Iterable[str], precision: PrecisionConf
         inside = [name for name in names if name.startswith(start)] if patterns else []
         found.update(each for each in inside if any(re.search(p, each.removeprefix(start)) for p in patterns))
     return frozenset(found)
-
-
-# transformers names its models by what they predict, and the loss follows from the name.
-PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
-CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
-# Of transformers' losses, those that are a mean over the labels that are not ignored.
-_MEANS: Final = frozenset(
-    {"ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss"}
-)
-_PER_SAMPLE: Final = ("ForMultipleChoice", "ForNextSentencePrediction")
-# Decoders of transformers that write out a mean over the labels as they are, where others call their `loss_function`.
-_UNSHIFTED: Final = frozenset(
-    f"{name}ForCausalLM"
-    for name in (
-        *("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian", "Musicgen"),
-        *("MusicgenMelody", "Mvp", "PLBart", "Pegasus", "TrOCR", "Whisper"),
-    )
-) | {"FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"}
-# Decoders that write out another loss.
-_OTHER_LOSS: Final = frozenset({"BlipTextLMHeadModel", "ClvpForCausalLM", "ProphetNetForCausalLM"})
-
-
-def shifts_labels(model: nn.Module) -> bool | None:
-    """Return whether a model's own mean of cross-entropies leaves out the first label; None for any other loss.
-
-    It is known for models of transformers, also with PEFT's adapters, whose loss is of integer `labels`.
-    """
-    base: Any = getattr(model, "get_base_model", None)
-    inner: Any = base() if callable(base) else model
-    name, is_decoder = type(inner).__name__, not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
-    if not _is_transformers_own(inner) or name in _OTHER_LOSS:
-        return None
-    if name in _UNSHIFTED or name.endswith(_PER_SAMPLE):
-        return False
-    if inner.loss_type is None and is_decoder and not name.endswith(CAUSAL):
-        return None
-    kind = getattr(inner.loss_function, "__name__", "")
-    return kind == "ForCausalLMLoss" and is_decoder if kind in _MEANS else None
-
-
-def calls_loss_function(inner: nn.Module) -> bool:
-    """Return whether a model of transformers computes its loss by its `loss_function`, and none of its own."""
-    return _is_transformers_own(inner) and type(inner).__name__ not in _UNSHIFTED | _OTHER_LOSS
-
-
-def _is_transformers_own(inner: nn.Module) -> bool:
-    """Return whether a model's forward is one of transformers, whose losses follow from their classes' names."""
-    forward = inspect.unwrap(type(inner).forward)
-    return hasattr(type(inner), "base_model_prefix") and forward.__module__.startswith("transformers.")

@@ -58,7 +58,6 @@ def find_stage_units(
 
     Args:
         modules: by each of their names, the model first; their storage is not read.
-        params: of the model.
         named: the modules between which the user allows cuts; None to find them.
         replicated: modules that are in no unit: every stage holds and runs them.
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from shardwise.attention.block_layout import BlockLayout, keep_last
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
-from shardwise.attention.huggingface_masks import MaskWindow, find_mask_window
 from shardwise.comm.collectives import Comm
 from shardwise.config.resolve import ConfigError, ContextConfig, ResolvedConfig
 from shardwise.context.attention import ContextAttention
@@ -32,7 +31,6 @@ from shardwise.context.batch import (
     TokenShardedBatch,
     WholeBatch,
     by_name,
-    count_targets,
     cut_batch,
     for_proof,
     main_input,
@@ -46,7 +44,6 @@ from shardwise.context.huggingface import (
     inputs_for_proof,
     is_huggingface,
     split_inputs,
-    take_num_items,
     trained_length,
 )
 from shardwise.context.length_proof import LengthProofs, ProofInputs, numbers_of_a_token, signature_of, sizes_of
@@ -64,6 +61,8 @@ from shardwise.context.locality import (
     warn_unproved,
 )
 from shardwise.context.ulysses import check_heads, team_size
+from shardwise.hf.losses import count_targets, take_num_items
+from shardwise.hf.masks import MaskWindow, find_mask_window
 from shardwise.layout.token_ranges import TokenSplit, contiguous
 from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend
@@ -73,19 +72,6 @@ from shardwise.runtime.module_hooks import change_inputs
 from shardwise.runtime.torch_private import constant_in_graphs, pytree
 
 _AS_THEY_ARE: Final[Shapes] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class AppliedContext:
-    """Holds the results of `apply_context_parallel`.
-
-    Attributes:
-        sequences: takes this rank's share of batches.
-        undo: functions that give the model back as it was; call them in reverse order.
-    """
-
-    sequences: BatchSharder
-    undo: list[Callable[[], None]]
 
 
 def check_context(model: nn.Module, config: ResolvedConfig) -> None:
@@ -131,27 +117,45 @@ def apply_context_parallel(
     comm: Comm,
     shifts_labels: bool | None = None,
     shapes: Shapes = _AS_THEY_ARE,
-) -> AppliedContext:
+) -> tuple[BatchSharder, list[Callable[[], None]]]:
     """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
 
     Args:
         shifts_labels: how the model's own loss counts targets, as in `ModelFacts`.
         shapes: of whole parameters, by name, where this rank has parts of them.
 
+    Returns:
+        what takes this rank's share of batches, and functions that give the model back; call them in reverse order.
+
     Raises:
         ConfigError: the model cannot be given it.
     """
-    if config.mesh.cp == 1:
-        return AppliedContext(WholeBatch(shifts_labels), apply_attention(model, config.attention))
+    cp = config.mesh.cp
+    if cp == 1:
+        return WholeBatch(shifts_labels), apply_attention(model, config.attention)
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
-        limits = SequenceLimits() if comm.is_simulated else find_limits(model, config.mesh.cp, shapes)
-        given = _give_huggingface(model, config, attention, comm.rank, limits, shifts_labels)
-    else:
-        prove = None if comm.is_simulated else prove_own(model, config.mesh.cp, shapes)
-        given = _give_own(model, config, attention, comm.rank, prove)
-    return AppliedContext(given.sequences, [attention.close, *given.undo])
+        limits = SequenceLimits() if comm.is_simulated else find_limits(model, cp, shapes)
+        splits_of = TokenSplits(partial(whole_layout, model), config.context, cp)
+
+        def spread(
+            q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, lengths: tuple[int, ...], **extras: Any
+        ) -> Tensor:  # [B, H, S / cp, D], [B, K, S / cp, D]
+            return attention(q, k, v, layout, splits_of(lengths), **extras)
+
+        undo = apply_attention(model, config.attention, spread)
+        return HuggingFaceSequences(model, comm.rank, splits_of, limits, shifts_labels), [attention.close, *undo]
+    prove = None if comm.is_simulated else prove_own(model, cp, shapes)
+    undo = [attention.close, *apply_attention(model, config.attention)]
+    split_of = _own_splits(model, config)
+    made: dict[int, ContextParallelAttend] = {}  # layers that share an attend share its plans
+    for module in _attending(model):
+        own = module.attend
+        if id(own) not in made:
+            made[id(own)] = ContextParallelAttend(own, attention, split_of, cp)
+        undo.append(set_attribute(module, "attend", made[id(own)]))
+    return TokenShardedBatch(model, comm.rank, split_of, prove), undo
 
 
 def prove_huggingface(model: nn.Module, shapes: Shapes = _AS_THEY_ARE) -> int | None:
@@ -332,43 +336,6 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Ten
     return attend_alone(q, k, v)
 
 
-def _give_own(
-    model: nn.Module,
-    config: ResolvedConfig,
-    attention: ContextAttention,
-    rank: int,
-    prove: Callable[[Mapping[str, Any]], None] | None,
-) -> AppliedContext:
-    undo = apply_attention(model, config.attention)
-    split_of = _own_splits(model, config)
-    made: dict[int, ContextParallelAttend] = {}  # layers that share an attend share its plans
-    for module in _attending(model):
-        own = module.attend
-        if id(own) not in made:
-            made[id(own)] = ContextParallelAttend(own, attention, split_of, config.mesh.cp)
-        undo.append(set_attribute(module, "attend", made[id(own)]))
-    return AppliedContext(TokenShardedBatch(model, rank, split_of, prove), undo)
-
-
-def _give_huggingface(
-    model: nn.Module,
-    config: ResolvedConfig,
-    attention: ContextAttention,
-    rank: int,
-    limits: SequenceLimits,
-    shifts_labels: bool | None,
-) -> AppliedContext:
-    split_of = TokenSplits(partial(whole_layout, model), config.context, config.mesh.cp)
-
-    def spread(
-        q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, lengths: tuple[int, ...], **extras: Any
-    ) -> Tensor:  # [B, H, S / cp, D], [B, K, S / cp, D]
-        return attention(q, k, v, layout, split_of(lengths), **extras)
-
-    undo = apply_attention(model, config.attention, spread)
-    return AppliedContext(HuggingFaceSequences(model, rank, split_of, limits, shifts_labels), undo)
-
-
 @dataclass(frozen=True)
 class SequenceLimits:
     """Holds how long a model's sequences may be when they are split.
@@ -392,7 +359,6 @@ class HuggingFaceSequences:
         rank: of this process along the `cp` axis.
         split_of: returns the token split of a sequence, by the lengths of its documents.
         limits: of the length of its sequences.
-        shifts_labels: as for `count_targets`.
     """
 
     def __init__(
@@ -466,7 +432,6 @@ class TokenSplits(Generic[Kind]):
 
     Attributes:
         layout_of: returns what all heads of the model see in such a sequence.
-        degree: ranks of the `cp` axis.
     """
 
     layout_of: Callable[[Kind], BlockLayout]
@@ -496,7 +461,6 @@ class ContextParallelAttend:
     Attributes:
         own: the attention that it replaces, which says which keys each query sees.
         split_of: returns the token split of a sequence of some length.
-        degree: ranks of the `cp` axis.
     """
 
     own: Attend

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
+from shardwise.hf.losses import count_targets
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import pytree
 
@@ -55,24 +56,6 @@ class TokenShard:
     is_new_length: bool = False
 
 
-def count_targets(inputs: Any, shifts_labels: bool | None) -> Tensor | None:
-    """Count the targets of a batch over which the model's own loss is a mean, 0-d; None where that is not known.
-
-    Args:
-        inputs: of the model, by name.
-        shifts_labels: of `ModelFacts`.
-    """
-    given = inputs if isinstance(inputs, Mapping) and shifts_labels is not None else {}
-    shifted, labels = given.get("shift_labels"), given.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
-    if isinstance(shifted, Tensor):
-        labels = shifted
-    elif shifts_labels and labels.dim() > 1:
-        labels = labels[..., 1:]
-    return (labels != IGNORED).sum()
-
-
 class BatchSharder(Protocol):
     """Takes a rank's share of batches."""
 
@@ -88,11 +71,7 @@ class BatchSharder(Protocol):
 
 
 class WholeBatch:
-    """Gives each rank every token of its samples.
-
-    Args:
-        shifts_labels: as for `count_targets`.
-    """
+    """Gives each rank every token of its samples; `shifts_labels` is as for `count_targets`."""
 
     def __init__(self, shifts_labels: bool | None) -> None:
         self._shifts_labels = shifts_labels
@@ -227,7 +206,6 @@ def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
     """Return a pytree with all tensors of [samples, length, ...] cut to some tokens.
 
     Args:
-        batch: of whole sequences.
         main: the tensor that `main_input` finds; it gives samples and length.
 
     Raises:

@@ -25,14 +25,13 @@ from torch.nn import functional as F
 from shardwise.attention.cp_hook import sequence_mask
 from shardwise.attention.huggingface import attends_causally
 from shardwise.config.resolve import ConfigError
-from shardwise.construction.scan import CAUSAL, PER_TOKEN, calls_loss_function
-from shardwise.context.batch import IGNORED, main_input, take_tokens
+from shardwise.context.batch import main_input, take_tokens
+from shardwise.hf.losses import CAUSAL, IGNORED, NUM_ITEMS, PER_TOKEN, takes_shifted_labels
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import is_fake
 
-_NUM_ITEMS: Final = "num_items_in_batch"
 _PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", _NUM_ITEMS, *_PACKING)
+_REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", NUM_ITEMS, *_PACKING)
 _WHOLE: Final = ("past_key_values", "cache", "logits_to_keep")
 _MIXERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _NUM_PROOF_TOKENS: Final = 32
@@ -238,67 +237,24 @@ def _refuse_unknown(model: nn.Module, given: Mapping[str, Any], inputs: Mapping[
 
 def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[str, Tensor], Tensor]:
     """Return a rank's targets as arguments of the model's forward, and the weight of their mean loss."""
-    shifts = _shifts_labels(inner)
+    shifts = takes_shifted_labels(inner)
+    if shifts is None:
+        raise ConfigError(
+            "cp-token-loss",
+            f"the loss of {type(inner).__name__} is none of tokens that mesh.cp can split; leave the labels out and "
+            "give a loss_fn of its outputs and of targets by token, or set mesh.cp=1",
+        )
     whole = inputs["labels"]  # [B, S]
     if shifts:
         shifted = inputs.get("shift_labels")
         whole = F.pad(whole[:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
     own = take_tokens(whole, tokens)  # [B, n]
     num_own, num_whole = ((each != IGNORED).sum().double() for each in (own, whole))
-    num_all = num_whole if inputs.get(_NUM_ITEMS) is None else inputs[_NUM_ITEMS]  # transformers divides by it then
+    num_all = num_whole if inputs.get(NUM_ITEMS) is None else inputs[NUM_ITEMS]  # transformers divides by it then
     first, others = own.flatten().tensor_split([1])
     # A mean over no targets is NaN, which no weight makes 0; so there a target counts whose weight is 0.
     own = torch.cat([first.where(num_own > 0, torch.zeros_like(first)), others]).view_as(own)
     return {"labels": own, **({"shift_labels": own} if shifts else {})}, (num_own / num_all).where(num_own > 0, 0)
-
-
-def _shifts_labels(inner: Any) -> bool:
-    """Return whether a model's loss takes targets that were shifted, rather than labels as they are.
-
-    Raises:
-        ConfigError: its loss is no mean over tokens, or does not take such targets.
-    """
-    name, function = type(inner).__name__, getattr(inner, "loss_function", None)
-    if name.endswith(PER_TOKEN):
-        return False
-    if name.endswith(CAUSAL) and calls_loss_function(inner) and getattr(function, "__name__", "") == "ForCausalLMLoss":
-        return True
-    raise ConfigError(
-        "cp-token-loss",
-        f"the loss of {name} is none of tokens that mesh.cp can split; leave the labels out and give a loss_fn of its "
-        "outputs and of targets by token, or set mesh.cp=1",
-    )
-
-
-def take_num_items(inputs: Any) -> tuple[Any, Any]:
-    """Return inputs without `num_items_in_batch`, and its value; None where they have none.
-
-    Given it, transformers' losses are a sum divided by it, and the engine would multiply that by the wrong number.
-    Without it, a model's own loss is the mean over its own targets.
-    """
-    given = inputs.get(_NUM_ITEMS) if isinstance(inputs, Mapping) else None
-    if given is None:
-        return inputs, None
-    return {name: value for name, value in inputs.items() if name != _NUM_ITEMS}, given
-
-
-def check_num_items(model: nn.Module, num_items: Any, num_targets: Tensor | None) -> None:
-    """Check that the loss of a batch that had `num_items_in_batch` can be weighed without it.
-
-    Args:
-        num_items: that `take_num_items` has taken.
-        num_targets: that `count_targets` counts in the batch.
-
-    Raises:
-        ConfigError: it is not known over which targets the loss is a mean.
-    """
-    if num_items is not None and num_targets is None:
-        raise ConfigError(
-            "num-items-in-batch",
-            f"the batch has {_NUM_ITEMS}={num_items}, and how many targets the own loss of {type(model).__name__} is "
-            f"over is not known, so micro-batches cannot be weighed; leave {_NUM_ITEMS} out, or pass a loss_fn that "
-            "returns (sum, count)",
-        )
 
 
 def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) -> None:

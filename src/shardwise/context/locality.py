@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import MappingProxyType
@@ -22,14 +22,16 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import main_input
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.runtime.forward_state import kept_generators
+from shardwise.runtime.forward_state import ForwardState, kept_generators, put_attributes, registered_buffers
+from shardwise.runtime.forward_values import CONSTANTS, ValueBefore
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import pytree
-from shardwise.runtime.user_hooks import hooks_put_back
+from shardwise.runtime.user_hooks import followed, hooks_put_back
 
 _LOG: Final = logging.getLogger("shardwise")
 _TOLERANCE: Final = 1e-8  # of the largest
@@ -38,6 +40,7 @@ NO_CONTEXT: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.cp"
 
 Inputs = Mapping[str, Any]
 _Record = tuple[str, list[Tensor], list[Tensor]]
+_Written = tuple[dict[str, Any], str, ValueBefore]  # what holds an attribute, its name, what it was
 
 
 @dataclass(frozen=True)
@@ -190,15 +193,68 @@ def check_tokens_apart(
         for is_training, when in ((False, ""), (True, " in training")):
             if runs := _runs(copied, splitting, attempts, is_training, loss_weights, is_watched):
                 _compare(copied, splitting, runs, when)
+                _compare_kept(copied, splitting, runs, when)
+        if is_watched:  # a long sequence would take much memory, and shows no more of this than a short one
+            _check_backward(copied, splitting, attempts)
+
+
+def _check_backward(copied: nn.Module, splitting: Splitting, attempts: Sequence[Sequence[Inputs]]) -> None:
+    """Check the same of gradients, where hooks or functions of users run in the backward.
+
+    Raises:
+        ConfigError: a token's gradient is computed from those of others.
+    """
+    runs: list[list[Tensor]] = []
+    with _mode_of(copied, is_training=True), splitting.all_runs(copied, True):
+        for inputs in attempts:
+            with suppress(Exception), float64_throughout():  # what does not run has been warned of
+                if of_all := _gradients(copied, splitting, inputs[0], 0):
+                    parts = enumerate(inputs[1:], start=1)
+                    runs = [of_all, *(_gradients(copied, splitting, arguments, part) for part, arguments in parts)]
+                break
+    if runs and not all(map(is_like, *runs)):
+        rule = splitting.rule
+        raise ConfigError(
+            rule.apart_code,
+            f"{rule.key} splits sequences, and the backward of {type(copied).__name__} computes gradients of tokens "
+            f"from those of others of their sequence, in a hook or a torch.autograd.Function; {rule.fix}",
+        )
+
+
+def _gradients(model: nn.Module, splitting: Splitting, inputs: Inputs, part: int) -> list[Tensor]:
+    """Return the gradients of what a model's first modules return; none where no code of users computes them."""
+    shape = tuple(main_input(inputs).shape[:2])
+    with (
+        splitting.one_run(inputs, part),
+        kept_generators(),
+        followed(model, shape) as forward,
+        ForwardState(model).first() as record,
+    ):
+        output = model(**inputs)
+        outputs = [leaf for leaf in _without_loss(output) if leaf.requires_grad]
+        gradients = forward.gradients(outputs) if part or forward.has_code else []
+    _put_back([*record.written()])
+    return gradients
+
+
+def _put_back(written: Sequence[_Written]) -> None:
+    """Give a model the state back that a run has begun with, since all runs are to begin with the same."""
+    made: dict[int, Any] = {}
+    for attributes, name, before in written:
+        with suppress(EngineError):  # of a large tensor there is no copy
+            put_attributes(attributes, {name: before.remake(made)})
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Holds what a forward has returned, the weighted loss apart, and what its modules were given and returned."""
+    """Holds what a forward has returned, the weighted loss apart, what its modules were given and returned, and the
+    numbers in the attributes that it has written.
+    """
 
     outputs: list[Tensor]
     loss: list[Tensor]
     records: list[_Record]
+    kept: dict[str, list[Any]]
 
 
 def _runs(
@@ -211,26 +267,32 @@ def _runs(
 ) -> list[_Run]:
     """Return what a model computes of all tokens and of each part; nothing where it does not run."""
     rule = splitting.rule
+    with _mode_of(copied, is_training), splitting.all_runs(copied, is_training):
+        for attempt, inputs in enumerate(attempts):
+            try:
+                with torch.no_grad(), float64_throughout():
+                    return [
+                        _run(copied, arguments, splitting.one_run(arguments, part), weight, is_watched)
+                        for part, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
+                    ]
+            except ConfigError as error:
+                raise ConfigError(
+                    error.code, f"{rule.key} is not for {type(copied).__name__}: {error}; or {rule.fix}"
+                ) from error
+            except Exception as error:
+                if attempt == len(attempts) - 1:
+                    warn_unproved(copied, error, rule)
+    return []
+
+
+@contextmanager
+def _mode_of(copied: nn.Module, is_training: bool) -> Iterator[None]:
+    """Let a copy train inside the context, or run as it is."""
     before = [(module, module.training) for module in copied.modules()]
     if is_training:
         copied.train()
     try:
-        with splitting.all_runs(copied, is_training):
-            for attempt, inputs in enumerate(attempts):
-                try:
-                    with torch.no_grad(), float64_throughout():
-                        return [
-                            _run(copied, arguments, splitting.one_run(arguments, part), weight, is_watched)
-                            for part, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
-                        ]
-                except ConfigError as error:
-                    raise ConfigError(
-                        error.code, f"{rule.key} is not for {type(copied).__name__}: {error}; or {rule.fix}"
-                    ) from error
-                except Exception as error:
-                    if attempt == len(attempts) - 1:
-                        warn_unproved(copied, error, rule)
-        return []
+        yield
     finally:
         for module, training in before:
             module.training = training
@@ -254,6 +316,18 @@ def _compare(copied: nn.Module, splitting: Splitting, runs: Sequence[_Run], when
         f"{rule.key} splits sequences, and {name} of {type(copied).__name__} computes tokens{when} from others of "
         f"their sequence {rule.exception}, or from their number; {rule.fix}",
     )
+
+
+def _compare_kept(copied: nn.Module, splitting: Splitting, runs: Sequence[_Run], when: str) -> None:
+    of_all, *of_parts = (run.kept for run in runs)
+    rule = splitting.rule
+    for name, numbers in of_all.items():
+        if not all(_is_same(numbers, part[name]) for part in of_parts if name in part):
+            raise ConfigError(
+                rule.apart_code,
+                f"{rule.key} splits sequences, and {type(copied).__name__} keeps {name}, which its forward computes"
+                f"{when} from all tokens, or from their number, and of which a rank has a part; {rule.fix}",
+            )
 
 
 def warn_unproved(model: nn.Module, error: Exception, rule: SplitRule = CONTEXT_RULE) -> None:
@@ -283,22 +357,64 @@ def _run(
         lambda name, _, args, kwargs: under_way.append((name, _floats((args, kwargs)))),
         lambda output: records.append((*under_way.pop(), _floats(output))),
     )
-    with (
-        watching if is_watched else nullcontext(),
-        around,
-        kept_generators(),
-    ):
-        output = model(**inputs)
+    with around, kept_generators():
+        with watching if is_watched else nullcontext(), ForwardState(model).first() as record:
+            output = model(**inputs)
+        written = [*record.written()]
+        kept = _numbers_in(model, written)
+        if any(map(_counts, kept.values())):
+            model(**inputs)  # a number that counts is another now; one that is made for a length is not
+            again = _numbers_in(model, written)
+            kept = {name: each for name, each in kept.items() if not (_counts(each) and _is_same(each, again[name]))}
+    _put_back(written)
     loss = getattr(output, "loss", None)
     weighted = [] if loss_weight is None or loss is None else [loss.detach() * loss_weight.cpu()]
-    return _Run(_floats(output), weighted, records)
+    return _Run(_floats(output), weighted, records, kept)
+
+
+def _numbers_in(model: nn.Module, written: Sequence[_Written]) -> dict[str, list[Any]]:
+    """Return the numbers and tensors in attributes of a model that a forward has written, by full name."""
+    prefixes = {
+        id(attributes): f"{name}." if name else ""
+        for name, module in model.named_modules()
+        for attributes in (vars(module), registered_buffers(module))
+    }
+    found = {}
+    for attributes, name, _ in written:
+        value = attributes.get(name)
+        is_object = hasattr(value, "__dict__") and not isinstance(value, (Tensor, *CONSTANTS))
+        leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(vars(value) if is_object else value)
+        numbers = [each for each in leaves if isinstance(each, Tensor | int | float) and not isinstance(each, bool)]
+        if numbers and id(attributes) in prefixes:
+            found[prefixes[id(attributes)] + name] = [_copied(each) for each in numbers]
+    return found
+
+
+def _copied(number: Any) -> Any:
+    return number.detach().clone() if isinstance(number, Tensor) else number
+
+
+def _counts(numbers: Sequence[Any]) -> bool:
+    """Say whether all numbers are integers."""
+    return all(not each.is_floating_point() if isinstance(each, Tensor) else isinstance(each, int) for each in numbers)
+
+
+def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Say whether numbers are equal, where there are as many and their shapes are equal: others are of tokens."""
+    if len(one) != len(other):
+        return True
+    pairs = [[torch.as_tensor(each).double() for each in pair] for pair in zip(one, other, strict=True)]
+    return all(first.shape != second.shape or is_close(first, second) for first, second in pairs)
 
 
 def _floats(value: Any) -> list[Tensor]:
+    return [leaf.detach().clone() for leaf in _without_loss(value)]
+
+
+def _without_loss(value: Any) -> list[Tensor]:
     if hasattr(value, "to_tuple"):  # an output of transformers; its loss is of all tokens
         value = [each for name, each in value.items() if name != "loss"]
-    leaves = pytree.tree_leaves(value)
-    return [leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def is_like(whole: Tensor, *parts: Tensor) -> bool:

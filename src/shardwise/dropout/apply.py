@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
-from shardwise.dropout.keyed_attention import keyed_attention
 from shardwise.dropout.numbers import TensorPlace
 from shardwise.dropout.torch_draws import (
     BACKWARDS,
     DRAWS,
     SPECIAL,
     is_opaque,
+    keyed_attention,
     keyed_draw,
     opaque_draw,
     seeded_draw,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -61,6 +62,7 @@ class StillFunctions(TorchFunctionMode):
             return own_body(*args, **keywords)
 
 
+@dataclass(frozen=True)
 class _StillSite:
     """Is where draws come from; see `Drawing`."""
 

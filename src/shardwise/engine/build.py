@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.collectives import CommFactory
-from shardwise.comm.consistency import BatchCheck, all_or_none
+from shardwise.comm.agreement import Agreement, all_or_none
+from shardwise.comm.collectives import Comm, CommFactory
+from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn
 from shardwise.comm.mesh import CommGroups, connect
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import Watchdog, watch
-from shardwise.config.resolve import ResolvedConfig
+from shardwise.config.resolve import PrecisionConfig, ResolvedConfig
+from shardwise.construction.opaque import as_bytes, quant_state, scales
 from shardwise.construction.values import ParamInitializer
 from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
@@ -31,8 +33,11 @@ from shardwise.engine.runner import SequentialRunner, StepRunner
 from shardwise.engine.state_api import note_engine
 from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
+from shardwise.engine.whole_values import check_of_graphs
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
+from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.precision import buffer_dtype
 from shardwise.offload.activations import ActivationStore, build_store
 from shardwise.offload.tiers import Tiers
 from shardwise.optim.schedules import own_scheduler
@@ -40,7 +45,7 @@ from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.fp8_linears import convert_linears
-from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.module_hooks import call_after_forward
 from shardwise.runtime.optimizer_probe import check_scheduler
 from shardwise.runtime.precision import LossScaler
@@ -55,9 +60,9 @@ from shardwise.tensor.loss_parallel import LazyLogitsHead, deferring_heads, sett
 from shardwise.tensor.sequence_proof import prove_sequences
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
+from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
-from shardwise.zero.startup import agree_on_tied, broadcast_buffers, broadcast_params_across_stages, broadcast_scales
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,6 @@ class EngineInputs:
 
     Attributes:
         model: any module; it is changed in place.
-        config: resolved.
         layout: which slice of each state each rank holds.
         memory: the tracker of the device on which the engine computes.
         comm_factory: makes the communicators, real or simulated.
@@ -83,6 +87,12 @@ class EngineInputs:
     optimizer: Optimizer | OptimizerFactory | None = None
     scheduler: Scheduler | None = None
     has_values: bool = True
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """Return that of all ranks of the engine."""
+        factory, ranks = self.comm_factory, range(self.layout.mesh.world_size)
+        return Agreement(factory.store, ranks, factory.rank, self.config.run.timeout_s, "engine")
 
 
 def build(inputs: EngineInputs) -> tuple[EngineParts, StepRunner, ExitStack]:
@@ -132,7 +142,7 @@ def build(inputs: EngineInputs) -> tuple[EngineParts, StepRunner, ExitStack]:
         try:
             agree_on_tied(sharding.groups, comms)
             values.close()
-            with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "optimizer"):
+            with all_or_none(inputs.agreement, "optimizer"):
                 parts, pipes = _make_parts(inputs, resources, sharding, optimizer_plan, watchdog, stages, cleanup)
             events.follow(parts)
             runner: StepRunner = SequentialRunner(parts)
@@ -149,7 +159,6 @@ def release(cleanup: ExitStack, tiers: Tiers, sharding: ShardingState, keep_valu
     """Give the model its parameters back and close all else; a rank frees its own even where others do not come.
 
     Args:
-        cleanup: what `build` has returned.
         keep_values: False leaves the parameters without values, on meta.
     """
     with cleanup:
@@ -166,7 +175,7 @@ def _open_tiers(inputs: EngineInputs, streams: Streams, is_simulated: bool) -> T
     tiers = Tiers(config.tiers, inputs.layout, streams, inputs.memory, comm_factory.rank, is_simulated)
     if "nvme" in (config.tiers.params, config.tiers.grads, config.tiers.optimizer):
         try:
-            with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "tiers"):
+            with all_or_none(inputs.agreement, "tiers"):
                 tiers.reserve()
         except BaseException:
             tiers.close()
@@ -185,7 +194,7 @@ def _make_parts(
 ) -> tuple[EngineParts, P2PChannels | None]:
     """Alter the model's modules, open the channels between stages, and make the optimizer and what a step needs."""
     config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
-    store, rank, pipes = comm_factory.store, comm_factory.rank, None
+    rank, pipes = comm_factory.rank, None
     draws = KeyedDraws(config.run.seed, inputs.memory.device, config.mesh.cp)
     sequences, activations = _alter_modules(inputs, resources, draws, cleanup)
     if stages is not None:
@@ -195,7 +204,7 @@ def _make_parts(
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
     if inputs.scheduler is not None:
         check_scheduler(inputs.scheduler, sharded.optimizer)
-    split_values, hooks_once = _follow_hooks(inputs, comms, draws, cleanup)
+    split_values, hooks_once = _follow_hooks(inputs, comms, draws, sharding, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     scheduler = inputs.scheduler or own_scheduler(config, sharded.optimizer)
     parts = EngineParts(
@@ -205,7 +214,8 @@ def _make_parts(
         comm_factory=comm_factory,
         watchdog=watchdog,
         status=EngineStatus(resources.tiers.worker.outcome),
-        check_batch=BatchCheck(store, one_sample, rank, config.run),
+        agreement=inputs.agreement,
+        check_batch=BatchCheck(comm_factory.store, one_sample, rank, config.run),
         losses=LossAccumulator(comms),
         scaler=LossScaler(config.precision),
         draws=draws,
@@ -235,13 +245,13 @@ def _settle_if_alone(heads: Sequence[LazyLogitsHead], sharding: weakref.ref[Shar
 
 
 def _follow_hooks(
-    inputs: EngineInputs, comms: CommGroups, draws: KeyedDraws, cleanup: ExitStack
+    inputs: EngineInputs, comms: CommGroups, draws: KeyedDraws, sharding: ShardingState, cleanup: ExitStack
 ) -> tuple[SplitModelValues | None, HooksOnce | None]:
     """Make what shows whole values to hooks of users and to losses, and what recomputes without hooks that look."""
     model, config, tensor = inputs.model, inputs.config, inputs.layout.tensor
     values = once = None
     if tensor is not None and (mappings := mappings_of(model)) is not None and not comms.all.is_simulated:
-        values = SplitModelValues(model, tensor, config, mappings, draws)
+        values = SplitModelValues(model, tensor, config, mappings, draws, sharding)
         cleanup.callback(values.views.close)
     if config.recompute.mode != "none":
         once = HooksOnce(model.get_submodule(name) for name in inputs.layout.held_units)
@@ -262,8 +272,9 @@ def _alter_modules(
     shapes = {} if tensor is None else {name: each.global_shape for name, each in tensor.splits.items()}
     if tensor is not None and not resources.comms.all.is_simulated:
         _undo_at_end(cleanup, prove_sequences(model, tensor, config))
-    given = apply_context_parallel(model, config, resources.comms.context, layout.facts.shifts_labels, shapes)
-    _undo_at_end(cleanup, given.undo)
+    context, shifts_labels = resources.comms.context, layout.facts.shifts_labels
+    sequences, undo_context = apply_context_parallel(model, config, context, shifts_labels, shapes)
+    _undo_at_end(cleanup, undo_context)
     if tensor is not None:
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
@@ -285,8 +296,9 @@ def _alter_modules(
     _undo_at_end(cleanup, keyed)
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
-    _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
-    return given.sequences, activations
+    check_graph = check_of_graphs(model, tensor, layout.units) if tensor is not None else None
+    _undo_at_end(cleanup, replace_forwards(model, layout, config, activations, check_graph))
+    return sequences, activations
 
 
 def _shared_forward(config: ResolvedConfig) -> str:
@@ -301,3 +313,86 @@ def _shared_forward(config: ResolvedConfig) -> str:
 def _undo_at_end(cleanup: ExitStack, undo: Iterable[Callable[[], None]]) -> None:
     for each in undo:
         cleanup.callback(each)
+
+
+def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: MemoryTracker, comm: Comm) -> None:
+    """Move a model's buffers to the device, with rank 0's values; `precision.buffers` says in which dtype."""
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(comm.device, buffer_dtype(buffer.dtype, precision))
+        memory.track(buffer, Category.OTHER)
+        if comm.world_size > 1 and buffer.numel() > 0:
+            comm.broadcast(buffer.data, f"buffer {name}")
+
+
+def broadcast_scales(model: nn.Module, memory: MemoryTracker, comm: Comm) -> None:
+    """Move to the device what unpacks a model's packed parameters, with rank 0's values, as they are stored.
+
+    Args:
+        model: the model whose parameters have scales.
+    """
+    for parameter in model.parameters():
+        if (state := quant_state(parameter)) is not None:
+            state.to(comm.device)
+    for module in model.modules():
+        # bitsandbytes would replace the bytes by others on the CPU in evaluation, and these would be in no shard.
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    for name, tensor in scales(model):
+        memory.track(tensor, Category.OTHER)
+        if comm.world_size > 1 and tensor.numel() > 0:
+            comm.broadcast(tensor.view(-1), f"scales {name}")
+
+
+def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, comms: CommGroups) -> None:
+    """Send the first rank's initial values to the first rank of each stage, for the parameters that it holds.
+
+    From there they go to the stage's other ranks, and replace the values that those have. Where values are keyed by
+    name, every rank draws the same. Where each rank has a slice, the stage's ranks share the slices of their own
+    parameters from now on.
+
+    Args:
+        values: the model's initial values; one parameter is sent at a time.
+        layout: says which parameters this rank holds.
+    """
+    if comms.pipeline.world_size == 1 or not values.has_values:
+        return
+    held = {group.name for group in layout.groups}
+    for group in _by_turns(layout.model_groups):
+        for place in group.params:
+            if values.is_sharded(place.name):
+                values.move(place.name, comms.model if group.name in held else None)
+    if comms.model.rank > 0:
+        return
+    for group in layout.model_groups:
+        for place in group.params:
+            if values.is_same_everywhere(place.name) or place.numel == 0:
+                continue
+            own = values.read(place.name)
+            sent = own.to(comms.pipeline.device).contiguous()
+            flat = as_bytes(sent) if group.is_opaque else sent.view(-1)
+            comms.pipeline.broadcast(flat, f"initial values of {place.name}")
+            own.copy_(sent)
+
+
+def _by_turns(groups: Sequence[GroupSpec]) -> list[GroupSpec]:
+    """Order groups so that the stages take turns: so a rank gives away as much as it takes."""
+    seen: Counter[tuple[int, ...]] = Counter()
+
+    def turn(group: GroupSpec) -> int:
+        seen[group.stages] += 1
+        return seen[group.stages]
+
+    return sorted(groups, key=turn)
+
+
+def agree_on_tied(groups: Sequence[ParamGroup], comms: CommGroups) -> None:
+    """Make parameters that several stages hold start from equal values."""
+    for group in groups:
+        tied = comms.tied.get(group.holders)
+        if tied is None:
+            continue
+        master = group.master
+        whole = master.read(0, master.numel).to(tied.device, copy=True)
+        tied.broadcast(whole, f"tied values of {group.spec.name}")
+        master.write(0, whole)
+        group.adopt_master()

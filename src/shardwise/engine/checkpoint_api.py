@@ -33,19 +33,26 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.checkpoint import data_position, training_state
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
 from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
-from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.data_position import DataLoaderState
-from shardwise.checkpoint.extra_states import read_extra_states, saved_extra_states, set_extra_states
 from shardwise.checkpoint.find import root_of
 from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
-from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
+from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest, agreed
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import named_dtype
 from shardwise.checkpoint.tagged_json import from_json, to_json
-from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, digests, held_buffers, whole
-from shardwise.comm.store import PatientStore
-from shardwise.config.errors import EngineError, code_of
+from shardwise.checkpoint.training_state import (
+    Role,
+    SavedBuffer,
+    digests,
+    held_buffers,
+    read_extra_states,
+    saved_extra_states,
+    set_extra_states,
+    whole,
+)
+from shardwise.comm.agreement import Judge
+from shardwise.config.errors import EngineError
 from shardwise.config.untrusted_files import check_nesting
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import follow_freezing, zero_grad
@@ -57,65 +64,8 @@ from shardwise.zero import checkpoint_state
 
 log = logging.getLogger("shardwise")
 
-# Called when work makes progress, so that the other ranks go on waiting.
-Progress = Callable[[], None]
-
-# The first character of a verdict on a save or a load: all went well, the checkpoint is damaged, it does not fit.
-_WELL, _DAMAGED, _UNFIT = "w", "d", "u"
 # Prefixes of the names of states that belong to one rank alone.
 _GENERATOR, _BUFFER, _STEPPED_WHOLE = "generator.", "buffer.", "optimizer."
-
-
-class AllRanks:
-    """Does one thing after another on all ranks: each goes well on all of them, or raises the same error on all."""
-
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._num_barriers = 0
-
-    def run(
-        self, work: Callable[[Progress], str], subject: str, judge: Callable[[Mapping[int, str]], str] | None = None
-    ) -> str:
-        """Run `work` on every rank, and return what it returned on rank 0.
-
-        Args:
-            work: is given a function to call at each progress; returns a text for `judge`.
-            judge: makes one verdict of those of all ranks; None for `_worst`.
-
-        Raises:
-            DamagedError: on every rank: on some rank it raised one.
-            CheckpointError: on every rank, so that none waits for another: it failed on some rank for another reason.
-        """
-        failure: Exception | None = None
-        barrier = self.new_barrier(subject)
-
-        def attempt() -> str:
-            nonlocal failure
-            try:
-                return _WELL + work(barrier.show_progress)
-            except DamagedError as error:
-                return f"{_DAMAGED}{error.code} {error}"
-            except (ValueError, OSError) as error:
-                return f"{_UNFIT}{code_of(error, 'rank-failed')} {error}"
-            except Exception as error:  # an unforeseen one
-                failure = error
-                return f"{_UNFIT}rank-failed rank {self._parts.comm.rank} failed: {type(error).__name__}: {error}"
-
-        verdict = barrier.run("outcome", attempt, judge or _worst)
-        barrier.finish()
-        if failure is not None:
-            raise failure
-        if verdict.startswith(_WELL):
-            return verdict.removeprefix(_WELL)
-        code, _, text = verdict[1:].partition(" ")
-        raise (DamagedError if verdict.startswith(_DAMAGED) else CheckpointError)(code, text)
-
-    def new_barrier(self, subject: str) -> StoreBarrier:
-        """Make the barrier for something that all ranks do now, other than a save."""
-        self._num_barriers += 1
-        comm, store, run = self._parts.comm, self._parts.comm_factory.store, self._parts.config.run
-        own_store = None if store is None else PatientStore(store, run.timeout_s, "agreement")
-        return StoreBarrier(own_store, self._num_barriers, comm.rank, comm.world_size, run.timeout_s, subject)
 
 
 class Checkpoints:
@@ -126,14 +76,12 @@ class Checkpoints:
 
     Attributes:
         saver: runs the saves.
-        ranks: all of them, for what they do together.
         may_save_within_step: gradients since the last step do not prevent a save; they are not in it.
     """
 
     def __init__(self, parts: EngineParts, follows_config: bool) -> None:
         factory, timeout_s = parts.comm_factory, parts.config.run.timeout_s
         self.saver = Saver(factory.store, factory.rank, parts.comm.world_size, timeout_s, parts.device)
-        self.ranks = AllRanks(parts)
         self._parts = parts
         self._follows_config = follows_config
         self.may_save_within_step = False
@@ -155,49 +103,32 @@ class Checkpoints:
         self._check_can_save()
         if parts.state.num_backwards == 0:
             follow_freezing(parts)
-        saved: list[StateShard | ScalarState] = []
-        buffers: list[SavedBuffer] = []
-        manifest = Manifest(parts.state.num_steps, (), {})
-        position: list[StateShard] = []
+        root, step = Path(path), parts.state.num_steps
+        own_folder = root.resolve() / step_name(step)
 
-        def prepare(_: Progress) -> str:
-            nonlocal manifest, buffers
+        def prepare() -> SaveRequest:
             steps_to_delete((), keep_last, keep_every)  # it refuses values out of range
             if data is not None and contents == "weights":
                 raise CheckpointError("position-of-weights", "weights alone have no data position; drop data=...")
             check_tag(tag, keep_last is keep_every is None)
             parts.sharding.check_model()
-            manifest = self._manifest(contents, extra)
+            manifest, position = self._manifest(contents, extra), list[StateShard]()
             if data is not None:
                 text, kind = data_position.read_state(data, parts.layout.mesh)
                 manifest = replace(manifest, trajectory={**manifest.trajectory, "data": kind})
-                position.extend(self._position(text, kind["is_global"]))
-            if contents != "trainable":
-                buffers = saved_buffers(parts)
-                saved.extend(saved_extra_states(parts.model, partial(_role_of, parts)))
-            saved.extend(self._saved(contents, buffers))
-            is_compared = parts.comm.world_size > 1 and contents == "all"
-            return json.dumps(digests(buffers) if is_compared else {})
+                position += self._position(text, kind["is_global"])
+            buffers = [] if contents == "trainable" else saved_buffers(parts)
+            saved = [*self._saved(contents, buffers), *self._own(contents), *position]
+            flags = own_folder in self._passed_over and not tag, saves_from_files(parts.layout)
+            request = SaveRequest(root, manifest, *self._written(saved), keep_last, keep_every, *flags, tag)
+            return self._with_buffers(request, buffers) if contents == "all" else request
 
-        written_digests = json.loads(self.ranks.run(prepare, "the save of a checkpoint", _joined))
-        saved += [*self._own(contents, buffers, written_digests), *position]
-        state_shards = tuple(each for each in saved if isinstance(each, StateShard))
-        written = {state_shard.name for state_shard in state_shards if state_shard.written}
-        # Of a parameter that one rank steps whole, other ranks may write the elements.
-        has_owners = self._parts.states().sharded.whole is not None
-        numbers = tuple(
-            each for each in saved if isinstance(each, ScalarState) and (has_owners or each.name in written)
-        )
-        own = Path(path).resolve() / step_name(parts.state.num_steps)
-        flags = own in self._passed_over and not tag, saves_from_files(parts.layout)
-        request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags, tag)
-        self.saver.start(request, wait)
-        self._passed_over.discard(own)  # the checkpoint there is whole from now on
+        self.saver.start(step, prepare, wait)
+        self._passed_over.discard(own_folder)  # the checkpoint there is whole from now on
 
     def tags_of_ranks(self, tag: str) -> dict[int, str]:
         """Return the tag that each rank gives; all ranks call it."""
-        text = self.ranks.run(lambda _: tag, "the tags of a checkpoint", _listed)
-        return {int(rank): given for rank, given in json.loads(text).items()}
+        return dict(json.loads(self._agreed("the tags of a checkpoint", lambda: tag, _listed)))
 
     def load(
         self, path: str | Path, strict: bool, weights_only: bool, data: DataLoaderState | None = None
@@ -208,7 +139,7 @@ class Checkpoints:
         self._recover()
         zero_grad(parts, keeps_forwards=False)
         follow_freezing(parts)
-        names = json.loads(self.ranks.run(lambda _: json.dumps(_names(path)), "the load of a checkpoint"))
+        names = json.loads(self._agreed("the load of a checkpoint", lambda: json.dumps(_names(path))))
         damaged: list[str] = []
         for folder in (Path(path) / name for name in names):
             try:
@@ -277,25 +208,25 @@ class Checkpoints:
         num_bytes, buffers = 0, saved_buffers(parts)
         targets = [*checkpoint_state.held_parameters(parts.states()), *(each.state_shard for each in buffers)]
 
-        def make_plan(_: Progress) -> str:
+        def make_plan() -> str:
             nonlocal plan
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
             extra_states.update(read_extra_states(parts.model, folder, plan.manifest))
             data_position.restore(data, folder, plan.manifest, parts.layout.mesh, parts.comm.rank)  # it may refuse
             return ""
 
-        self.ranks.run(make_plan, "the end of a load")
+        self._agreed("the load of a checkpoint", make_plan)
         assert plan is not None, "made on every rank"
         loaded = plan
 
-        def read(progress: Progress) -> str:
+        def read() -> str:
             nonlocal num_bytes
             states: list[StateShard] = []
             if loaded.with_states:
                 checkpoint_state.prepare_optimizer_states(parts.states(), loaded.optimizer_states())
                 all_states = checkpoint_state.held_optimizer_states(parts.states())
                 states += [each for each in all_states if isinstance(each, StateShard)]
-            num_bytes = loaded.read(folder, [*targets, *states], progress)
+            num_bytes = loaded.read(folder, [*targets, *states], parts.agreement.show_progress)
             for each in buffers:
                 each.restore()
             set_extra_states(parts.model, extra_states)
@@ -303,7 +234,7 @@ class Checkpoints:
             return ""
 
         parts.status.begin_load(loaded.with_states)
-        self.ranks.run(read, "the end of a load")
+        self._agreed("the load of a checkpoint", read)
         with torch.no_grad():
             checkpoint_state.adopt_masters(parts.states())
         if loaded.with_states:
@@ -312,6 +243,19 @@ class Checkpoints:
         parts.status.end_load(loaded.with_states)
         saved = loaded.manifest
         return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
+
+    def _agreed(self, subject: str, work: Callable[[], str], judge: Judge | None = None) -> str:
+        """Do the same on all ranks, and return the verdict, without a judge what it returned on rank 0.
+
+        Raises:
+            CheckpointError: on every rank, as `agreed`; but a rank that failed in an unforeseen way raises its own.
+        """
+        agreement = self._parts.agreement
+        verdict = agreement.run("states", work, judge, subject)
+        is_foreseen = isinstance(verdict.error, (ValueError, OSError)) or verdict.is_without_store
+        if verdict.error is not None and not is_foreseen:
+            raise verdict.error
+        return agreed(verdict, is_plain=len(verdict.failures) == len(agreement.ranks))
 
     def load_schedule(self, folder: Path) -> None:
         """Load the state of the schedule alone, where the checkpoint in a folder has it.
@@ -359,25 +303,45 @@ class Checkpoints:
         """Yield all states of this rank that are saved, except those that belong to this rank alone."""
         states = self._parts.states()
         is_partial = contents == "trainable"
+        if not is_partial:
+            yield from saved_extra_states(self._parts.model, partial(_role_of, self._parts))
         yield from (each for each in checkpoint_state.held_parameters(states) if each.trainable or not is_partial)
         yield from (each.state_shard for each in buffers)
         if contents != "weights":
             yield from checkpoint_state.held_optimizer_states(states)
 
-    def _own(
-        self, contents: Contents, buffers: Sequence[SavedBuffer], written_digests: Mapping[str, str]
-    ) -> Iterator[StateShard]:
-        """Yield what belongs to this rank alone: its generators, and its buffers that differ from the written ones."""
+    def _own(self, contents: Contents) -> Iterator[StateShard]:
+        """Yield what belongs to this rank alone, except its buffers: its generators, and what one rank alone writes."""
         if contents == "weights":
             return
         rank = self._parts.comm.rank
         for name, state in training_state.generator_states(self._parts.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
         for name, state in checkpoint_state.odd_optimizer_states(self._parts.states()):
-            # One rank alone writes it; the first's name is in every layout.
+            # The first's name is in every layout.
             yield whole(rank_name(0, _STEPPED_WHOLE + name), state, kind="rank", is_written=True)
-        for each in differing(buffers, written_digests) if contents == "all" else ():
-            yield whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)
+
+    def _written(
+        self, saved: Sequence[StateShard | ScalarState]
+    ) -> tuple[tuple[StateShard, ...], tuple[ScalarState, ...]]:
+        """Return the shards of what is saved, and the numbers that this rank writes."""
+        shards = tuple(each for each in saved if isinstance(each, StateShard))
+        written = {shard.name for shard in shards if shard.written}
+        # Of a parameter that one rank steps whole, other ranks may write the elements.
+        has_owners = self._parts.states().sharded.whole is not None
+        numbers = (each for each in saved if isinstance(each, ScalarState))
+        return shards, tuple(each for each in numbers if has_owners or each.name in written)
+
+    def _with_buffers(self, request: SaveRequest, buffers: Sequence[SavedBuffer]) -> SaveRequest:
+        """Add the buffers of this rank to its request: those that differ from the written ones are saved too."""
+        rank = self._parts.comm.rank
+        own = tuple(
+            whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)
+            for each in buffers
+            if each.role == "runs"
+        )
+        written = digests(buffers, "writes") if self._parts.comm.world_size > 1 else {}
+        return replace(request, digests=written, own_digests=digests(buffers, "runs"), own=own)
 
     def _position(self, text: Tensor, is_global: bool) -> Iterator[StateShard]:
         """Yield this rank's position in the data, if it is the first of those that read the same data."""
@@ -523,22 +487,5 @@ def _names(path: str | Path) -> list[str]:
     return [os.path.relpath(folder, path) for folder in candidates(root_of(Path(path)))]
 
 
-def _joined(notes: Mapping[int, str]) -> str:
-    """Return the verdict of `_worst`; where all is well, merge the JSON dicts that all ranks have returned into one."""
-    worst = _worst(notes)
-    if not worst.startswith(_WELL):
-        return worst
-    return _WELL + json.dumps({key: value for note in notes.values() for key, value in json.loads(note[1:]).items()})
-
-
-def _listed(notes: Mapping[int, str]) -> str:
-    return _WELL + json.dumps({rank: note[1:] for rank, note in sorted(notes.items())})
-
-
-def _worst(notes: Mapping[int, str]) -> str:
-    """Return the gravest verdict of the ranks, that of the first rank that has it; rank 0's where all is well."""
-    for kind in (_UNFIT, _DAMAGED):
-        for note in notes.values():
-            if note.startswith(kind):
-                return note
-    return notes[0]
+def _listed(tags: Mapping[int, str]) -> str:
+    return json.dumps(sorted(tags.items()))

@@ -19,7 +19,7 @@ from shardwise.checkpoint.manifest import CheckpointError, Manifest
 from shardwise.checkpoint.match import WantedState, match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
-from shardwise.engine.checkpoint_api import AllRanks, Checkpoints, saved_buffers
+from shardwise.engine.checkpoint_api import Checkpoints, saved_buffers
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import zero_grad
 from shardwise.runtime.precision import TORCH_DTYPES
@@ -59,18 +59,13 @@ def import_weights(
 
 def export_weights(
     parts: EngineParts,
-    ranks: AllRanks,
     folder: Path,
     dtype: Dtype | None,
     names: Names | None,
     files: Iterable[str | Path],
     tokenizer: Tokenizer | None,
 ) -> Path:
-    """Write a folder; the other arguments are those of `Engine.export_weights`.
-
-    Args:
-        parts: of the engine, and so are the `ranks`.
-    """
+    """Write a folder; the other arguments are those of `Engine.export_weights`."""
     model, layout = parts.model, parts.layout
     parts.status.check()
     parts.refuse_if_simulated()
@@ -95,8 +90,7 @@ def export_weights(
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
     weights = _weights(parts)
     request = ExportRequest(folder, weights, stored_dtype, kept, others, _rules(model, names, weights), ties)
-    barrier = ranks.new_barrier(f"the export to {folder}")
-    return export_jointly(request, barrier, parts.comm.rank, parts.config.run.timeout_s)
+    return export_jointly(request, parts.agreement)
 
 
 def _weights(parts: EngineParts) -> tuple[StateShard, ...]:

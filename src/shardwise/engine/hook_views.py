@@ -26,6 +26,7 @@ from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import hook_dicts, pytree
 from shardwise.runtime.user_hooks import has_any_user_hooks, has_global_hooks
 from shardwise.tensor.mappings import TpMappings
+from shardwise.zero.sharding_state import ShardingState
 
 Splits = list[ParamSplit | None]
 
@@ -34,7 +35,6 @@ class SplitModelValues:
     """Bundles what shows hooks and losses whole values of a split model.
 
     Attributes:
-        views: for hooks.
         parameters: as hooks and losses read them.
         results: of a forward, as losses read them.
     """
@@ -44,12 +44,18 @@ class SplitModelValues:
     results: WholeResults
 
     def __init__(
-        self, model: nn.Module, tensor: TensorLayout, config: ResolvedConfig, mappings: TpMappings, draws: KeyedDraws
+        self,
+        model: nn.Module,
+        tensor: TensorLayout,
+        config: ResolvedConfig,
+        mappings: TpMappings,
+        draws: KeyedDraws,
+        sharding: ShardingState,
     ) -> None:
         comm, splits_sequence = mappings.comm, config.tensor.sequence_parallel
         placements = PlanPlacements(tensor.plan, comm, splits_sequence, lambda: mappings.num_local_tokens)
-        num_watched = 0 if config.compile.enabled else 8  # compiled code would be compiled again for what watches
-        self.parameters = WholeParameters(model, tensor.plan, tensor.splits, comm, draws, splits_sequence, num_watched)
+        sharding.parts.are_blocks_compiled = config.compile.enabled
+        self.parameters = WholeParameters(model, tensor.plan, tensor.splits, comm, draws, splits_sequence, sharding)
         draws.around.append(self.parameters.shown_in_forward)
         self.views = HookViews(model, placements, self.parameters, mappings.keeps_whole)
         self.results = WholeResults(model, placements, mappings.keeps_whole)
@@ -59,7 +65,6 @@ class HookViews:
     """Gives the modules of a split model views for hooks, as long as they have any.
 
     Args:
-        parameters: as hooks see them.
         keeps_whole: says whether an evaluation leaves a sequence whole.
 
     Attributes:

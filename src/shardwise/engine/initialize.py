@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.comm.agreement import Agreement, all_or_none
 from shardwise.comm.backends import ProcessGroupFactory
-from shardwise.comm.consistency import RankExchange, RankFacts, agree_on_setup, all_or_none
+from shardwise.comm.consistency import RankFacts, agree_on_setup
 from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
-from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, ResolvedConfig, TiersConfig
 from shardwise.construction.opaque import beside_parameters
@@ -92,15 +92,16 @@ def initialize(
     world_size = ensure_process_group(device_kind, config.run.timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     rank, store = dist.get_rank(), open_store(config.run.timeout_s)
-    with all_or_none(store, rank, config.run.timeout_s, "layout"):
+    agreement = Agreement(store, range(world_size), rank, config.run.timeout_s, "start")
+    with all_or_none(agreement, "layout"):
         facts = scan_model(model, config)
         resolved = with_own_dtype(facts, config, rank=rank).resolve(world_size)
         check_tiers(resolved.tiers)
         layout = proved_layout(facts, model, resolved, plan, rank=rank)
         if weights is not None:
             check_folder(model, Path(weights), names)
-    agree_on_setup(store, rank, RankFacts.of(layout, resolved, beside_parameters(model)), config.run.timeout_s)
-    resolved = with_own_cores(resolved, store, rank, usable_cores(), quota_cores())
+    agree_on_setup(agreement, RankFacts.of(layout, resolved, beside_parameters(model)))
+    resolved = with_own_cores(resolved, agreement, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
     if device.type == "cpu" and {config.tiers.params, config.tiers.grads, config.tiers.optimizer} == {"device"}:
         keep_host_memory()  # with states elsewhere memory is what is scarce, not time
@@ -165,14 +166,12 @@ def _device_kind(config: Config) -> Literal["cpu", "cuda"]:
 
 
 def with_own_cores(
-    config: ResolvedConfig, store: dist.Store | None, rank: int, usable: Sequence[int], quota: float | None
+    config: ResolvedConfig, agreement: Agreement, usable: Sequence[int], quota: float | None
 ) -> ResolvedConfig:
     """Return the config with this rank's `tiers.cores` filled in, if `tiers.bind_cores` is set; every rank calls it.
 
     Args:
         config: of the run; `tiers.cores` that are given stay.
-        store: of the engine; None where there is one rank.
-        rank: of this process in the world.
         usable: cores that this process may run on.
         quota: the cores' time that its cgroup allows, None for no limit; more cores than that would stall each other.
 
@@ -182,8 +181,10 @@ def with_own_cores(
     tiers = config.tiers
     if not tiers.bind_cores:
         return config
-    place, num_sharing = _meet(config, store, rank, usable)
-    if tiers.cores is not None:  # after the meeting, which the other ranks need
+    note = f"{machine_name()}: {show_list(usable)}"
+    places = agreement.compare("share cores", note, lambda notes: json.dumps(places_among_sharers(notes)))
+    place, num_sharing = json.loads(places)[str(agreement.rank)]
+    if tiers.cores is not None:  # after the round, which the other ranks need
         return config
     share = share_of_cores(usable, num_sharing, place, read_places(usable))
     num_allowed = len(share) if quota is None else max(1, int(quota / num_sharing))
@@ -200,16 +201,3 @@ def places_among_sharers(notes: Mapping[int, str]) -> dict[int, tuple[int, int]]
     for rank in sorted(notes):
         sharers.setdefault(notes[rank], []).append(rank)
     return {rank: (sharers[note].index(rank), len(sharers[note])) for rank, note in sorted(notes.items())}
-
-
-def _meet(config: Config, store: dist.Store | None, rank: int, usable: Sequence[int]) -> tuple[int, int]:
-    if store is None:
-        return 0, 1
-    meeting = RankExchange(store, tuple(range(dist.get_world_size())), rank, config.run.timeout_s)
-    note = f"{machine_name()}: {show_list(usable)}"
-    try:
-        text = meeting.verdict("cores", note, lambda notes: json.dumps(places_among_sharers(notes)), "share cores")
-    except MissingRankError as error:
-        raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
-    place, num_sharing = json.loads(text)[str(rank)]
-    return place, num_sharing

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.collectives import Comm, CommFactory
 from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn
@@ -58,7 +59,6 @@ class StopRequests:
     """Knows which ranks were asked to stop; they add what they know to a sum over the ranks that is taken anyway.
 
     Attributes:
-        is_asked: says whether this rank was.
         num_asked: ranks that were, at the last sum.
         rank_sum: the sum of their numbers, so the rank where it is one.
     """
@@ -204,10 +204,14 @@ class StepState:
     before_update: Callable[[], None] | None = None
     stops: StopRequests = field(default_factory=StopRequests)
 
-    def take_forward(self, num_samples: int) -> tuple[int, int]:
-        """Count a forward; return how many samples of this step this rank has before it, and its number from 0."""
+    def take_forward(self, num_samples: int, is_training: bool) -> tuple[int, int]:
+        """Count a forward; return how many samples of this step this rank has before it, and its number from 0.
+
+        A forward in evaluation draws nothing and does not count: the next one in training draws as it would without.
+        """
         before = self.num_samples, self.num_forwards
-        self.num_samples, self.num_forwards = self.num_samples + num_samples, self.num_forwards + 1
+        if is_training:
+            self.num_samples, self.num_forwards = self.num_samples + num_samples, self.num_forwards + 1
         return before
 
     def take_backward(self, is_boundary: bool | None) -> tuple[bool, bool]:
@@ -252,8 +256,6 @@ class EngineParts:
         resources: what all groups of the engine share; communicators, memory, tiers and timeline are among them.
         watchdog: None where there is one rank.
         split_values: None where no layer is split.
-        heads: whose logits are deferred.
-        hooks_once: None where nothing is recomputed.
     """
 
     model: nn.Module
@@ -262,6 +264,7 @@ class EngineParts:
     comm_factory: CommFactory
     watchdog: Watchdog | None
     status: EngineStatus
+    agreement: Agreement
     check_batch: BatchCheck
     losses: LossAccumulator
     scaler: LossScaler

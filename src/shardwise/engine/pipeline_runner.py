@@ -143,7 +143,7 @@ class PipelineRunner:
         execution = self._prepare(self._evaluations[len(batches)], batches, losses)
         parts.timeline.is_recording = False
         self._perform(execution)
-        self._forward.compare_left(parts.check_batch)
+        self._forward.compare_left(parts.check_batch.agreement)
 
     def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""
@@ -303,7 +303,7 @@ class _Execution:
             self._compute.check_done()
             self._parts.status.end_backward()
             self.is_stepping = True
-            self._stage_forward.end_step(self._parts.check_batch)
+            self._stage_forward.end_step(self._parts.check_batch.agreement)
             self.result = update(self._parts, self._evaluate)
             self._compute.abandon()
             self._groups.end_step()
@@ -388,7 +388,7 @@ class PipelineAdapter:
     def select_stage(self, stage: int) -> None:
         """Prepare a stage's computation: select its order of blocks, and the root's parameters that it uses."""
         self._sharding.order = self._orders[stage]
-        self._sharding.units[0].compute(stage)
+        self._sharding.units[0].stage = stage
 
     def save_record(self, stage: int, micro_batch: int) -> None:
         """Keep what units remember of a forward whose backward comes after those of other forwards."""
@@ -404,7 +404,7 @@ class PipelineAdapter:
         self._records.clear()
         self._reduced_stages.clear()
         self._kept_for.clear()
-        self._sharding.units[0].compute(None)
+        self._sharding.units[0].stage = None
 
     def _groups_of(self, stage: int) -> list[ParamGroup]:
         return [group for group in self._sharding.groups if stage in group.spec.stages]

@@ -65,7 +65,6 @@ class PlanPlacements:
     """Answers how tensors are split, for one plan.
 
     Args:
-        splits_sequence: whether stacks have split sequences.
         local_length: returns how many tokens this rank has of a split sequence; None where it is not known.
     """
 

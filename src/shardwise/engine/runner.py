@@ -17,11 +17,11 @@ from torch import Tensor
 from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import TokenShard, main_input
-from shardwise.context.huggingface import check_num_items, take_num_items
 from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
+from shardwise.hf.losses import check_num_items, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.module_hooks import call_model
 from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
@@ -108,9 +108,6 @@ def _num_samples(inputs: Any) -> int:
 def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
     """Run the model's forward and return what `read` makes of its output, before the parameters that it reads are
     resharded.
-
-    Args:
-        read: is given the model's output.
     """
     try:
         with parts.sharding.serving(), _numbers_for(parts, taken):
@@ -178,7 +175,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     if cp > 1:
         share = parts.sequences.share(to_device(dict(kwargs), parts.device), False)
     num_samples = _num_samples((args, kwargs))
-    taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples))
+    taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
     with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args):
         try:
             output = parts.model(*args, **share.inputs)
@@ -223,7 +220,7 @@ class SequentialRunner:
         parts.timeline.micro_batch = parts.state.num_backwards
         with _forward_phase(parts):
             taken = RankBatch.of(parts, batch, parts.state.num_samples, parts.state.num_forwards)
-            parts.state.take_forward(taken.num_samples)
+            parts.state.take_forward(taken.num_samples, parts.model.training)
             return run_model(parts, taken, lambda output: taken.loss(parts, output))
 
     def train(self, batches: Sequence[Any]) -> StepResult:

@@ -166,7 +166,6 @@ def offload(parts: EngineParts, include: Sequence[str] | None, target: ReleaseTa
 
     Args:
         include: states to move; None for all.
-        target: where they go.
     """
     parts.status.check()
     away = MemoryRelease(parts.sharding, parts.sharded, parts.memory, parts.resources.pool, parts.tiers, target)

@@ -19,6 +19,7 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.types import StepResult
+from shardwise.layout.layout import Layout
 from shardwise.layout.resolve import layout_of
 from shardwise.layout.zero_stages import Placement
 from shardwise.optim.schedules import advance
@@ -26,8 +27,16 @@ from shardwise.runtime.codec_errors import relative_errors
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import in_transform
+from shardwise.zero.optimizer_plan import NamedGroup
 from shardwise.zero.resources import ModelEvents
-from shardwise.zero.startup import regroup
+from shardwise.zero.state_access import (
+    MASTER,
+    EngineState,
+    read_held_state,
+    read_optimizer_states,
+    write_optimizer_states,
+    write_state,
+)
 
 
 class StepEvents(ModelEvents):
@@ -116,8 +125,38 @@ def follow_freezing(parts: EngineParts) -> None:
     old = parts.layout
     facts = old.facts.with_trained({name for name, each in parts.model.named_parameters() if each.requires_grad})
     layout = layout_of(facts, parts.config, old.tensor, old.pipeline, trained)
-    regroup(parts.states(), layout, parts.optimizer_plan.groups_of(layout))
+    _regroup(parts.states(), layout, parts.optimizer_plan.groups_of(layout))
     parts.state.layout = layout
+
+
+def _regroup(states: EngineState, layout: Layout, named_groups: Sequence[NamedGroup]) -> None:
+    """Make groups and optimizer follow a layout in which other parameters are trainable. All ranks call it.
+
+    Args:
+        named_groups: the optimizer's parameter groups by the names of all that is trainable now.
+    """
+    sharding = states.sharding
+    there = {group.spec for group in sharding.groups}
+    changed = {spec.unit for spec in there.symmetric_difference(layout.groups)}
+    for unit in [unit.name for unit in sharding.units if unit.name in changed]:
+        masters: dict[str, Tensor | None] = {}
+        optimizer_states: dict[str, dict[str, Tensor]] = {}
+        for spec in there.difference(layout.groups):
+            keeps_exact = spec.trainable or layout.gather_codec(spec) is not None
+            for place in spec.params if spec.unit == unit and keeps_exact else ():
+                masters[place.name] = read_held_state(states, place.name, MASTER)
+                if spec.trainable:
+                    optimizer_states[place.name] = read_optimizer_states(states, place.name)
+        sharding.regroup(unit, layout)
+        states.sharded.regroup(sharding.groups, named_groups)
+        for spec in set(layout.groups) - there:
+            keeps_exact = spec.trainable or layout.gather_codec(spec) is not None
+            for place in spec.params if spec.unit == unit and keeps_exact else ():
+                if place.name in masters:
+                    write_state(states, place.name, masters[place.name], MASTER)
+                if spec.trainable and place.name in optimizer_states:
+                    write_optimizer_states(states, place.name, optimizer_states[place.name])
+    sharding.absent.follow(layout.elsewhere)
 
 
 def open_loss(parts: EngineParts, batch: Any, total: LossSum | None) -> Tensor:
@@ -394,7 +433,6 @@ def backpropagate(
     """Run the backward of a loss through the models of engines.
 
     Args:
-        engines: whose models took part.
         weight: the gradient of the loss, 0-d.
         is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
     """

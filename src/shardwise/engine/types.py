@@ -29,7 +29,6 @@ class StepResult:
         lr: of the first parameter group, as used in this step.
         skipped: parameters and optimizer are as they were, since nothing counted on any rank (`count` is 0), an fp16
             gradient overflowed, or a value was not finite under `run.on_nonfinite="skip"`.
-        loss_scale: as used in this step.
         codec_errors: of each thing that is encoded, by name, the size of the rounding relative to the values, where
             `precision.errors_every` has this step measured.
     """

@@ -8,7 +8,9 @@ All ranks of a tensor-parallel group compute the loss, so what enters it must be
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -21,11 +23,13 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
-from shardwise.layout.tensor_plan import TensorPlan, is_within
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.forward_state import around_second_passes
+from shardwise.runtime.param_guard import part_type, used_by_owner
 from shardwise.runtime.torch_private import pytree, version
 from shardwise.tensor.layers import ColumnEmbedding, LayerState, VocabEmbedding, VocabParallelHead
+from shardwise.zero.sharding_state import ShardingState
 
 Known = tuple[str, ParamSplit]
 
@@ -37,7 +41,7 @@ class WholeParameters:
         plan: by which the model is split.
         draws: of the model. Code that sees whole tensors draws for whole ones.
         splits_sequence: whether the plan's stacks are split along the sequence.
-        num_watched: forwards that show whether code of the model reads them.
+        sharding: that has the parameters.
     """
 
     def __init__(
@@ -48,10 +52,10 @@ class WholeParameters:
         comm: Comm,
         draws: KeyedDraws,
         splits_sequence: bool,
-        num_watched: int = 8,
+        sharding: ShardingState,
     ) -> None:
-        self._model, self._comm = model, comm
-        self._draws = draws
+        self._comm, self._draws = comm, draws
+        self._sharding = weakref.ref(sharding)
         self._known: dict[int, Known] = {
             id(parameter): (name, splits[name])
             for name, parameter in model.named_parameters()
@@ -59,34 +63,44 @@ class WholeParameters:
         }
         self._is_hidden = False
         # What one rank computes inside of them is a part of a sum.
-        self._parts = [name for stack in plan.stacks for name in stack.modules] if splits_sequence else []
-        self._parts += [region.module for region in plan.regions]
-        self._num_left = {True: num_watched, False: num_watched}  # by training mode
-        self._is_read = False  # in a forward, by another module than its own
+        parts = [name for stack in plan.stacks for name in stack.modules] if splits_sequence else []
+        parts += [region.module for region in plan.regions]
+        self._in_forward = reads = _ForwardReads(model, self._known, comm, parts)
+        kinds: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+        sharding.parts.part_type = lambda kind: kinds.get(kind) or kinds.setdefault(kind, part_type(reads.answer, kind))
 
     @contextmanager
     def shown_in_forward(self) -> Iterator[None]:
         """Give whole parameters to code of a forward other than that of their own modules.
 
-        The first forwards show whether there is any: to look costs a call of Python for each torch function.
-
         Raises:
             EngineError: one of them is written.
         """
-        if not (self._is_read or self._num_left[self._model.training]):
-            yield
-            return
-        self._num_left[self._model.training] -= bool(self._num_left[self._model.training])
-        with around_second_passes(self._reading), self._reading() as reads:
-            yield
-        self._is_read |= reads.has_read
+        try:
+            with self._in_forward.begun(), around_second_passes(self._shown_again):
+                yield
+                self._in_forward.check_unwritten()
+        finally:
+            self._show(False)  # where the forward has raised
+
+    def _show(self, is_on: bool) -> None:
+        sharding = self._sharding()
+        if sharding is not None:
+            sharding.parts.show(sharding.groups, is_on)
 
     @contextmanager
-    def _reading(self) -> Iterator[_ForwardReads]:
-        reads = _ForwardReads(self._model, self._known, self._comm, self._parts)
-        with reads:
-            yield reads
-        reads.check_unwritten()
+    def _shown_again(self) -> Iterator[None]:
+        """Do so for a second pass; where no first one has read any, it does not either."""
+        if not self._in_forward.has_read:
+            yield
+            return
+        with self._in_forward.begun():
+            self._show(True)
+            try:
+                yield
+            finally:
+                self._show(False)
+            self._in_forward.check_unwritten()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -98,7 +112,7 @@ class WholeParameters:
         was, self._is_hidden = self._is_hidden, False
         reads = _Reads(self._known, self._comm, lambda: self._is_hidden)
         try:
-            with reads, self._draws.for_tensors(are_whole=True):
+            with _ReadsMode(reads), self._draws.for_tensors(are_whole=True):
                 yield
         finally:
             self._is_hidden = was
@@ -115,38 +129,30 @@ class WholeParameters:
             self._is_hidden = was
 
 
-class _Reads(TorchFunctionMode):
+class _Reads:
     """Puts the whole of a parameter in its place among the arguments of torch functions; it is gathered once."""
 
     def __init__(self, known: Mapping[int, Known], comm: Comm, is_hidden: Callable[[], bool]) -> None:
-        super().__init__()
         self._known = known
         self._comm = comm
         self._is_hidden = is_hidden
         self._whole: dict[tuple[int, bool], tuple[Tensor, int]] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._is_hidden() or func in _OF_OBJECT:
-            return func(*args, **kwargs)
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+        """Return what a torch function returns of whole parameters; `call` calls a function."""
+        if func in _OF_OBJECT or self._is_hidden():
+            return call(func, *args, **kwargs)
         first: Any = args[0] if args else None
         if id(first) in self._known and not self._is_at_work(first):
             if func in _OF_SHAPE:
                 if self._has_own_shape(first):
-                    return func(*args, **kwargs)
+                    return call(func, *args, **kwargs)
                 return func(torch.empty(self._known[id(first)][1].global_shape, device="meta"), *args[1:], **kwargs)
             if func == _GET_DATA:
                 return self._whole_of(first).detach()  # which counts writes, as data does not
             if func == _SET_DATA:
                 raise self._written(*self._known[id(first)])
-        return func(*map(self._shown, args), **{name: self._shown(value) for name, value in kwargs.items()})
-
-    @property
-    def has_read(self) -> bool:
-        """Say whether a parameter was gathered."""
-        return bool(self._whole)
+        return call(func, *map(self._shown, args), **{name: self._shown(value) for name, value in kwargs.items()})
 
     def _has_own_shape(self, parameter: nn.Parameter) -> bool:
         """Say whether code sees the shape of this rank's part."""
@@ -170,14 +176,18 @@ class _Reads(TorchFunctionMode):
     def _is_at_work(self, parameter: nn.Parameter) -> bool:
         """Say whether the library uses a parameter, or the forward of its own module: a loss may call the model."""
         frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename == __file__:
+        while frame is not None and (
+            frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") in _OWN_FRAMES
+        ):
             frame = frame.f_back
         if frame is not None and frame.f_globals.get("__name__", "").startswith("shardwise."):
             return True
         is_whole = self._known[id(parameter)][1].is_whole
         while frame is not None and frame.f_code is not _SHOWN:
             owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-            if isinstance(owner, nn.Module) and any(each is parameter for each in owner.parameters(recurse=False)):
+            if isinstance(owner, nn.Module) and any(
+                each is parameter for each in owner.__dict__["_parameters"].values()
+            ):
                 return is_whole or any(isinstance(each, LayerState) for each in vars(owner).values())
             frame = frame.f_back
         return False
@@ -186,7 +196,8 @@ class _Reads(TorchFunctionMode):
         key = id(parameter), torch.is_grad_enabled()
         if key not in self._whole:
             name, split = self._known[key[0]]
-            whole = gathered(parameter, split, self._comm, f"values of {name}")
+            with used_by_owner(parameter):
+                whole = gathered(parameter, split, self._comm, f"values of {name}")
             self._whole[key] = whole, version(whole)
         return self._whole[key][0]
 
@@ -198,15 +209,36 @@ class _Reads(TorchFunctionMode):
         )
 
 
+class _ReadsMode(TorchFunctionMode):
+    """Answers all torch functions inside the context."""
+
+    def __init__(self, reads: _Reads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._reads.answer(func, args, kwargs or {}, _call)
+
+
+def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 class _ForwardReads(_Reads):
-    """Shows whole parameters to the code of a forward.
+    """Shows whole parameters to the code of forwards.
 
     Args:
         parts: names of modules inside of which a rank computes a part of the tokens, or of a sum.
+
+    Attributes:
+        has_read: whether code of a forward has read a parameter of another module.
     """
 
     def __init__(self, model: nn.Module, known: Mapping[int, Known], comm: Comm, parts: Sequence[str]) -> None:
         super().__init__(known, comm, lambda: False)
+        self.has_read = False
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parts = parts
         self._tables = {
@@ -215,6 +247,15 @@ class _ForwardReads(_Reads):
             if isinstance(module, VocabEmbedding | ColumnEmbedding | VocabParallelHead)
             for each in module.parameters(recurse=False)
         }
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Keep what is gathered inside for a forward, or a second pass, alone."""
+        before, self._whole = self._whole, {}
+        try:
+            yield
+        finally:
+            self._whole = before
 
     def _has_own_shape(self, parameter: nn.Parameter) -> bool:
         return id(parameter) not in self._tables  # by the shapes of others code finds out its number of heads
@@ -232,7 +273,67 @@ class _ForwardReads(_Reads):
                     "module around, in the loss, or leave its module out of the plan",
                 )
             frame = frame.f_back
+        self.has_read = True
         return super()._whole_of(parameter)
+
+
+def check_of_graphs(model: nn.Module, tensor: TensorLayout, units: Collection[str]) -> Callable[[Any], None]:
+    """Return what checks the graph of a compiled block: only the code of a module may read its parameters in parts.
+
+    Args:
+        units: names of the blocks that are compiled.
+
+    Raises:
+        EngineError: when it is called, and code of another module reads one.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if tensor.splits[name].is_partial or not tensor.splits[name].is_whole:
+            names[id(parameter)] = name
+    own = {id(each) for unit in units for each in model.get_submodule(unit).parameters(recurse=False)}
+
+    def check(graph: Any) -> None:
+        inputs = {node: node.meta.get("grapharg") for node in graph.graph.nodes if node.op == "placeholder"}
+        watched = {
+            node: (names[id(given.example)], _steps(given.source), id(given.example) in own)
+            for node, given in inputs.items()
+            if given is not None and id(getattr(given, "example", None)) in names
+        }
+        _check_readers(graph, watched)
+
+    return check
+
+
+_Watched = tuple[str, list[str], bool]
+"""The name of a parameter, the way to it from what is compiled, and whether it is the block's own."""
+
+
+def _check_readers(graph: Any, watched: Mapping[Any, _Watched]) -> None:
+    for node in graph.graph.nodes:
+        inner = [each for each in node.all_input_nodes if each.op == "get_attr"]
+        code: Any = getattr(graph, inner[0].target, None) if inner else None
+        if hasattr(code, "graph"):  # such as that of a checkpoint, whose inputs follow
+            given = [each for each in node.args if each is not inner[0]]
+            places = [each for each in code.graph.nodes if each.op == "placeholder"]
+            pairs = [(place, each) for place, each in zip(places, given, strict=False) if each in watched]
+            _check_readers(code, {place: watched[each] for place, each in pairs})
+            continue
+        for name, steps, is_own in [watched[each] for each in node.all_input_nodes if each in watched]:
+            stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+            if (_steps(stack[-1][0]) != steps[:-1]) if stack else not is_own:
+                raise EngineError(
+                    "split-parameter-read",
+                    f"a compiled block reads parameter {name}, of which each rank has a part, outside of its module's "
+                    "forward; read it in a module around, in the loss, set compile.enabled=false, or leave its "
+                    "module out of the plan",
+                )
+
+
+def _steps(source: Any) -> list[str]:
+    """Return the names on the way to a module or a parameter, as torch's compiler writes it."""
+    name = getattr(source, "name", source)
+    words = re.findall(r"\w+", name() if callable(name) else str(name))
+    return [each for each in words if each not in ("_modules", "_parameters", "getattr")]
 
 
 class WholeResults:
@@ -296,6 +397,7 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield name, module, attribute
 
 
+_OWN_FRAMES: Final = (__name__, part_type.__module__, version.__module__)
 _SHOWN: Final = inspect.unwrap(WholeParameters.shown).__code__
 _GET_DATA: Final = getattr(Tensor, "data").__get__  # noqa: B009  # to mypy it is no property
 _SET_DATA: Final = getattr(Tensor, "data").__set__  # noqa: B009

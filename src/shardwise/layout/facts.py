@@ -35,7 +35,6 @@ class ParamEntry:
         is_matrix: whether a matrix optimizer steps it: as the weight of a linear layer inside a block.
         fused: the matrices that it is made of, where it is several.
         wide_in: the narrow dtypes of `precision.param` in which it stays in fp32.
-        dtype: as the model has it.
         layer_names: those of its names under which a linear layer or an embedding has it.
     """
 
@@ -58,7 +57,6 @@ class StageUnit:
     """Hold modules that are always in one pipeline stage.
 
     Attributes:
-        name: name of its first module.
         modules: fully qualified names, one for each name that a module has; a module without parameters (rotary
             tables, a dropout beside the blocks) may be in no unit: all stages run it.
         params: every parameter that its modules use, tied ones too, under the first name that each has in the model.
@@ -78,7 +76,6 @@ class ModelFacts:
     """Hold what a layout needs to know of a model.
 
     Attributes:
-        kind: name of the model's class.
         units: names of the blocks, in module order.
         params: each parameter once, in module order.
         stage_units: between which a pipeline may be cut, in the order in which they run; none without a pipeline.

@@ -30,7 +30,7 @@ from typing import Final, Literal, TypeVar
 
 from shardwise.config.resolve import OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.codec import SCALE_BYTES, Codec, codec_of, is_encoded
-from shardwise.layout.facts import FusedDim, ModelFacts
+from shardwise.layout.facts import ModelFacts
 from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, GroupTiers
@@ -124,7 +124,6 @@ class Layout:
     """Hold the mesh, groups, stage, precision and states of a model; see the module's example.
 
     Attributes:
-        mesh: ranks along each axis.
         units: names of the block modules, in module order; the first guess of the order in which they run.
         groups: the root's group first.
         stage: placements over the shard group; see `stage_of` for those of one group.
@@ -190,11 +189,6 @@ class Layout:
     def wide_names(self) -> list[str]:
         """Return the names of the parameters of all stages that stay in fp32 although `precision.param` is narrower."""
         return [place.name for group in self.model_groups if group.is_wide for place in group.params]
-
-    @property
-    def fused(self) -> dict[str, FusedDim]:
-        """Return the parameters that are several matrices in one, by name."""
-        return {place.name: place.fused for group in self.model_groups for place in group.params if place.fused}
 
     @property
     def held_units(self) -> tuple[str, ...]:
@@ -394,7 +388,6 @@ def states_of(
     """Return the states that groups store between their uses.
 
     Args:
-        policy: dtypes by role.
         optimizer: config section that names the optimizer.
     """
     states = [

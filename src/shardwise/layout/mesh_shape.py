@@ -184,3 +184,11 @@ class MeshShape:
             if axis not in AXES:
                 raise ValueError(f"{axis!r} is not an axis of the mesh; axes are {', '.join(AXES)}")
         return tuple(size if axis in axes else 1 for axis, size in zip(AXES, self.sizes, strict=True))
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank that a world does not have."""
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            "rank-out-of-range", f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}"
+        )

@@ -17,12 +17,12 @@ from typing import Final
 from shardwise.config.resolve import ConfigError, ResolvedConfig
 from shardwise.layout.facts import ModelFacts, ParamEntry
 from shardwise.layout.layout import Layout, assign_tiers_by_rank, states_of
-from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
+from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape, check_rank
 from shardwise.layout.param_groups import aligned_to_blocks, build_groups, check_blocks, whole_below
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.stage_partition import find_partition
-from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, fused_by, tensor_layout
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, fused_by, param_splits
 from shardwise.layout.zero_stages import effective_stage, node_ranks, secondary_ranks
 from shardwise.optim.rules import matrix_state_names
 from shardwise.schedule.registry import placement_of
@@ -44,10 +44,7 @@ def resolve_layout(
             into the stages, or the optimizer has nothing to step.
     """
     mesh = MeshShape.from_config(config.mesh)
-    if not 0 <= rank < mesh.world_size:
-        raise ConfigError(
-            "rank-out-of-range", f"rank={rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}"
-        )
+    check_rank(rank, mesh.world_size)
     pipeline = tensor = None
     if mesh.pp > 1:
         pipeline = _pipeline_layout(facts, config, mesh.coordinate(rank).pp)
@@ -55,7 +52,9 @@ def resolve_layout(
         facts = facts.with_fused(fused_by(plan))
         if mesh.tp > 1:
             _LOG.info("split over tp=%d:\n%s", mesh.tp, plan)
-            tensor = tensor_layout(facts.params, plan, mesh.tp, config.tensor.sequence_parallel)
+            is_sequence = config.tensor.sequence_parallel
+            splits = param_splits(facts.params, plan, mesh.tp, is_sequence)
+            tensor = TensorLayout(plan, splits, mesh.tp, is_sequence)
     return layout_of(facts, config, tensor, pipeline)
 
 
@@ -69,12 +68,7 @@ def layout_of(
     """Compute the layout of a model of which it is known how it is split and cut.
 
     Args:
-        tensor: how parameters are split over the tensor-parallel group; None for one rank.
-        pipeline: the stages; None without a pipeline. The layout is that of its rank.
         trained: parameters that keep gradients and states whether or not they are frozen now.
-
-    Raises:
-        ConfigError: the model has no parameters, or the optimizer has nothing to step.
     """
     mesh = MeshShape.from_config(config.mesh)
     if mesh.tp != (1 if tensor is None else tensor.degree):
@@ -137,7 +131,7 @@ def _pipeline_layout(facts: ModelFacts, config: ResolvedConfig, index: int) -> P
     return PipelineLayout(
         placement_of(section.schedule, config.mesh.pp, section.virtual_stages),
         tuple(tuple(name for unit in stage for name in unit.modules) for stage in partition.stages),
-        {entry.name: partition.stage_of(entry.name) for unit in partition.units for entry in unit.params},
+        {entry.name: partition.stages_of[entry.name] for unit in partition.units for entry in unit.params},
         gathers_once=section.gather == "batch" or config.zero.stage < 3,
         index=index,
         summary=summary,

@@ -7,7 +7,7 @@ The partition makes the largest stage as small as possible; among those that do 
 >>> flops = [0.0, *(2.0 * math.prod(shape) for shape in shapes[1:])]
 >>> units = [StageUnit(str(i), (str(i),), (params[i],), True, flops[i]) for i in range(8)]
 >>> partition = partition_stages(units, estimate_costs(units, bytes_per_element=16), num_stages=3)
->>> partition.first_units, partition.stage_of("7.weight")
+>>> partition.first_units, partition.stages_of["7.weight"]
 (('0', '3', '6'), (2,))
 >>> print(partition.describe())
 stage  rank  units  parameters  memory MiB    time
@@ -51,7 +51,6 @@ class UnitCost:
     """Hold the cost of a unit.
 
     Attributes:
-        name: name of the unit.
         compute: forward FLOPs a token, or seconds; only shares of the sum over all units count.
         memory_bytes: bytes of its parameters, gradients and optimizer states.
     """
@@ -67,7 +66,6 @@ class StagePartition:
 
     Attributes:
         units: the units in the order in which they run.
-        costs: the cost of each unit.
         starts: the index of each stage's first unit.
         placement: the pipeline rank of each stage.
     """
@@ -92,20 +90,9 @@ class StagePartition:
         """Return the names of the stages' first units; without the first name, this is what `pipeline.cut` takes."""
         return tuple(self.units[start].name for start in self.starts)
 
-    def stage_of(self, name: str) -> tuple[int, ...]:
-        """Return the stages that use a parameter; several where it is tied.
-
-        Raises:
-            ConfigError: the model has no such parameter.
-        """
-        if name not in self._stages_by_name:
-            close = difflib.get_close_matches(name, self._stages_by_name, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"names are such as {next(iter(self._stages_by_name))}"
-            raise ConfigError("unknown-parameter", f"the model has no parameter {name!r}; {fix}")
-        return self._stages_by_name[name]
-
     @cached_property
-    def _stages_by_name(self) -> dict[str, tuple[int, ...]]:
+    def stages_of(self) -> dict[str, tuple[int, ...]]:
+        """Return the stages that use a parameter, by each of its names; several where it is tied."""
         stages: dict[str, list[int]] = {}
         for index, stage in enumerate(self.stages):
             names = dict.fromkeys(n for unit in stage for entry in unit.params for n in (entry.name, *entry.aliases))
@@ -180,7 +167,6 @@ def partition_stages(
     Args:
         units: in the order in which they run.
         costs: the cost of each unit, in the same order.
-        num_stages: stages of the whole pipeline.
         balance: what is made even: the stages' "time", the ranks' "memory", or "both".
         placement: the pipeline rank of each stage; None for one stage a rank.
         pinned: names of the units with which the stages begin, without the first stage's; None to find them.
@@ -527,7 +513,6 @@ def find_partition(units: Sequence[StageUnit], config: ResolvedConfig) -> StageP
 
     Args:
         units: in the order in which they run.
-        config: resolved.
 
     Raises:
         ConfigError: there are fewer units than stages, the schedule has no such number of virtual stages, or

@@ -33,7 +33,6 @@ class LayerSplit:
     """Describe how one module with a `weight`, and perhaps a `bias`, is split.
 
     Attributes:
-        module: its fully qualified name.
         style: column: a linear layer by its outputs; row: by its inputs, outputs summed; vocab: an embedding by its
             rows, outputs summed; head: a linear layer to the vocabulary, whose logits stay split until something other
             than a cross entropy reads them; column-embedding: an embedding by its columns.
@@ -59,7 +58,6 @@ class SharedInput:
     under sequence parallelism, it is a gather whose backward is a reduce-scatter.
 
     Attributes:
-        module: its fully qualified name.
         inputs: names of the mapped arguments; those in a sequence-parallel stack arrive split along dim 1.
         whole_inputs: names of mapped arguments that arrive whole in every case (an encoder's output).
     """
@@ -75,7 +73,6 @@ class SequenceStack:
 
     Attributes:
         first: the module before whose forward `argument` is split.
-        argument: its name in that forward.
         last: the module after whose forward the output, or the first tensor in it, is gathered.
         modules: names of the modules (blocks, final norm) within: their replicated parameters outside of regions see
             a part of the sequence, so their gradients are partial; their dropouts draw values for that part.
@@ -107,7 +104,6 @@ class TensorPlan:
     """Hold all splits of a model; see the module's example.
 
     Attributes:
-        layers: split modules.
         regions: where one mapping of the inputs serves several column layers.
         stacks: for sequence parallelism; none where the plan does not know any.
         partial: parameters that every rank holds whole but uses on its own part of the heads or features.
@@ -173,7 +169,6 @@ class TensorLayout:
 
     Attributes:
         splits: the split of each parameter, by each of its names.
-        degree: ranks of a tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
     """
 
@@ -183,23 +178,17 @@ class TensorLayout:
     sequence_parallel: bool
 
 
-def tensor_layout(params: Sequence[ParamEntry], plan: TensorPlan, degree: int, sequence_parallel: bool) -> TensorLayout:
-    """Compute how a model's parameters are split over the tp axis.
+def param_splits(
+    params: Sequence[ParamEntry], plan: TensorPlan, degree: int, sequence_parallel: bool
+) -> dict[str, ParamSplit]:
+    """Return how a model's parameters are split over the tp axis, by each of their names.
 
     Args:
-        params: of the whole model.
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Raises:
         ConfigError: units do not divide by `degree`, or tied parameters are split in two ways.
     """
-    return TensorLayout(plan, param_splits(params, plan, degree, sequence_parallel), degree, sequence_parallel)
-
-
-def param_splits(
-    params: Sequence[ParamEntry], plan: TensorPlan, degree: int, sequence_parallel: bool
-) -> dict[str, ParamSplit]:
-    """Return the split of each parameter by each of its names; arguments and errors are those of `tensor_layout`."""
     layers = {layer.module: layer for layer in plan.layers}
     splits: dict[str, ParamSplit] = {}
     for entry in params:

@@ -96,7 +96,6 @@ class TokenSplit:
 
     Attributes:
         kind: contiguous, zigzag or balanced.
-        num_tokens: tokens of the sequence.
         shares: the tokens of each rank of the axis, the same number for each.
     """
 

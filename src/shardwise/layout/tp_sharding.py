@@ -36,7 +36,6 @@ class FusedPart:
     """Describe one logical tensor along the split dim.
 
     Attributes:
-        size: indices along the dim.
         num_units: units that stay whole, such as heads; None where every index may be split from the next.
         is_padded: ranks hold equal numbers of indices even where `size` does not divide evenly (a vocabulary); the
             last ranks' surplus is padding.
@@ -170,8 +169,6 @@ class ParamSplit:
     """Describe how one parameter is split over the ranks of a tensor-parallel group; see the module's example.
 
     Attributes:
-        global_shape: shape of the whole parameter.
-        degree: ranks of the group.
         dim: the dim along which it is split; None where every rank holds all of it.
         parts: the logical tensors along `dim`, in order.
         is_partial: every rank holds all of it and computes a part of its gradient only.

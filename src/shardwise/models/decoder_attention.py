@@ -48,6 +48,7 @@ class Attend(Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False)
 class Dense:
     """Computes dense attention: every query sees its own key and all keys before it."""
 

@@ -37,7 +37,6 @@ class StepPiece:
 
     Attributes:
         options: of its parameter group; pieces with the same object are stepped together.
-        master: fp32 or fp64.
         grad: of any floating dtype; it stays as it is.
         states: by name, in the master's dtype, or encoded; at their first values before the first step.
         step: how many steps it has taken before.
@@ -86,7 +85,6 @@ def step_pieces(
     """Step each piece with `factor` times its gradient, as the optimizer steps the whole parameter, to rounding.
 
     Args:
-        rule: steps as the optimizer does.
         pieces: of one or several parameters, in any order.
         factor: turns accumulated sums into the gradient; applied in the master's dtype.
         threads: share the blocks between them; None lets torch's own threads share each operation.

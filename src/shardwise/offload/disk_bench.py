@@ -40,7 +40,6 @@ class SwapSpeed:
     Attributes:
         num_bytes: of the file that was read and written.
         direct: whether the page cache was bypassed; otherwise the speed may be that of memory.
-        read_bytes_per_s: while nothing is written.
         write_bytes_per_s: while nothing is read, into blocks that the file had already.
     """
 
@@ -55,7 +54,6 @@ def measure_swap(root: Path, rank: int = 0, budget_s: float = 0.6, num_bytes: in
     """Write and read a swap file in a folder, and remove it.
 
     Args:
-        root: the user's folder, `tiers.nvme_path`.
         rank: of this process; ranks that share a disk measure at the same time, so that each finds its part.
         budget_s: seconds, a third each to fill the file, to write it again and to read it; a slow disk takes longer.
         num_bytes: the most bytes of the file; less where the disk is slow or nearly full.

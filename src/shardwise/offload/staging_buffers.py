@@ -60,9 +60,6 @@ class StagingBuffers:
     def acquire(self, num_bytes: int) -> Tensor:
         """Lease a buffer with undefined content, until `release`.
 
-        Args:
-            num_bytes: at least 0.
-
         Returns:
             1-D uint8 of so many bytes, whose address is a multiple of `ALIGNMENT_BYTES`; under fake tensors a fake.
 

@@ -56,9 +56,7 @@ class StepChunk:
     """Describes the step of the range [start, stop) of a group's states.
 
     Attributes:
-        parts: by name of the state.
         start: the first element of the range, in the rank's slice.
-        stop: the element after the last.
         work: steps the states, which it gets by name, 1-D and as long as the range.
         after: the point in the device's work at which states on the device are valid.
         needs: a task that must come before, such as writing the gradient to its file.

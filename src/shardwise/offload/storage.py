@@ -91,7 +91,6 @@ class StateStorage(FlatState, Protocol):
 
         Args:
             start: the first element of the part.
-            stop: the element after the last.
             read: False where all of them will be written.
             after: the point in the device's work at which they are valid there; None if they are valid now.
         """
@@ -131,7 +130,6 @@ class TransferContext:
     Args:
         streams: the streams of the engine's device.
         worker: the thread that does what must wait.
-        traffic: counts moved bytes.
     """
 
     def __init__(
@@ -167,7 +165,6 @@ class TransferContext:
         The caller's stream may reuse `source` at once.
 
         Args:
-            source: 1-D.
             capacity_bytes: the least size of the buffer; what comes after the copy is undefined.
         """
         num_bytes = source.numel() * source.element_size()
@@ -183,8 +180,6 @@ class TransferContext:
         It is rounded before: a copy that rounds takes device memory, in the order of the stream on which it runs.
 
         Args:
-            source: 1-D, on the device.
-            dtype: the dtype of what leaves.
             pool: the device's buffer pool, for the rounded copy.
         """
         rounded = source

@@ -37,9 +37,7 @@ class Tiers:
         is_simulated: whether to use no real files and no thread.
 
     Attributes:
-        memory: the host tier's memory tracker.
         traffic: bytes that have moved between tiers.
-        is_simulated: as given.
     """
 
     def __init__(
@@ -96,7 +94,6 @@ class Tiers:
 
         Args:
             name: of the group and the state; it becomes part of the file's name.
-            dtype: the elements' dtype.
 
         Raises:
             SwapError: a file cannot be made.

@@ -136,7 +136,6 @@ class Lion(ElementWise):
 
     Args:
         params: parameters, or groups of them as torch's optimizers take.
-        lr: the size of each update.
         betas: how much of the momentum goes into the update, and how much of it stays; (0.9, 0.99) in the paper.
         weight_decay: a share of the parameter, times `lr`.
 

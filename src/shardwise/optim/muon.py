@@ -67,7 +67,6 @@ def advance_momentum(momentum: Tensor, gradient: Tensor, share: float) -> Tensor
 
     Args:
         momentum: of the gradient's shape and dtype.
-        gradient: stays as it is.
         share: how much of the momentum stays.
     """
     momentum.lerp_(gradient, 1 - share)
@@ -75,11 +74,7 @@ def advance_momentum(momentum: Tensor, gradient: Tensor, share: float) -> Tensor
 
 
 def apply_update(param: Tensor, update: Tensor, scale: float, options: Mapping[str, Any]) -> None:
-    """Decay a parameter, or a part of it, and subtract its update, in place; element by element.
-
-    Args:
-        param: of any shape.
-    """
+    """Decay a parameter, or a part of it, and subtract its update, in place; element by element."""
     rate = float(options["lr"])
     param.mul_(1 - rate * options["weight_decay"])
     param.add_(update.to(param.dtype), alpha=-rate * scale)
@@ -95,7 +90,6 @@ class MuonWithAdamW(AdamW):
         betas: AdamW's, and so are `eps` and `fused`.
         eps: a term against division by zero.
         momentum: Muon's: the share of the last momentum that stays.
-        fused: whether torch's fused kernel steps.
     """
 
     def __init__(

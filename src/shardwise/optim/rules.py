@@ -3,9 +3,8 @@
 `Layout`, the step of what is stored off the device or encoded, codecs, the Triton kernel, the measure of what codecs
 round off, and the planner read these rows, and nothing else says what they say.
 
-A config names optimizers whose update of an element depends on that element alone, since they see 1-D pieces of
-parameters, and Muon, which gets whole matrices (`shardwise.zero.matrix_step`). Of optimizers that a user gives, a trial
-tells what they need (`shardwise.runtime.optimizer_probe`).
+All but Muon are element-wise, since they see 1-D pieces of parameters. Of optimizers that a user gives, a trial says
+what they need (`shardwise.runtime.optimizer_probe`).
 
 >>> rule = rule_of(torch.optim.SGD([torch.zeros(1)], momentum=0.5))
 >>> rule.first_values({"momentum": 0.5}), rule.has_counter
@@ -58,7 +57,6 @@ class OptimizerRule:
     """Describes one optimizer.
 
     Attributes:
-        name: as `optimizer.name` has it.
         kind: the class; a subclass may step otherwise, so it has no row.
         states: those that are as long as the parameter.
         has_counter: whether a 0-d fp32 `step` is kept for each parameter.

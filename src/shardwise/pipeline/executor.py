@@ -179,7 +179,6 @@ class StageCompute:
 
         Args:
             micro_batch: its number in the step; its `run_backward` has run.
-            events: called before and after.
         """
         assert self._queue is not None, "only schedules that split backwards have these"
         events.before_weight_gradients(stage, micro_batch)

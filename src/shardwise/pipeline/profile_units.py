@@ -48,7 +48,6 @@ def measure_units(
         model: the whole model, on the device where it is to be timed, in the precision of the training.
         batch: one micro-batch on that device, as for `engine.train_step`.
         loss_fn: as for `initialize`; its time is added to the last unit's. None times no loss.
-        units: as `pipeline.units`; None finds them.
         num_runs: how many runs to take the median of.
 
     Raises:

@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.agreement import Agreement
 from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.attribute_reads import AttributeReads, Site, site_of
 from shardwise.runtime.class_swap import accessing_frame, watch_attributes
@@ -39,13 +40,6 @@ FIX: Final = (
 
 Place = tuple[int, str]
 """Names an attribute: the id of the dict that holds it, and its name."""
-
-
-class Meeting(Protocol):
-    """Lets the ranks of a pipeline compare notes."""
-
-    def compare(self, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        """Give this rank's note for `subject`; return what `judge` has found on the first rank in those of all."""
 
 
 @dataclass
@@ -98,7 +92,6 @@ class _Written:
     """Holds an attribute that a step has written.
 
     Attributes:
-        attributes: that have it.
         original: what it was before the step.
         base: the same, for the stages that have not written it yet.
         is_in_place: the step wrote into the original.
@@ -242,11 +235,11 @@ class RootState:
         self._written.clear()
         self._own.clear()
 
-    def agree(self, meeting: Meeting) -> None:
+    def agree(self, agreement: Agreement) -> None:
         """Compare in the first training step what the stages have read and written.
 
         Args:
-            meeting: of the ranks of the pipeline.
+            agreement: of the ranks of the pipeline.
 
         Raises:
             ConfigError: a stage has read what only a later one can write.
@@ -266,7 +259,7 @@ class RootState:
             if stage != self._num_stages - 1:
                 note.writes = {}
         text = json.dumps({stage: asdict(note) for stage, note in self._notes.items()})
-        found = json.loads(meeting.compare(text, _judge, "the state of the stages"))
+        found = json.loads(agreement.compare("the state of the stages", text, _judge))
         if found["stale"]:
             raise stale_state(*found["stale"])
         last = {label: (num, digest) for label, (num, digest) in found["writes"].items()}

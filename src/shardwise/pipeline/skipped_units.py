@@ -25,9 +25,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.agreement import Agreement
 from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.attribute_reads import AttributeReads, site_of
-from shardwise.pipeline.root_state import FIX, NO_PIPELINE, Meeting, digest, is_same, mark
+from shardwise.pipeline.root_state import FIX, NO_PIPELINE, digest, is_same, mark
 from shardwise.runtime.class_swap import Call, accessing_frame, set_attribute, watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, is_state, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS, Walk, value_before
@@ -171,11 +172,11 @@ class SkippedUnits:
                 self._note_container(f"argument {name} of {self._names[index]}", value)
         return output
 
-    def agree(self, meeting: Meeting) -> None:
+    def agree(self, agreement: Agreement) -> None:
         """Compare after the first training step, and after the first evaluation, what stages have written and read.
 
         Args:
-            meeting: of the ranks of the pipeline.
+            agreement: of the ranks of the pipeline.
 
         Raises:
             ConfigError: a stage has read what a unit of another one has left; or a later step has shown that.
@@ -189,7 +190,7 @@ class SkippedUnits:
         for stage, note in self._notes.items():
             note.reads = self._reads[stage].labels()
         text = json.dumps({stage: asdict(note) for stage, note in self._notes.items()})
-        found = json.loads(meeting.compare(text, _merged, "what the units of stages leave"))
+        found = json.loads(agreement.compare("what the units of stages leave", text, _merged))
         notes = {int(stage): _StageNote(**note) for stage, note in found.items()}
         for stage, note in notes.items():
             self._left.update({label: stage for label in note.writes if not note.is_kept(label)})
@@ -197,7 +198,7 @@ class SkippedUnits:
         if any(note.writes or note.containers for note in notes.values()):
             bad = (self._find(reader, notes) for reader in self._notes)
             mine = json.dumps(next(filter(None, bad), None))
-            worst = json.loads(meeting.compare(mine, _worst, "what stages read of units that they skip"))
+            worst = json.loads(agreement.compare("what stages read of units that they skip", mine, _worst))
             if worst is not None:
                 raise self._left_value(worst[0], worst[1])
             if text := next((text for note in notes.values() for text in note.containers), ""):

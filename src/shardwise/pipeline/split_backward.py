@@ -94,9 +94,6 @@ class WeightGradQueue:
     def collect(self, key: Hashable) -> None:
         """Keep under a key what was queued since the last call; to be called after each backward.
 
-        Args:
-            key: such as (stage, micro-batch).
-
         Raises:
             RuntimeError: the key is in use.
         """

@@ -28,23 +28,30 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
 from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
-from shardwise.pipeline.root_state import NO_PIPELINE, Meeting, RootState
+from shardwise.pipeline.root_state import NO_PIPELINE, RootState
 from shardwise.pipeline.skipped_units import CutError, SkippedUnits
 from shardwise.runtime.class_swap import Call, intercept_forward
+from shardwise.runtime.forward_state import is_remembered
 from shardwise.runtime.module_hooks import replace_forward
-from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
-from shardwise.runtime.user_hooks import without_user_hooks
+from shardwise.runtime.torch_private import (
+    NO_VALUE_ERRORS,
+    PlaceholderTensors,
+    pytree,
+    replaced_checkpoints,
+)
+from shardwise.runtime.user_hooks import is_in_function, without_user_hooks
 
 _UNUSED: Final = "appears to not have been used in the graph"  # as torch says it of a derivative
 _FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {NO_PIPELINE}"
@@ -117,8 +124,11 @@ class StageForward:
         self._guessed: str | None = None
         self._received: Any = None
         self._like_known: Any = None  # what units of the class at the boundary return
+        self._noted: list[list[_Answer]] = []  # of units in the first passes of checkpointed functions under way
+        self._repeated: Iterator[_Answer] | None = None  # in a second pass
         self._sent: list[Any] = []  # the output of the stage's last unit, once it has run
-        self._is_on = False
+        self._is_on = self._tracks = False
+        self._code = self._ended(model.forward).__code__
         places = [] if is_simulated else [*zip(self._names, self._modules, strict=True)]
         self._hooks = HookCarrier(model, places, holds_loss=len(units) - 1 in held)
         is_watched = not (is_simulated or self._is_chain)
@@ -143,6 +153,7 @@ class StageForward:
         self._start, self._stop = self._range_of[stage]
         value = self._hooks.begin(self._own, self._stop == len(self._names), received)
         self._received, self._like_known, self._is_on = value, None, True
+        self._tracks = torch.is_grad_enabled()
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
@@ -151,29 +162,29 @@ class StageForward:
         if self._skipped is not None:
             self._skipped.begin(stage)
 
-    def end_step(self, meeting: Meeting | None = None) -> None:
+    def end_step(self, agreement: Agreement | None = None) -> None:
         """End a step, or an evaluation: the model has the state that its own forwards would have left.
 
         Args:
-            meeting: of the ranks of the pipeline, where a training step ends.
+            agreement: of the ranks of the pipeline, where a training step ends.
 
         Raises:
             ConfigError: a stage has read state that only a later one can write.
         """
-        if self._root is not None and meeting is not None:
-            self._root.agree(meeting)
-        self.compare_left(meeting)
+        if self._root is not None and agreement is not None:
+            self._root.agree(agreement)
+        self.compare_left(agreement)
         if self._root is not None:
             self._root.end_step()
 
-    def compare_left(self, meeting: Meeting | None) -> None:
+    def compare_left(self, agreement: Agreement | None) -> None:
         """Compare what the stages' units have left with what other stages read of them; also after an evaluation.
 
         Raises:
             ConfigError: a stage has read what a unit of another one has left.
         """
-        if self._skipped is not None and meeting is not None:
-            self._skipped.agree(meeting)
+        if self._skipped is not None and agreement is not None:
+            self._skipped.agree(agreement)
 
     def end(self) -> None:
         """Make forwards the model's own again."""
@@ -220,8 +231,11 @@ class StageForward:
                 )
             if self._is_on and self._is_chain:
                 return self._run_chain(*args, **kwargs)
+            tracks = self._is_on and self._tracks
+            watching = replaced_checkpoints(self._first_pass, self._is_tracked) if tracks else nullcontext()
             try:
-                output = forward(*args, **kwargs)
+                with watching:
+                    output = forward(*args, **kwargs)
             except CutError:
                 raise
             except Exception as error:
@@ -281,6 +295,10 @@ class StageForward:
         )
 
     def _answer(self, module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._repeated is not None and id(module) in self._positions:
+            noted = next(self._repeated)
+            output = own(*args, **kwargs) if noted.is_run else None
+            return noted.value if noted.has_value else output
         if not self._is_on or id(module) not in self._positions:  # or this is a copy of the module
             return own(*args, **kwargs)
         positions, num_calls = self._positions[id(module)], self._num_calls.get(id(module), 0)
@@ -288,28 +306,92 @@ class StageForward:
         if self._root is not None and not self._num_calls:
             self._root.begin_units()
         self._num_calls[id(module)] = num_calls + 1
+        is_run = not self._sent and self._start <= index < self._stop
+        if is_run:
+            self._check_function(index)
+            output = self._run(index, own, args, kwargs)
+        else:
+            output = self._skip(index, module, num_calls, args, kwargs)
+        answer = _Answer(is_run, not is_run or bool(self._sent), output if not is_run or self._sent else None)
+        for noted_answers in self._noted:
+            noted_answers.append(answer)
+        return output
+
+    def _skip(
+        self, index: int, module: nn.Module, num_calls: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what was received for a unit of another stage, or a placeholder."""
         if self._sent:
             if self._is_simulated:  # where other placeholders would count as memory
                 return self._like_known
             return self._without_device(self._placeholder_of(index, args, kwargs))
-        if self._start <= index < self._stop:
-            return self._run(index, own, args, kwargs)
         if self._skipped is not None:
             self._skipped.skip(module, self._kinds[index][0], args, kwargs)
         if index != self._start - 1:
             return self._placeholder_of(index, args, kwargs)
-        if num_calls >= len(positions):
+        if num_calls >= len(self._positions[id(module)]):
             raise CutError(
                 "cut-unit-repeats",
                 f"{self._names[index]} runs more than once in one forward, so no stage can end with it; move "
                 f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {NO_PIPELINE}",
             )
+        self._check_function(index)
         # Here, since the unit before the cut returns here: what the model records from now on comes after what the
         # earlier stages have recorded, as in one process.
         put_recorded(self._received)
         if self._stop == len(self._names):
             self._hooks.show(self._start)
         return _in_own_containers(without_recorded(self._received))
+
+    @contextmanager
+    def _first_pass(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[Callable[..., Any]]:
+        """Note what units return in the first pass of a function that code checkpoints: the second is to get the same.
+
+        The second pass runs in the backward, where the model's forward is its own again.
+        """
+        if is_remembered(function):
+            yield function
+            return
+        noted: list[_Answer] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(each is noted for each in self._noted):
+                return function(*args, **kwargs)
+            outer, self._repeated = self._repeated, iter(noted)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._repeated = outer
+
+        self._noted.append(noted)
+        try:
+            yield call
+        finally:
+            self._noted.pop()
+
+    def _is_tracked(self, args: Sequence[Any]) -> bool:
+        """Say whether autograd tracks a reentrant checkpoint with these arguments: one of them requires gradients."""
+        tensors = tensors_in(args)
+        is_known = not any(map(self._placeholders.is_one, tensors))
+        given = tensors if is_known else tensors_in(without_recorded(self._received))
+        return any(each.requires_grad for each in given)
+
+    def _check_function(self, index: int) -> None:
+        """Check that autograd sees a unit at a cut, which the forward of a function of its own hides.
+
+        Raises:
+            CutError: it does not.
+        """
+        is_cut = index == self._start - 1 or index == self._stop - 1 < len(self._names) - 1
+        if is_cut and self._tracks and is_in_function(inspect.currentframe(), self._code):
+            raise CutError(
+                "cut-inside-function",
+                f"{self._names[index]}, with which a stage ends, runs inside the forward of a torch.autograd.Function, "
+                "which hides it from the stage's backward; use torch.utils.checkpoint.checkpoint or recompute.mode in "
+                f"its place, move pipeline.cut, or {NO_PIPELINE}",
+            )
 
     def _run(self, index: int, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit of the stage; after the last one the model goes on with placeholders."""
@@ -396,6 +478,19 @@ class StageForward:
                         memo = {id(each): self._placeholders.like(each) for each in tensors}
                         made[kind] = without_user_hooks(copy.deepcopy(module, memo))
         return made
+
+
+class _Answer(NamedTuple):
+    """Says what a unit's call has returned.
+
+    Attributes:
+        is_run: the unit is of the stage, and has run.
+        has_value: the call has returned `value`; otherwise what the unit returns.
+    """
+
+    is_run: bool
+    has_value: bool
+    value: Any
 
 
 def _in_own_containers(value: Any) -> Any:

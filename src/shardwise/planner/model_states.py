@@ -20,10 +20,12 @@ from torch import nn
 from shardwise.config.arguments import checked
 from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.config.sections import Positive
-from shardwise.construction.scan import build_layout
+from shardwise.construction.scan import scan_model
+from shardwise.layout.facts import ModelFacts, ParamEntry
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.resolve import layout_of
 from shardwise.runtime.format import format_bytes
 
 
@@ -95,13 +97,16 @@ def estimate_model_states(
     """
     if num_gpus < 1:
         raise ConfigError("gpu-count-positive", f"num_gpus={num_gpus} is below 1; states are stored on one at least")
-    sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
     values: dict[str, Any] = dict(config or {})
+    if isinstance(model, nn.Module):
+        facts = scan_model(model, Config.from_dict(values))
+    else:
+        facts = _facts_of(model, largest_block or 0)
     values["precision"] = {"param": "bf16", **values.get("precision", {})}
     estimates = []
     for stage in stages:
         zero = {**values.get("zero", {}), "stage": int(stage)}
-        layout = build_layout(sized, Config.from_dict({**values, "zero": zero}).resolve(world_size=num_gpus))
+        layout = layout_of(facts, Config.from_dict({**values, "zero": zero}).resolve(world_size=num_gpus))
         estimates.append(
             ModelStates(
                 stage=stage,
@@ -123,8 +128,8 @@ def _unsharded_bytes(layout: Layout) -> int:
     return max((size for name, size in blocks.items() if name != ROOT), default=0)
 
 
-def _model_of(num_params: int, largest_block: int) -> nn.Module:
-    """Build a model of that size on meta: the largest block, and all other parameters as one vector."""
+def _facts_of(num_params: int, largest_block: int) -> ModelFacts:
+    """Return the facts of a model of that size: the largest block, and all other parameters as one vector."""
     if num_params < 1:
         raise ConfigError(
             "params-positive", f"{num_params} parameters are none; give a model or the number of its parameters"
@@ -134,8 +139,6 @@ def _model_of(num_params: int, largest_block: int) -> nn.Module:
             "largest-block-range",
             f"largest_block={largest_block} of {num_params} parameters; a block is a part of the model",
         )
-    model = nn.Module()
-    model.blocks = nn.ModuleList(nn.Linear(size, 1, bias=False, device="meta") for size in [largest_block] if size)
-    if num_params > largest_block:
-        model.other = nn.Linear(num_params - largest_block, 1, bias=False, device="meta")
-    return model
+    sizes = {"block": largest_block, ROOT: num_params - largest_block}
+    params = [ParamEntry(unit, (), unit, (size,), requires_grad=True) for unit, size in sizes.items() if size]
+    return ModelFacts(units=("block",) if largest_block else (), params=tuple(params))

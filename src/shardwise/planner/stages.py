@@ -55,10 +55,6 @@ class SkeletonParam:
         """Return its split over the tensor-parallel group."""
         return ParamSplit(self.shape, tp, self.dim, () if self.part is None else (self.part,))
 
-    def entry(self, unit: str) -> ParamEntry:
-        """Return it as the Layout reads it from a module."""
-        return ParamEntry(f"{unit}.{self.name}", (), unit, self.shape, requires_grad=True)
-
 
 def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
     """List the parameters of one layer, in the order of its module.
@@ -250,7 +246,7 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     costs = [replace(embed, compute=0.0)]  # rows are looked up
     costs += [_cost_of(f"blocks.{index}", kinds[index >= num_dense], chosen) for index in range(shape.num_layers)]
     costs += [_cost_of("norm", norm_params(shape)), _cost_of("head", head)]
-    entry = head[0].entry("head")
+    entry = ParamEntry("head.weight", (), "head", head[0].shape, requires_grad=True)
     cut = partition_stages(
         [
             StageUnit(cost.name, (cost.name,), (entry,), cost.name != "blocks.0" or not shape.num_positions)

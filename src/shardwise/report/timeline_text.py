@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Final
 
 from rich.style import Style
 from rich.text import Text
@@ -23,7 +24,7 @@ _MAX_CELL_COLUMNS = 6
 _MIN_COLUMNS = 20
 _TICK_COLUMNS = 9
 _FUZZ = 1e-6
-_DIM = Style(dim=True)
+_DIM: Final = "dim"
 
 
 @dataclass(frozen=True)

@@ -534,7 +534,7 @@ class CheckpointStates:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Callable[..., Any]]:
         """Watch the first pass of a checkpointed function inside the context; the function given repeats it."""
-        if hasattr(function, _IS_REMEMBERED):
+        if is_remembered(function):
             yield function
             return
         parts = (function, *args, *kwargs.values())
@@ -547,6 +547,11 @@ class CheckpointStates:
                 record.hold(args, kwargs)
                 function = record.repeating(function, self._around())
             yield function
+
+
+def is_remembered(function: Callable[..., Any]) -> bool:
+    """Say whether a function is one that `PassRecord.repeating` has returned."""
+    return hasattr(function, _IS_REMEMBERED)
 
 
 def _modules_of(function: Any, depth: int) -> Iterator[nn.Module]:

@@ -89,7 +89,6 @@ class MemoryAdvice:
     """Holds settings that need less memory.
 
     Args:
-        assignments: as `Config.override` takes them.
         saved_bytes: an estimate, by which several are ordered.
     """
 

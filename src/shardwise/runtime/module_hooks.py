@@ -6,27 +6,20 @@ compiled. `shardwise.zero.sharding_state` says what they do; this module says on
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
-from types import MethodType
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
-from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.selective_saving import IN_PART, selective_contexts
 from shardwise.runtime.torch_private import in_backward, in_transform, pytree, uncompiled
 
 Unit = TypeVar("Unit")
@@ -144,184 +137,6 @@ def claim(module: nn.Module) -> Callable[[], None]:
 
 
 _CLAIMED: Final = "_shardwise_is_claimed"
-
-
-class InputStore(Protocol):
-    """Stores the inputs of recomputed blocks elsewhere; `shardwise.offload.activations.ActivationStore` is one."""
-
-    def saving(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
-        """Keep what autograd saves of a block's inputs inside the context in this store."""
-
-
-def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = None) -> Callable[[], None]:
-    """Checkpoint a module's forward.
-
-    Args:
-        mode: as `recompute` of `run_forward`.
-        store: keeps the inputs; None leaves them where they are.
-
-    Returns:
-        the function that puts the module's own forward back.
-    """
-    forward, state = module.forward, ForwardState(module)
-    if not inspect.ismethod(forward) or forward.__self__ is not module:
-        return replace_forward(module, _checkpointed(forward, lambda args: state, mode, store))
-
-    def state_of(args: Sequence[Any]) -> ForwardState:
-        return state if args[0] is module else ForwardState(args[0])
-
-    # A method follows a copy of the module: the copy computes with its own parameters.
-    return replace_forward(module, MethodType(_checkpointed(forward.__func__, state_of, mode, store), module))
-
-
-def _checkpointed(
-    forward: Callable[..., Any],
-    state_of: Callable[[Sequence[Any]], ForwardState],
-    mode: str,
-    store: InputStore | None,
-) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        own_store = None if store is None or _has_repeated((args, kwargs), set()) else store
-        with state_of(args).first() as passed:
-            passed.hold(args, kwargs, left_out=() if own_store is None else _SPREAD)
-            return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, own_store)
-
-    return recomputed
-
-
-def _has_repeated(value: Any, seen: set[int]) -> bool:
-    """Say whether a list or dict is in the arguments twice: a store would make two of it."""
-    if type(value) not in _SPREAD:
-        return False
-    if id(value) in seen and type(value) is not tuple:
-        return True
-    seen.add(id(value))
-    parts = value.values() if isinstance(value, dict) else value
-    return any(_has_repeated(part, seen) for part in parts)
-
-
-_SPREAD: Final = (tuple, list, dict)  # types of containers whose tensors a store keeps
-
-
-def run_stored(
-    run: Callable[..., Any],
-    forward: Callable[..., Any],
-    recompute: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    store: InputStore | None,
-) -> Any:
-    """Run `run_forward`, or its compiled form, with `store` for the inputs that the block keeps.
-
-    Args:
-        run: `run_forward`, or its compiled form.
-        forward: the block's own.
-        store: keeps the inputs; None leaves them where they are.
-    """
-    if store is None or recompute == "none" or not torch.is_grad_enabled():
-        return run(forward, recompute, args, kwargs)
-    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in _SPREAD)
-    if run is not run_forward:  # compiled code saves all tensors in the same way
-        with store.saving(inputs):
-            return run(forward, recompute, args, kwargs)
-    # A checkpoint saves tensors that are arguments, but holds those in keywords, tuples and dicts as they are.
-    # The caller must find what a block writes into a list or dict that it is given; a recomputation's is of no use.
-    given = [(args, kwargs)]
-
-    def spread(*leaves: Any) -> Any:
-        own_args, own_kwargs = given.pop() if given else pytree.tree_unflatten(leaves, structure)
-        return forward(*own_args, **own_kwargs)
-
-    with store.saving(inputs):
-        return run(spread, recompute, tuple(inputs), {})
-
-
-def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a forward and keep for its backward what `recompute` says.
-
-    Torch compiles this function too, so `torch.compile` must know all that it calls.
-
-    Args:
-        forward: the block's own.
-        recompute: "none" keeps all, "full" its inputs, "selective" products and attention too.
-    """
-    if recompute == "none" or not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    if recompute == "selective":
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def run_in_parts(forward: Callable[[int, Tensor], Any], x: Tensor, num_tokens: int) -> Iterator[Any]:
-    """Run a forward on parts of a tensor, each recomputed in its own backward; only `x` is kept for all of them.
-
-    This holds inside a recomputation of any mode too: that one keeps nothing of the parts, and computes none of them
-    where nothing after them is needed.
-
-    Args:
-        forward: is given the number of a part, and the part.
-        x: [B, S, ...].
-        num_tokens: of a part, along dim 1; the last part may have fewer.
-
-    Returns:
-        the results of the forward, one by one.
-    """
-    if not torch.is_grad_enabled():
-        yield from (forward(index, part) for index, part in enumerate(x.split(num_tokens, dim=1)))
-        return
-    kept = _KeptInput(x, num_tokens)
-    for index, part in enumerate(x.split(num_tokens, dim=1)):
-        # A checkpoint restores the generators of the devices of its arguments. A checkpoint around it must not see
-        # what it saves of them: that one would run all parts in its recomputation to find the last one's.
-        with saved_tensors_hooks(_as_it_is, _as_it_is):
-            output = checkpoint(_run_part, x.new_empty(0), forward, kept, index, [part], use_reentrant=False)
-        yield output
-
-
-class _KeptInput:
-    """Holds the input of all parts, saved once, by the hooks with which autograd saves."""
-
-    def __init__(self, x: Tensor, num_tokens: int) -> None:
-        anchor = torch.empty(0, device=x.device, requires_grad=True)
-        self._node: Any = _Keep.apply(x, anchor).grad_fn
-        self._num_tokens = num_tokens
-        self._needs_gradient = x.requires_grad
-        self._parts: tuple[Tensor, ...] | None = None
-
-    def part(self, index: int) -> Tensor:
-        """Return a part; call this in a backward."""
-        if self._parts is None:  # a checkpoint around it returns what it has saved only once
-            (x,) = self._node.saved_tensors
-            self._parts = x.detach().requires_grad_(self._needs_gradient).split(self._num_tokens, dim=1)
-        return self._parts[index]
-
-
-class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError("nothing is computed of what keeps an input")
-
-
-def _run_part(
-    place: Tensor, forward: Callable[[int, Tensor], Any], kept: _KeptInput, index: int, given: list[Tensor]
-) -> Any:
-    token = IN_PART.set(True)
-    try:
-        return forward(index, given.pop() if given else kept.part(index))
-    finally:
-        IN_PART.reset(token)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:

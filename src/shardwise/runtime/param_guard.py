@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, NoReturn, Protocol, cast
@@ -18,6 +19,7 @@ from shardwise.runtime.torch_private import (
     of_class,
     plain_torch_functions,
     pytree,
+    uncompiled,
 )
 
 OnRead = Callable[[FrameType], None]
@@ -263,6 +265,88 @@ class _GuardedParameter(_WatchedParameter):
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         with plain_torch_functions():
             return func(*args, **kwargs)
+
+
+Use = Callable[[Any, Sequence[Any], Mapping[str, Any], Callable[..., Any]], Any]
+"""Answers a call of a torch function: it is given the function, its arguments, and what calls a function as it is."""
+
+
+class _PartParameter:
+    """Is a parameter of which this rank has a part, while a forward runs: code that knows of none needs the whole.
+
+    The forward of its own module does not pass here, in `used_by_owner`.
+    """
+
+    on_part: Use
+    own_kind: Any  # its class, once no forward runs
+
+    @property
+    def data(self) -> Tensor:
+        return cast(Tensor, _DATA.__get__(self))  # modes of torch functions see it first
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+
+    def detach(self) -> Tensor:
+        """Return an alias of what is read."""
+        return cast(Tensor, _DETACH(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        own: Any = type(self).own_kind
+        kind: Any = own if issubclass(own, _WatchedParameter) else _WatchedParameter  # torch's would be of this class
+        return cast(nn.Parameter, kind.__deepcopy__(self, memo))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_alias = func in _ALIASES and issubclass(cls.own_kind, _WatchedParameter)
+        return cls.on_part(func, args, kwargs or {}, _watched_alias if is_alias else _as_it_is)
+
+
+_ALIASES: Final = (_DATA.__get__, _DATA.__set__, _DETACH)
+
+
+def _watched_alias(func: Any, read: Any, *value: Tensor) -> Any:
+    """Call what the class of a watched parameter has in the place of a torch function."""
+    if not isinstance(read, _PartParameter):
+        return func(read, *value)
+    own = read.own_kind
+    if func == _DETACH:
+        return own.detach(read)
+    return own.data.__set__(read, *value) if value else own.data.__get__(read)
+
+
+def _as_it_is(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a torch function; released parameters among the arguments become present."""
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, _GuardedParameter | list | tuple):
+            return _GuardedParameter.__torch_function__(func, (), args, kwargs)
+    with plain_torch_functions():
+        return func(*args, **kwargs)
+
+
+def part_type(on_part: Use, kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Make the class of a parameter of a class, of which this rank has a part, while other modules may read it.
+
+    Args:
+        on_part: is called at each use of it but by its own module.
+    """
+    names = {"on_part": staticmethod(uncompiled(on_part)), "own_kind": kind}
+    return type(kind.__name__, (_PartParameter, kind), names)
+
+
+def without_parts(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class that `part_type` has been given; another class itself."""
+    return cast(type[nn.Parameter], kind.own_kind) if issubclass(kind, _PartParameter) else kind
+
+
+def used_by_owner(*parameters: Tensor | None) -> AbstractContextManager[None]:
+    """Let the forward of a module use its own parameters as they are, where they are present."""
+    if torch.compiler.is_compiling() or any(isinstance(each, _GuardedParameter) for each in parameters):
+        return nullcontext()
+    return plain_torch_functions()
 
 
 class Placeholder(Tensor):

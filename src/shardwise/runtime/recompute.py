@@ -5,6 +5,11 @@ The hooks stay outside. The whole of `run_forward` is compiled, checkpoint inclu
 the compiled backward, which saves what the policy of selective recomputation says. A checkpoint around compiled code
 would see one opaque operation and recompute all of it.
 
+Selective recomputation saves of a block what costs most to compute for its size. A saved result that something writes
+into is not what the second pass must find there. Such a result is computed again. Torch's own checkpoint raises an
+error without a code where the write has left a new version, and computes with the wrong values where it has not, as
+inside of `torch.gru`.
+
 Blocks of one class whose parameters have the same shapes share their compiled code, so the number of compilations does
 not grow with the number of blocks. Parameters are inputs of that code; it knows neither their storage nor their engine.
 """
@@ -15,20 +20,36 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Hashable, Sequence
-from types import FunctionType
-from typing import Any, Final
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from types import FunctionType, MethodType
+from typing import Any, Final, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.config.errors import CodedError
 from shardwise.config.resolve import CompileConfig, ConfigError, ResolvedConfig
 from shardwise.layout.layout import Layout
-from shardwise.runtime.module_hooks import InputStore, recompute_forward, replace_forward, run_forward, run_stored
-from shardwise.runtime.torch_private import compiler_errors, in_op_mode
+from shardwise.runtime.forward_state import ForwardState
+from shardwise.runtime.module_hooks import replace_forward
+from shardwise.runtime.torch_private import (
+    COMPUTED_AGAIN,
+    checked_backend,
+    compiler_errors,
+    in_op_mode,
+    pytree,
+    storage_key,
+    version,
+    written_tensors,
+)
 
 Run = Callable[..., Any]
+CheckGraph = Callable[[Any], None]
 
 
 class CompileError(CodedError, RuntimeError):
@@ -36,13 +57,17 @@ class CompileError(CodedError, RuntimeError):
 
 
 def replace_forwards(
-    model: nn.Module, layout: Layout, config: ResolvedConfig, store: InputStore | None = None
+    model: nn.Module,
+    layout: Layout,
+    config: ResolvedConfig,
+    store: InputStore | None = None,
+    check_graph: CheckGraph | None = None,
 ) -> list[Callable[[], None]]:
     """Recompute and compile the forwards of a model's blocks as the config says.
 
     Args:
-        config: the sections `recompute` and `compile`.
         store: keeps the inputs of recomputed blocks; None leaves them where they are.
+        check_graph: is given the graph of each block that is compiled; None for no check.
 
     Returns:
         the functions that put their own back; call them in reverse order.
@@ -50,7 +75,7 @@ def replace_forwards(
     Raises:
         ConfigError: torch has no such backend, or it cannot work in this mode.
     """
-    compiler = _BlockCompiler(config.compile, layout, store) if config.compile.enabled else None
+    compiler = _BlockCompiler(config.compile, layout, store, check_graph) if config.compile.enabled else None
     undo = []
     for index, unit in enumerate(layout.units):
         module = model.get_submodule(unit)
@@ -122,9 +147,11 @@ class _BlockCompiler:
         store: keeps the inputs of recomputed blocks, from outside the compiled code.
     """
 
-    def __init__(self, config: CompileConfig, layout: Layout, store: InputStore | None) -> None:
+    def __init__(
+        self, config: CompileConfig, layout: Layout, store: InputStore | None, check_graph: CheckGraph | None
+    ) -> None:
         _check(config, layout)
-        self._config = config
+        self._config, self._check_graph = config, check_graph
         self._store = store
         self._shared: dict[Hashable, Run] = {}
         self._num_compiled = 0
@@ -165,7 +192,10 @@ class _BlockCompiler:
         name = f"{name}_{self._num_compiled}"
         own = FunctionType(run_forward.__code__.replace(co_name=name), run_forward.__globals__, name)
         config = self._config
-        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
+        if self._check_graph is None:
+            return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
+        backend = checked_backend(config.backend, config.mode, config.dynamic, self._check_graph)
+        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=backend)
 
 
 def _kind(module: nn.Module, recompute: str) -> Hashable:
@@ -204,9 +234,11 @@ def _check(config: CompileConfig, layout: Layout) -> None:
         )
 
 
-def _explained(error: Exception, unit: str, backend: str) -> CompileError:
+def _explained(error: Exception, unit: str, backend: str) -> Exception:
     """Make an error of one line from the several that torch writes: what, why and where."""
     inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, CodedError):  # of a check of ours
+        return inner
     if inner is not None:
         return CompileError(
             "compile-backend-failed",
@@ -228,3 +260,269 @@ def _explained(error: Exception, unit: str, backend: str) -> CompileError:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no reason given"])[0]
+
+
+class InputStore(Protocol):
+    """Stores the inputs of recomputed blocks elsewhere; `shardwise.offload.activations.ActivationStore` is one."""
+
+    def saving(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
+        """Keep what autograd saves of a block's inputs inside the context in this store."""
+
+
+def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = None) -> Callable[[], None]:
+    """Checkpoint a module's forward.
+
+    Args:
+        mode: as `recompute` of `run_forward`.
+        store: keeps the inputs; None leaves them where they are.
+
+    Returns:
+        the function that puts the module's own forward back.
+    """
+    forward, state = module.forward, ForwardState(module)
+    if not inspect.ismethod(forward) or forward.__self__ is not module:
+        return replace_forward(module, _checkpointed(forward, lambda args: state, mode, store))
+
+    def state_of(args: Sequence[Any]) -> ForwardState:
+        return state if args[0] is module else ForwardState(args[0])
+
+    # A method follows a copy of the module: the copy computes with its own parameters.
+    return replace_forward(module, MethodType(_checkpointed(forward.__func__, state_of, mode, store), module))
+
+
+def _checkpointed(
+    forward: Callable[..., Any],
+    state_of: Callable[[Sequence[Any]], ForwardState],
+    mode: str,
+    store: InputStore | None,
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        own_store = None if store is None or _has_repeated((args, kwargs), set()) else store
+        with state_of(args).first() as passed:
+            passed.hold(args, kwargs, left_out=() if own_store is None else _SPREAD)
+            return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, own_store)
+
+    return recomputed
+
+
+def _has_repeated(value: Any, seen: set[int]) -> bool:
+    """Say whether a list or dict is in the arguments twice: a store would make two of it."""
+    if type(value) not in _SPREAD:
+        return False
+    if id(value) in seen and type(value) is not tuple:
+        return True
+    seen.add(id(value))
+    parts = value.values() if isinstance(value, dict) else value
+    return any(_has_repeated(part, seen) for part in parts)
+
+
+_SPREAD: Final = (tuple, list, dict)  # types of containers whose tensors a store keeps
+
+
+def run_stored(
+    run: Callable[..., Any],
+    forward: Callable[..., Any],
+    recompute: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    store: InputStore | None,
+) -> Any:
+    """Run `run_forward`, or its compiled form, with `store` for the inputs that the block keeps.
+
+    Args:
+        run: `run_forward`, or its compiled form.
+        forward: the block's own.
+        store: keeps the inputs; None leaves them where they are.
+    """
+    if store is None or recompute == "none" or not torch.is_grad_enabled():
+        return run(forward, recompute, args, kwargs)
+    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in _SPREAD)
+    if run is not run_forward:  # compiled code saves all tensors in the same way
+        with store.saving(inputs):
+            return run(forward, recompute, args, kwargs)
+    # A checkpoint saves tensors that are arguments, but holds those in keywords, tuples and dicts as they are.
+    # The caller must find what a block writes into a list or dict that it is given; a recomputation's is of no use.
+    given = [(args, kwargs)]
+
+    def spread(*leaves: Any) -> Any:
+        own_args, own_kwargs = given.pop() if given else pytree.tree_unflatten(leaves, structure)
+        return forward(*own_args, **own_kwargs)
+
+    with store.saving(inputs):
+        return run(spread, recompute, tuple(inputs), {})
+
+
+def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a forward and keep for its backward what `recompute` says.
+
+    Torch compiles this function too, so `torch.compile` must know all that it calls.
+
+    Args:
+        forward: the block's own.
+        recompute: "none" keeps all, "full" its inputs, "selective" products and attention too.
+    """
+    if recompute == "none" or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if recompute == "selective":
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def run_in_parts(forward: Callable[[int, Tensor], Any], x: Tensor, num_tokens: int) -> Iterator[Any]:
+    """Run a forward on parts of a tensor, each recomputed in its own backward; only `x` is kept for all of them.
+
+    This holds inside a recomputation of any mode too: that one keeps nothing of the parts, and computes none of them
+    where nothing after them is needed.
+
+    Args:
+        forward: is given the number of a part, and the part.
+        x: [B, S, ...].
+        num_tokens: of a part, along dim 1; the last part may have fewer.
+
+    Returns:
+        the results of the forward, one by one.
+    """
+    if not torch.is_grad_enabled():
+        yield from (forward(index, part) for index, part in enumerate(x.split(num_tokens, dim=1)))
+        return
+    kept = _KeptInput(x, num_tokens)
+    for index, part in enumerate(x.split(num_tokens, dim=1)):
+        # A checkpoint restores the generators of the devices of its arguments. A checkpoint around it must not see
+        # what it saves of them: that one would run all parts in its recomputation to find the last one's.
+        with saved_tensors_hooks(_as_it_is, _as_it_is):
+            output = checkpoint(_run_part, x.new_empty(0), forward, kept, index, [part], use_reentrant=False)
+        yield output
+
+
+class _KeptInput:
+    """Holds the input of all parts, saved once, by the hooks with which autograd saves."""
+
+    def __init__(self, x: Tensor, num_tokens: int) -> None:
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
+        self._node: Any = _Keep.apply(x, anchor).grad_fn
+        self._num_tokens = num_tokens
+        self._needs_gradient = x.requires_grad
+        self._parts: tuple[Tensor, ...] | None = None
+
+    def part(self, index: int) -> Tensor:
+        """Return a part; call this in a backward."""
+        if self._parts is None:  # a checkpoint around it returns what it has saved only once
+            (x,) = self._node.saved_tensors
+            self._parts = x.detach().requires_grad_(self._needs_gradient).split(self._num_tokens, dim=1)
+        return self._parts[index]
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("nothing is computed of what keeps an input")
+
+
+def _run_part(
+    place: Tensor, forward: Callable[[int, Tensor], Any], kept: _KeptInput, index: int, given: list[Tensor]
+) -> Any:
+    token = _IN_PART.set(True)
+    try:
+        return forward(index, given.pop() if given else kept.part(index))
+    finally:
+        _IN_PART.reset(token)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# A part of a block is recomputed alone: saved products of all parts would be what the parts must not keep.
+_IN_PART: Final[ContextVar[bool]] = ContextVar("shardwise_in_part", default=False)
+
+
+def selective_contexts() -> Any:
+    """Return the contexts of a block's first pass and of its recomputations, as torch's checkpoint takes them."""
+    if torch.compiler.is_compiling():  # the compiler takes no other contexts, and shows them no writes
+        return create_selective_checkpoint_contexts(_save_products)
+    policy = _Policy()
+    first, again = create_selective_checkpoint_contexts(policy)
+    policy.storage = again.storage
+    return first, _OnceSaved(again)
+
+
+class _Policy:
+    """Saves products, until something writes into them.
+
+    Attributes:
+        storage: what is saved, by op and number of its call.
+    """
+
+    storage: Any
+
+    def __init__(self) -> None:
+        self._num_calls: defaultdict[Any, int] = defaultdict(int)
+        self._saved: dict[int, list[tuple[Any, int]]] = {}  # the calls whose results have this storage
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        number = self._num_calls[op]
+        self._num_calls[op] += 1
+        for tensor in written_tensors(op, args, kwargs) if self._saved and hasattr(op, "_schema") else ():
+            for saved_op, saved_number in self._saved.pop(storage_key(tensor), ()):
+                self.storage[saved_op][saved_number] = COMPUTED_AGAIN
+        policy = _save_products(context, op, *args, **kwargs)
+        if policy is CheckpointPolicy.MUST_SAVE:
+            for leaf in pytree.tree_leaves(context.op_output):
+                if isinstance(leaf, Tensor):
+                    self._saved.setdefault(storage_key(leaf), []).append((op, number))
+        return policy
+
+
+class _OnceSaved(AbstractContextManager[None]):
+    """The context of the recomputations of a block: the first takes what was saved, later ones compute all again.
+
+    A forward that takes derivatives in itself recomputes twice, as a second backward of one graph does.
+    """
+
+    def __init__(self, saved: Any) -> None:
+        self._saved: Any = saved
+        self._entered: list[AbstractContextManager[Any] | None] = []
+
+    def __enter__(self) -> None:
+        entered, self._saved = self._saved, None
+        self._entered.append(entered)
+        if entered is not None:
+            _forget_written(entered.storage)
+            entered.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        entered = self._entered.pop()
+        return None if entered is None else entered.__exit__(*error)
+
+
+def _forget_written(storage: Mapping[Any, dict[int, Any]]) -> None:
+    """Forget what code after the block has written into, such as a sum into the block's output."""
+    for results in storage.values():
+        for number, result in results.items():
+            held = [each for each in pytree.tree_leaves(result) if isinstance(getattr(each, "val", None), Tensor)]
+            if any(version(each.val) != each.version for each in held):
+                results[number] = COMPUTED_AGAIN
+
+
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save matrix products and attention (Korthikanti et al. 2022, section 5)."""
+    name = op.name() if hasattr(op, "name") else ""
+    is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(_SAVED_PREFIXES)
+    is_product = is_product and not name.startswith(_RECOMPUTED_PREFIX) and not _IN_PART.get()
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# Results of collectives are saved, which sum products; gathered sequences are not: sequence parallelism avoids them.
+_SAVED_PREFIXES: Final = ("c10d", "_c10d", "shardwise::")
+_RECOMPUTED_PREFIX: Final = "shardwise::gather_sequence"
+_SAVED_PRODUCTS: Final = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution"}
+)

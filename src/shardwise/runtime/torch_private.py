@@ -15,74 +15,19 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as _modules
 from torch.optim import optimizer as _optimizers
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
+pytree = _pytree
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-
-__all__ = [
-    "COMPUTED_AGAIN",
-    "HAS_COMPATIBLE_TYPE",
-    "NO_VALUE_ERRORS",
-    "PARAMETER_CODE",
-    "PRIVATE_DRAWS",
-    "STATE_DICT_CODE",
-    "OpMode",
-    "OpOverload",
-    "assert_async",
-    "compiler_errors",
-    "constant_in_graphs",
-    "container_types",
-    "cpu_flash_attention",
-    "cpu_flash_attention_backward",
-    "fake_copy",
-    "fake_like",
-    "fake_tensors",
-    "file_offset",
-    "forward_hooks",
-    "give_hooks",
-    "global_forward_hooks",
-    "has_cpu_flash_attention",
-    "has_views",
-    "hook_dicts",
-    "hooks_of",
-    "in_backward",
-    "in_fake_mode",
-    "in_op_mode",
-    "is_fake",
-    "is_plain",
-    "is_transformed",
-    "named_arguments",
-    "no_torch_functions",
-    "note_step",
-    "of_class",
-    "on_backward_end",
-    "parameter_class",
-    "plain_torch_functions",
-    "pytree",
-    "pytree_node",
-    "quiet_fakes",
-    "replaced_checkpoints",
-    "returned",
-    "set_data",
-    "set_unsharded_storage",
-    "step_hooks",
-    "storage_key",
-    "uncompiled",
-    "unseen_by_op_modes",
-    "version",
-    "view_base",
-    "wrapper_like",
-    "written_tensors",
-]
 
 
 def assert_async(is_so: Tensor, message: str) -> None:
@@ -133,7 +78,7 @@ FirstPass = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Abs
 
 
 @contextmanager
-def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
+def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]], bool] | None = None) -> Iterator[None]:
     """Tell `first` of each function that is checkpointed inside the context, by whatever name code knows the function
     `torch.utils.checkpoint.checkpoint`: what that calls is replaced here.
 
@@ -141,6 +86,8 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
         first: is given the function, its arguments by position and by name; the first pass runs inside its context,
             which gives the function to call in the backward, or as the first pass where that is inside autograd's own
             function.
+        is_tracked: given, reentrant checkpoints are as the others, inside whose first pass there are gradients: it says
+            whether autograd tracks one with these arguments.
     """
     run, kind = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
     settings = inspect.signature(run).parameters.values()
@@ -165,6 +112,9 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return kind.apply(function, preserve, *args)
+            if is_tracked is not None:
+                with torch.set_grad_enabled(is_tracked(args)):
+                    return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
             with first(function, args, {}) as repeated:
                 return kind.apply(repeated, preserve, *args)
 
@@ -186,6 +136,22 @@ def compiler_errors() -> tuple[type[Exception], type[Exception]]:
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def checked_backend(name: str, mode: str | None, dynamic: bool | None, check: Callable[[Any], None]) -> Any:
+    """Return a backend of `torch.compile` by its name that first shows each graph to `check`.
+
+    `torch.compile` gives a mode to inductor by its name only.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+
+    own: Any = torch._TorchCompileInductorWrapper(mode, None, dynamic) if name == "inductor" else lookup_backend(name)
+
+    def checked(graph: Any, inputs: Any) -> Any:
+        check(graph)
+        return own(graph, inputs)
+
+    return checked
 
 
 def constant_in_graphs(function: AnyFunction) -> AnyFunction:

@@ -10,10 +10,10 @@ import dis
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -210,6 +210,74 @@ def _put_values(tensor: Tensor, values: Tensor, number: int) -> None:
 
 _MOST_COPIED = 4096  # elements of a tensor to which a hook refers
 _LEFT_ALONE = (Tensor, type, ModuleType, str, bytes, int, float)
+
+
+@dataclass
+class FollowedForward:
+    """Holds the tensors of a forward from which autograd follows it.
+
+    Attributes:
+        sources: what modules return of no tensor that is followed, such as embeddings of tokens.
+        has_code: the backward runs code of users: hooks, or a `torch.autograd.Function` of theirs.
+    """
+
+    sources: list[Tensor] = field(default_factory=list)
+    has_code: bool = False
+
+    def gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the sources, for a loss to which each number of the outputs adds on its own."""
+        loss = sum((each.sin().sum() for each in outputs if each.requires_grad), torch.zeros(()))
+        if not loss.requires_grad:
+            return []
+        return [*torch.autograd.grad(loss, self.sources, allow_unused=True, materialize_grads=True)]
+
+
+@contextmanager
+def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForward]:
+    """Let autograd follow a forward inside the context, of a model none of whose parameters requires gradients.
+
+    Args:
+        shape: the first dims of tensors that it is followed from.
+    """
+    forward = FollowedForward()
+    hooks = (hook for dicts in map(hook_dicts, model.modules()) for each in dicts[2:] for hook in each.values())
+    forward.has_code = any(map(is_users, hooks))
+    register, apply = Tensor.register_hook, vars(torch.autograd.Function)["apply"]
+
+    def follow(leaf: Any) -> Any:
+        is_one = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape[: len(shape)] == shape
+        if not is_one or leaf.requires_grad:
+            return leaf
+        forward.sources.append(leaf.detach().requires_grad_())
+        return forward.sources[-1].clone()  # which code may write into
+
+    def note_hook(tensor: Tensor, hook: Any) -> Any:
+        forward.has_code = True
+        return register(tensor, hook)
+
+    def note_function(kind: type, *args: Any, **kwargs: Any) -> Any:
+        forward.has_code |= not kind.__module__.startswith(("torch.", "shardwise."))
+        return apply.__func__(kind, *args, **kwargs)
+
+    with ExitStack() as stack, torch.enable_grad():
+        for module in model.modules():
+            handle = module.register_forward_hook(lambda _, args, output: pytree.tree_map(follow, output))
+            stack.callback(handle.remove)
+        for kind, name, own, noting in (
+            (Tensor, "register_hook", register, note_hook),
+            (torch.autograd.Function, "apply", apply, classmethod(note_function)),
+        ):
+            stack.callback(setattr, kind, name, own)
+            setattr(kind, name, noting)
+        yield forward
+
+
+def is_in_function(frame: FrameType | None, last: CodeType) -> bool:
+    """Say whether a frame is inside the forward of a `torch.autograd.Function`, and that inside the code of `last`."""
+    apply = vars(torch.autograd.Function)["apply"].__func__.__code__
+    while frame is not None and frame.f_code not in (apply, last):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is apply
 
 
 def has_global_hooks() -> bool:

@@ -3,8 +3,7 @@
 A plan names the layer, which PEFT has put into a module of its own as `base_layer`, beside a product of two small
 matrices: `lora_B(lora_A(x))` is added to `base_layer(x)`. The adapter is split as its layer is. After a column layer's
 input comes `lora_A`, which is whole, and `lora_B` has its outputs; `lora_A` has a row layer's inputs, and after the sum
-over the ranks comes `lora_B`, which is whole. It is a file of its own since tables, families and Hugging Face's plans
-share it.
+over the ranks comes `lora_B`, which is whole. It is apart from `plan_table` for the length of that file.
 """
 
 from __future__ import annotations

@@ -183,7 +183,6 @@ def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout 
     """Add a hint to a forward's error about shapes: what the plan may lack.
 
     Args:
-        error: as it was raised.
         tensor: how the model is split; None where it is not.
     """
     hint = shape_hint(error, model, tensor) if tensor is not None else ""
@@ -192,11 +191,7 @@ def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout 
 
 
 def shape_hint(error: BaseException, model: nn.Module, tensor: TensorLayout) -> str:
-    """Say in one line what the plan may lack; empty where `error` is about something else.
-
-    Args:
-        error: as a forward raised it.
-    """
+    """Say in one line what the plan may lack; empty where `error` is about something else."""
     if type(error) not in (RuntimeError, ValueError, AssertionError) or not _speaks_of_shapes(error):
         return ""
     names = {id(module): name for name, module in model.named_modules()}

@@ -39,7 +39,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
 from shardwise.models.decoder import Decoder
 from shardwise.runtime.class_swap import set_attribute, subclass_module
-from shardwise.runtime.module_hooks import run_in_parts
+from shardwise.runtime.recompute import run_in_parts
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import VocabSplit
 from shardwise.tensor.loss_parallel import HEAD_STATE, LazyLogits, LazyLogitsHead
@@ -96,12 +96,7 @@ def chunk_model(model: nn.Module, config: ResolvedConfig, layout: Layout, draws:
 
 @dataclass(frozen=True, eq=False)
 class ChunkState:
-    """Holds what a feed-forward needs to work in parts.
-
-    Attributes:
-        name: of the module, for messages.
-        num_tokens: of a part, at most.
-    """
+    """Holds what a feed-forward needs to work in parts."""
 
     name: str
     num_tokens: int

@@ -297,9 +297,6 @@ def _mixing(draft: PlanBuilder, blocks: list[str]) -> Iterator[str]:
 def family_plan(model: nn.Module, degree: int) -> TensorPlan | None:
     """Return the plan of a model of a known family; None for others.
 
-    Args:
-        model: whose `config.model_type` names the family.
-
     Raises:
         ConfigError: heads or features do not divide by `degree`.
     """

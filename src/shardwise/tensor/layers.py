@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.batch_errors import check_indices
 from shardwise.runtime.class_swap import subclass_module
+from shardwise.runtime.param_guard import used_by_owner
 from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
 from shardwise.tensor.mappings import TpMappings
 
@@ -63,7 +64,6 @@ class LayerState:
     """Holds what a module's forward needs besides its parameters.
 
     Attributes:
-        ops: the mappings of the engine.
         name: of the module, for counts and messages.
     """
 
@@ -124,7 +124,9 @@ class ColumnLinear(nn.Module):
         if not state.is_in_region:
             mapping = state.ops.gather_sequence if state.is_sequence else state.ops.copy_to_tp
             x = mapping(x, state.title)
-        y = state.ops.column(x, self.weight.t() if state.is_transposed else self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        with used_by_owner(weight, bias):
+            y = state.ops.column(x, weight.t() if state.is_transposed else weight, bias)
         return _gathered_features(y, state) if state.gathers_output else y
 
     def extra_repr(self) -> str:
@@ -143,8 +145,9 @@ class RowLinear(nn.Module):
         state = self._shardwise_linear
         if state.splits_input:
             x = state.ops.split(_in_order(x, state), -1, state.title)
-        weight = self.weight.t() if state.is_transposed else self.weight
-        return state.ops.row(x, weight, self.bias, state.is_sequence, state.title)
+        weight, bias = self.weight, self.bias
+        with used_by_owner(weight, bias):
+            return state.ops.row(x, weight.t() if state.is_transposed else weight, bias, state.is_sequence, state.title)
 
     def extra_repr(self) -> str:
         return _described(super().extra_repr(), "row", self._shardwise_linear)
@@ -208,7 +211,9 @@ class VocabEmbedding(nn.Embedding):
             check_indices(ids, state.size)
         is_elsewhere = (ids < state.start) | (ids >= state.stop)
         rows = (ids - state.start).masked_fill(is_elsewhere, 0)
-        found = F.embedding(rows, self.weight, state.padding).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+        weight = self.weight
+        with used_by_owner(weight):
+            found = F.embedding(rows, weight, state.padding).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
         return state.ops.reduce_from_tp(found, state.title)
 
     def extra_repr(self) -> str:
@@ -273,7 +278,6 @@ class SharedInputState(LayerState):
     """Holds the state of a region.
 
     Attributes:
-        whole: arguments that arrive whole.
         sequences: arguments that arrive split along dim 1.
     """
 

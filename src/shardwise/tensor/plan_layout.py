@@ -63,7 +63,6 @@ def plan_layout(
 
     Args:
         model: any module; only names, shapes and `requires_grad` are read, so meta tensors will do.
-        config: as `Config.resolve` returns it.
         plan: how layers are split where `mesh.tp` is more than 1; None for the one that the model brings or its family
             has. See `docs/tensor-parallel.md`.
         rank: whose stages are the layout's own, in a pipeline.
@@ -97,21 +96,14 @@ def layout_by(
     """Return the layout that `plan_layout` returns, of a model that has been scanned."""
     check_attention(model, config.attention)
     check_context(model, config)
-    return resolve_layout(facts, config, _plan_of(facts, model, config, plan), rank=rank)
-
-
-def _plan_of(
-    facts: ModelFacts, model: nn.Module, config: ResolvedConfig, plan: Table | TensorPlan | None
-) -> TensorPlan | None:
-    """Return how the layers are split; None where nothing is, and no fused weight need be known."""
-    degree = config.mesh.tp
+    degree, found = config.mesh.tp, None
     if degree == 1:
         if isinstance(plan, Mapping):
             table_plan(model, plan, degree)  # it may be wrong, even if it is not used
         if matrix_state_names(config.optimizer.name):
             with suppress(ConfigError):  # without a plan fused weights are one matrix
-                return find_plan(model, degree, plan, sequence_parallel=False)
-        return None
+                found = find_plan(model, degree, plan, sequence_parallel=False)
+        return resolve_layout(facts, config, found, rank=rank)
     for entry in facts.params:
         if entry.is_opaque:
             raise ConfigError(
@@ -119,7 +111,8 @@ def _plan_of(
                 f"mesh.tp={degree} splits matrices, but parameter {entry.name} is packed or of integers, and its "
                 "elements are bytes; set mesh.tp=1, and shard it by zero.stage=3",
             )
-    return find_plan(model, degree, plan, config.tensor.sequence_parallel)
+    found = find_plan(model, degree, plan, config.tensor.sequence_parallel)
+    return resolve_layout(facts, config, found, rank=rank)
 
 
 @checked

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.hf.config_files import wanted_of
 from shardwise.checkpoint.hf.importer import check_numbers
-from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.manifest import CheckpointError, agreed
 from shardwise.config.errors import system_code
 from shardwise.config.near_paths import near
 from shardwise.config.resolve import Config, ConfigError
@@ -294,11 +294,7 @@ class HuggingFaceModel:
                     ) from error
             return ""
 
-        barrier = engine.checkpoints.ranks.new_barrier(f"the export to {folder}")
-        try:
-            barrier.run("write", write, lambda _: "")
-        finally:
-            barrier.finish()
+        agreed(engine.parts.agreement.run("export", write, subject=f"the export to {folder}"))
         return folder
 
     @cached_property

@@ -50,9 +50,6 @@ def shortages(
 def check_positions(config: Config, name: str, text_config: Any) -> None:
     """Refuse sequences that are longer than a model of transformers has positions.
 
-    Args:
-        text_config: the model's own.
-
     Raises:
         ConfigError: they are longer, and `run.on_shortage` lets no run go on.
     """

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import logging
+import math
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColu
 from rich.progress import Progress as ProgressBar
 
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
+from shardwise.comm.agreement import Agreement
 from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
@@ -78,17 +80,14 @@ from shardwise.train.summary import RunOutcome, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
-_POLL_S: Final = 0.1
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
-_FAILED = "failed"
 _REFUSED: Final = 2
 _FIRST_OF_DATA: Final = "reading the data and learning the tokenizer"
 _MAKING: Final = "making the model {} on each rank"
 # The Hugging Face folder in a run's folder.
 EXPORT_NAME: Final = "model"
-_PLACE_KEY = "shardwise/place"
 # The messages of these errors are enough; for any other error the log gets the traceback.
 _EXPECTED = (CodedError, torch.OutOfMemoryError, MemoryError)
 
@@ -99,7 +98,6 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     """Train on ranks that are started here, and return the exit code.
 
     Args:
-        config: as `job_config` returns it.
         console: the console for the data's progress; rank 0 shows everything after that on stdout.
         resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
 
@@ -446,33 +444,36 @@ def _shortages(config: ResolvedConfig, data: PreparedData, num_local_ranks: int)
 def _agree_on_place(
     config: ResolvedConfig, env: RankEnv, console: Console, resume: Path | None
 ) -> tuple[ResolvedConfig, Path, Path, Path | None]:
-    """Return rank 0's config, run folder, token shard and checkpoint; the other ranks get them from the store.
+    """Return rank 0's config, run folder, token shard and checkpoint; the other ranks get them from rank 0.
 
     The config of a resumed run depends on the checkpoint, and another rank may have found another checkpoint.
     """
     group = dist.group.WORLD
     assert group is not None, "the process group stands by now"
     store = PatientStore(group.get_group_store(), config.run.timeout_s)
-    if env.rank == 0:
-        try:
-            config, folder, shard_path = _prepare(config, console, resume, env.local_world_size)
-        except Exception:
-            store.set(_PLACE_KEY, _FAILED)
-            raise
-        past, folder = None if resume is None else str(resume.absolute()), folder.absolute()
-        store.set(_PLACE_KEY, json.dumps([config.to_json(), str(folder), str(shard_path), past]))
-        return config, folder, shard_path, resume
-    while not store.check([_PLACE_KEY]):  # rank 0 may tokenize for hours; the store's own death or silence ends this
-        time.sleep(_POLL_S)
-    word = store.get(_PLACE_KEY).decode()
-    if word == _FAILED:
+    # Rank 0 may tokenize for hours; the store's own death or silence ends the others' wait.
+    timeout_s = config.run.timeout_s if env.rank == 0 else math.inf
+
+    def prepare() -> str:
+        if env.rank:
+            return ""
+        ready, folder, shard_path = _prepare(config, console, resume, env.local_world_size)
+        past = None if resume is None else str(resume.absolute())
+        return json.dumps([ready.to_json(), str(folder.absolute()), str(shard_path), past])
+
+    verdict = Agreement(store, range(env.world_size), env.rank, timeout_s, "shardwise/place").run("place", prepare)
+    if verdict.error is not None and env.rank == 0:
+        raise verdict.error
+    if verdict.failures and verdict.failures[0].rank == 0 and not verdict.is_without_store:
         raise ConfigError(
             "rank-0-failed", f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says"
         )
-    config_text, folder_text, shard_text, past = json.loads(word)
-    if past is not None or resume is not None or config.run.epochs is not None:
+    config_text, folder_text, shard_text, past = json.loads(verdict.checked())
+    if env.rank == 0 or past is not None or resume is not None or config.run.epochs is not None:
         config = ResolvedConfig.from_json(config_text)
-    return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
+    if env.rank:
+        resume = None if past is None else Path(past)
+    return config, Path(folder_text), Path(shard_text), resume
 
 
 class _LogFile(logging.StreamHandler[TextIO]):

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
+from torch import nn
 
 from shardwise.attention.from_config import structure_of
 from shardwise.checkpoint.commit import candidates
@@ -104,7 +105,6 @@ def job_config(
 
     Args:
         path: a TOML file, or None.
-        assignments: `section.key=value`, as `Config.override` takes them.
         base: sections of a saved run's config.
 
     Raises:
@@ -128,7 +128,6 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Resolv
     """Resolve the config, the device too, and check all that can be checked without data and ranks.
 
     Args:
-        config: as `job_config` returns it.
         world_size: the number of the run's ranks.
         num_local_ranks: the number of ranks that share this machine.
 
@@ -162,13 +161,17 @@ def check_job(config: Config, world_size: int) -> tuple[ResolvedConfig, Layout]:
     job = job_model(config)
     if isinstance(job, HuggingFaceModel):
         check_positions(config, job.name, job.text_config)
-    if resolved.tensor.sequence_parallel:
+    return resolved, job_layout(job.skeleton(), resolved)
+
+
+def job_layout(model: nn.Module, config: ResolvedConfig) -> Layout:
+    """Plan the layout of a job's model, and check that its sequences can be split."""
+    if config.tensor.sequence_parallel:
         fix = "or set tensor.sequence_parallel=false"
-        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
-    model = job.skeleton()
-    layout = plan_layout(model, resolved)
-    check_split(model, resolved, config.data.seq_len)
-    return resolved, layout
+        check_length(config.data.seq_len, config.mesh.tp, "data.seq_len=", fix, config.mesh.cp)
+    layout = plan_layout(model, config)
+    check_split(model, config, config.data.seq_len)
+    return layout
 
 
 def _refuse_unknown_homes(config: Config) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Self
 
@@ -22,7 +23,6 @@ from shardwise.config.resolve import Config, ConfigError, ContextConfig, Precisi
 from shardwise.construction.scan import find_units
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.layout.tp_sharding import check_length
 from shardwise.models import DecoderConfig, decoder_config
 from shardwise.models.shrink import (
     ModelSizes,
@@ -34,7 +34,7 @@ from shardwise.models.shrink import (
 )
 from shardwise.schedule.registry import placement_of
 from shardwise.tensor.plan_layout import plan_layout
-from shardwise.train.setup import check_job
+from shardwise.train.setup import check_job, job_layout
 from shardwise.verify.model import ModelSpec, build_skeleton
 
 MOST_PROCESSES: Final = 16
@@ -117,12 +117,7 @@ class VerifyJob:
     """Holds a small run, and what makes it small.
 
     Attributes:
-        world_size: its processes.
-        model: the model that it trains.
-        seq_len: tokens of a sample.
-        num_steps: the steps that it takes.
         folded: the changes to the mesh, one an entry.
-        shrunk: the changes to the model.
         replaced: all other changes to the run.
     """
 
@@ -244,10 +239,7 @@ def _check_run(config: Config, world_size: int, model: ModelSpec) -> ResolvedCon
     if model.kind == "decoder":
         return check_job(config, world_size)[0]
     resolved = config.resolve(world_size)
-    if resolved.tensor.sequence_parallel:
-        fix = "or set tensor.sequence_parallel=false"
-        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
-    plan_layout(build_skeleton(model), resolved)
+    job_layout(build_skeleton(model), resolved)
     return resolved
 
 
@@ -333,11 +325,9 @@ def _matching(model: nn.Module, patterns: Sequence[str] | None) -> tuple[str, ..
     """Return those of some patterns that a small model has modules for; None where it has none."""
     matching, modules = [], dict(model.named_modules())
     for pattern in patterns or ():
-        try:
+        with suppress(ConfigError):
             find_units(modules, [pattern])
-        except ConfigError:
-            continue
-        matching.append(pattern)
+            matching.append(pattern)
     return tuple(matching) or None
 
 

@@ -55,7 +55,6 @@ class Quality:
         codecs: the keys of `precision` that encode something, each with its value.
         seeds: of weights and order of the data.
         exact, encoded: the losses without the codecs, and with them.
-        num_steps: the steps of each training.
     """
 
     codecs: tuple[str, ...]

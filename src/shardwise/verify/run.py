@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.construction.scan import shifts_labels
-from shardwise.context.batch import count_targets
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
+from shardwise.hf.losses import count_targets, shifts_labels
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.host import show_list
 from shardwise.launch.local import launch_local
@@ -60,7 +59,6 @@ class VerifyOutcome:
         difference: the first difference; None where there is none, or no result.
         holders: the stages and ranks that hold its first and its last tensor.
         error: the largest error of all values if they are equal, else the first difference's.
-        elapsed_s: seconds from start to end.
         folder: the folder of the ranks' logs; None unless the ranks failed.
     """
 
@@ -124,11 +122,7 @@ def _train_reference(job: VerifyJob) -> TrainingTrace:
 
 
 def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapsed_s: float) -> VerifyOutcome:
-    """Compare the two sides.
-
-    Args:
-        elapsed_s: seconds that both trainings took.
-    """
+    """Compare the two sides."""
     difference = first_difference(actual, expected)
     if difference is None:
         return VerifyOutcome(0, error=largest_error(actual, expected), elapsed_s=elapsed_s)

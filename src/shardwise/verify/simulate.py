@@ -57,6 +57,7 @@ from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.runner import RankBatch, run_model
 from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory, first_line
 from shardwise.runtime.module_hooks import watch_calls
@@ -71,8 +72,6 @@ class Simulation:
     """Counts the bytes that one rank holds and sends in its second optimizer step.
 
     Attributes:
-        rank: the rank that was simulated.
-        layout: the layout of all ranks.
         at_rest: the memory tracker's snapshot after the last backward and before the optimizer's step.
         peak: its snapshot after the step: `peak_bytes` in all, `peak_live_bytes` by category.
         counter_bytes: bytes of the optimizer's step counts, which are in `at_rest` but not in the Layout.
@@ -81,7 +80,6 @@ class Simulation:
         moved_bytes: bytes moved between tiers, by (from, to).
         calls: the step's collectives in their order.
         actions: the step's actions in their order; their times are the simulation's.
-        elapsed_s: seconds that the simulation took.
     """
 
     rank: int
@@ -146,7 +144,8 @@ def simulate(
     with torch.device("meta"):
         made = model if isinstance(model, nn.Module) else model()
     check("simulate", "what model() returned", made, nn.Module)
-    resolved = resolved_for(config, rank, world_size)
+    resolved = (config if isinstance(config, Config) else Config.from_dict(config or {})).resolve(world_size)
+    check_rank(rank, world_size)
     job = RankJob(made, resolved, make_batch, rank, loss_fn, optimizer, device_gib)
     with fake_tensors(), values_refused():
         engine, make_step = build_rank(job)
@@ -223,25 +222,6 @@ def meter_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simula
         actions=engine.timeline,
         elapsed_s=time.perf_counter() - start_s,
     )
-
-
-def resolved_for(config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> ResolvedConfig:
-    """Return the config of one rank's job, resolved for `world_size` ranks.
-
-    Raises:
-        ConfigError: config, model, rank and world size do not fit each other.
-    """
-    resolved = (config if isinstance(config, Config) else Config.from_dict(config or {})).resolve(world_size)
-    check_rank(rank, world_size)
-    return resolved
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank that a world does not have."""
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            "rank-out-of-range", f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}"
-        )
 
 
 @contextmanager

@@ -52,9 +52,7 @@ class StateShardPart:
     """Describes what a rank holds of one parameter; nothing if `start` is `stop`.
 
     Attributes:
-        trainable: whether the parameter has gradients.
         start: first element of the range in the flattened local parameter.
-        stop: the element after the last.
         offset: the position of the range's first element in what the rank holds of the group.
         pieces: the range as rectangles of the whole parameter, offsets counted from the range's first element.
         written: the rectangles, or parts of them, that the rank writes.
@@ -129,7 +127,7 @@ def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarSt
         for part in _parts(states, group) if group.grads is not None else ():
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
-                yield from _of_piece(_in_flats(states.sharded.step_of(piece).states_of(piece), part), part)
+                yield from _of_piece(_in_flats(states.sharded.keeper_of(piece).states_of(piece), part), part)
 
 
 def _refuse_inner_states(optimizer: Optimizer) -> None:
@@ -188,8 +186,8 @@ def odd_optimizer_states(states: EngineState) -> Iterator[tuple[str, Tensor]]:
     """
     sharded = states.sharded
     is_writer = _writes_first_element if sharded.whole is None else _writes_what_it_owns
-    for step in sharded.steps:
-        for name, state, value in step.odd_states():
+    for keeper in sharded.keepers:
+        for name, state, value in keeper.odd_states():
             if is_writer(states, name):
                 yield f"{name}/{state}", value
 
@@ -227,11 +225,11 @@ def check_optimizer_states(
         if current is None:
             continue
         needed = needed_states(sharded.optimizer, {**current, **given.get(id(current), {})})
-        step = sharded.step_of(piece)
-        kept, wrong = step.states_of(piece), []
+        keeper = sharded.keeper_of(piece)
+        kept, wrong = keeper.states_of(piece), []
         if needed is not None:
             wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
-            lacking = sorted(step.cannot_store(piece, needed))
+            lacking = sorted(keeper.cannot_store(piece, needed))
             wrong += [f"has a {state}, which the tier of the optimizer cannot store" for state in lacking]
         for state, each in names.items():
             is_number = isinstance(each, ScalarState)

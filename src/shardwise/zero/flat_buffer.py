@@ -36,7 +36,13 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
 from shardwise.runtime.memory_tracker import Category
-from shardwise.runtime.param_guard import ParameterClasses, Placeholder, ReleasedParameterError, set_parameter_class
+from shardwise.runtime.param_guard import (
+    ParameterClasses,
+    Placeholder,
+    ReleasedParameterError,
+    set_parameter_class,
+    without_parts,
+)
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import (
@@ -254,6 +260,10 @@ def make_gather(spec: GroupSpec, layout: Layout, resources: ShardingResources, i
     return kind(spec, layout, resources, codec)
 
 
+PartType = Callable[[type[nn.Parameter]], type[nn.Parameter]]
+"""Returns the class of a parameter of a class while code that reads it needs the whole of it."""
+
+
 class FlatBuffer(ABC):
     """Holds one group's parameters, and offers idempotent actions on them: unshard, wait, reshard.
 
@@ -299,6 +309,10 @@ class FlatBuffer(ABC):
         self._kinds = tuple(map(parameter_class, parameters))
         self._released_kinds = tuple(map(classes.released, self._kinds))
         self._present_kinds = self._kinds
+        self._parts = [
+            index for index, each in enumerate(spec.params) if each.split.is_partial or not each.split.is_whole
+        ]
+        self._part_type: PartType | None = None
         self.transport = make_gather(spec, layout, resources, self.is_released_between_uses)
 
     @abstractmethod
@@ -441,6 +455,17 @@ class FlatBuffer(ABC):
         if self._present_kinds is self._kinds and self.state is ParamState.UNSHARDED:
             self._set_classes([watched if watched and kind is nn.Parameter else kind for kind in self._kinds])
 
+    def show_parts(self, part_type: PartType | None) -> None:
+        """Give parameters of which this rank has a part the classes that `part_type` makes of theirs; None ends that.
+
+        A change of their state keeps it.
+        """
+        self._part_type = part_type
+        for index in self._parts:
+            parameter = self.parameters[index]
+            kind = without_parts(parameter_class(parameter))
+            set_parameter_class(parameter, kind if part_type is None else part_type(kind))
+
     def placeholder(self, index: int) -> Tensor:
         """Return what stands for a released parameter in a state dict, whose values are refused by its name."""
         return Placeholder.of(
@@ -467,6 +492,8 @@ class FlatBuffer(ABC):
     def _set_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             set_parameter_class(parameter, kind)
+        if self._part_type is not None:
+            self.show_parts(self._part_type)
 
     def _free(self, keeps_views: bool = False) -> bool:
         """Free `full` where parameters are stored as shards; say whether there was something to free."""

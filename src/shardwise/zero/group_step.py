@@ -1,10 +1,10 @@
 """Step param groups: one interface for whatever steps a group and wherever its optimizer's states are stored.
 
-`ShardedOptimizer` has a list of these and asks none of them what it is:
+`ShardedOptimizer` has a list of `GroupStep`s, and of `StateKeeper`s, and asks none of them what it is:
 
 - `TorchStep`: torch's optimizer steps views of the masters, on the device, and keeps the states.
 - `StoredStep` (`shardwise.zero.stored_step`): the library keeps the states, off the device or encoded, and steps them.
-- `MatrixStep` (`shardwise.zero.matrix_step`): owners orthogonalize whole matrices; one of the others keeps the states.
+- `MatrixStep` (`shardwise.zero.matrix_step`): owners orthogonalize whole matrices; the others keep the states.
 - `WholeStep` (`shardwise.zero.whole_step`): torch's optimizer steps whole parameters at their owners.
 """
 
@@ -101,21 +101,11 @@ def final_gradient(group: ParamGroup, gradients: Mapping[ParamGroup, Tensor]) ->
 
 
 class GroupStep(ABC):
-    """Steps param groups, and knows where the optimizer's states of their pieces are.
-
-    Attributes:
-        pieces: what this rank has of the parameters.
-    """
-
-    pieces: Sequence[ParamPiece]
+    """Steps param groups."""
 
     @abstractmethod
     def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
         """Update the masters on the device; return what the host is still to do, in the background."""
-
-    def reads_stored(self, group: ParamGroup) -> bool:
-        """Say whether the step reads a group's gradient where it is stored, not on the device."""
-        return False
 
     def show(self, update: OptimizerUpdate) -> None:
         """Show the hooks before torch's step the gradients that torch's optimizer does not get."""
@@ -124,6 +114,16 @@ class GroupStep(ABC):
     def change_weights(self, change: Callable[[], object]) -> None:
         """Call a function that writes the parameters which torch's optimizer has."""
         return
+
+
+class StateKeeper(ABC):
+    """Keeps the optimizer's states of pieces, wherever they are stored.
+
+    Attributes:
+        reads_stored: a step reads gradients where they are stored, not on the device.
+    """
+
+    reads_stored: bool
 
     @abstractmethod
     def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
@@ -135,12 +135,7 @@ class GroupStep(ABC):
 
     @abstractmethod
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
-        """Write one state of a piece; make it if it is not there.
-
-        Args:
-            state: the optimizer's name of the state.
-            value: a number, or 1-D and as long as the piece.
-        """
+        """Write one state of a piece, a number or 1-D and as long as the piece; make it if it is not there."""
 
     def cannot_store(self, piece: ParamPiece, states: Collection[str]) -> Collection[str]:
         """Return those of some states of a piece that have no place here."""
@@ -148,15 +143,14 @@ class GroupStep(ABC):
 
     @abstractmethod
     def train(self, names: Collection[str], options_of: OptionsOf) -> None:
-        """Step these parameters from now on, those that there are pieces of: the optimizer has just got them."""
-
-    @abstractmethod
-    def reset(self, names: Collection[str]) -> None:
-        """Reset these parameters to the states before the first step: mostly none."""
+        """Keep states of these parameters from now on: the optimizer has just got them."""
 
     @abstractmethod
     def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
-        """Have exactly the wanted states, by parameter: numbers are set, tensors are ready to be filled."""
+        """Have exactly the wanted states, by parameter: numbers are set, tensors are ready to be filled.
+
+        Parameters of which none are wanted get the states of an optimizer that has not stepped.
+        """
 
     def take_changes(self) -> None:
         """Take over what a user has changed in the `state` of torch's optimizer."""
@@ -179,12 +173,15 @@ class GroupStep(ABC):
         return
 
 
-class TorchStep(GroupStep):
+class TorchStep(GroupStep, StateKeeper):
     """Lets torch's optimizer step parameters that it sees, and keep their states.
 
     Args:
+        groups: that it steps; it may keep states of others too.
         first_states: gives views the states that the optimizer has before its first step, if it has any.
     """
+
+    reads_stored = False
 
     def __init__(
         self,
@@ -193,7 +190,7 @@ class TorchStep(GroupStep):
         pieces: Sequence[ParamPiece],
         first_states: FirstStates,
     ) -> None:
-        self.pieces = pieces
+        self._pieces = pieces
         self._optimizer = optimizer
         self._groups = groups
         self._first_states = first_states
@@ -201,7 +198,7 @@ class TorchStep(GroupStep):
     @property
     def views(self) -> Mapping[str, nn.Parameter]:
         """Return what the optimizer steps, by name of the parameter."""
-        return {piece.name: piece.view for piece in self.pieces}
+        return {piece.name: piece.view for piece in self._pieces}
 
     def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
         gradients = {group: update.gradients.pop(group) for group in self._groups if group in update.gradients}
@@ -214,13 +211,13 @@ class TorchStep(GroupStep):
 
     def _step(self, gradients: Mapping[ParamGroup, Tensor], update: OptimizerUpdate) -> None:
         optimizer, used = self._optimizer, update.used
-        stepped = [piece.view for piece in self.pieces if used[piece.name] and piece.group in gradients]
+        stepped = [piece.view for piece in self._pieces if used[piece.name] and piece.group in gradients]
         is_mixed = lacks_some_momentum(optimizer, stepped)
         is_scaled = not (is_mixed or update.hooks.are_there) and scale_in_step(optimizer, update.factor)
         if not is_scaled:
             for gradient in gradients.values():
                 gradient.mul_(update.factor)
-        for piece in self.pieces:
+        for piece in self._pieces:
             slices = gradients.get(piece.group) if used[piece.name] else None
             piece.view.grad = slices[piece.start : piece.stop].view(piece.view.shape) if slices is not None else None
         try:
@@ -229,7 +226,7 @@ class TorchStep(GroupStep):
         finally:
             if is_scaled:
                 del optimizer.grad_scale  # type: ignore[attr-defined]
-        for piece in self.pieces:
+        for piece in self._pieces:
             piece.view.grad = None
 
     def change_weights(self, change: Callable[[], object]) -> None:
@@ -270,15 +267,12 @@ class TorchStep(GroupStep):
     def train(self, names: Collection[str], options_of: OptionsOf) -> None:
         self._first_states({name: view for name, view in self.views.items() if name in names})
 
-    def reset(self, names: Collection[str]) -> None:
-        views = {name: view for name, view in self.views.items() if name in names}
-        for view in views.values():
-            self._optimizer.state.pop(view, None)
-        self._first_states(views)
-
     def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
         views = self.views
-        self.reset([name for name in views if not wanted.get(name)])
+        reset = {name: view for name, view in views.items() if not wanted.get(name)}
+        for view in reset.values():
+            self._optimizer.state.pop(view, None)
+        self._first_states(reset)
         for name, view in views.items():
             states = wanted.get(name, {})
             kept = self._optimizer.state[view] if states else {}

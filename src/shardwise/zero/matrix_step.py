@@ -7,9 +7,8 @@ matrix is put together from the same numbers in every layout, so the layout does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, rounds_of
 from shardwise.layout.slicing import Rect
-from shardwise.offload.storage import StateStorage
 from shardwise.optim.muon import (
     MOMENTUM,
     advance_momentum,
@@ -26,8 +24,7 @@ from shardwise.optim.muon import (
     orthogonalize,
     update_scale,
 )
-from shardwise.runtime.state_shards import FlatState
-from shardwise.zero.group_step import GroupStep, HostUpdate, OptimizerUpdate, Options, OptionsOf, Wanted
+from shardwise.zero.group_step import GroupStep, HostUpdate, OptimizerUpdate, Options, OptionsOf, StateKeeper
 from shardwise.zero.owner_exchange import OwnerExchange
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import ParamPiece
@@ -41,18 +38,22 @@ class MatrixStep(GroupStep):
 
     Args:
         groups: all of the engine's groups with gradients, the same on each rank that shares them.
-        keepers: what keeps the momentum of each group of matrices, and would step it as vectors.
+        pieces: what this rank holds of the parameters.
+        keepers: what keeps the momentum of each group of matrices.
     """
 
     def __init__(
-        self, groups: Sequence[ParamGroup], keepers: Mapping[ParamGroup, GroupStep], comms: CommGroups
+        self,
+        groups: Sequence[ParamGroup],
+        pieces: Sequence[ParamPiece],
+        keepers: Mapping[ParamGroup, StateKeeper],
+        comms: CommGroups,
     ) -> None:
         assert comms.matrices is not None, "an optimizer of matrices has a group of ranks for them"
         self._comm, tp = comms.matrices, comms.tensor.world_size
         self._groups = groups
         self._keepers = keepers
-        self.pieces = [piece for keeper in keepers.values() for piece in keeper.pieces]
-        self._piece_of = {piece.name: piece for piece in self.pieces}
+        self._piece_of = {piece.name: piece for piece in pieces if piece.group in keepers}
         self._exchange = OwnerExchange(groups, self._piece_of, self._comm, tp)
         owned = assign_owners([group.spec for group in groups], tp)
         self._rounds = rounds_of(owned, ROUND_NUMEL)
@@ -70,49 +71,8 @@ class MatrixStep(GroupStep):
             update.gradients.pop(group, None)
         return []
 
-    def reads_stored(self, group: ParamGroup) -> bool:
-        return self._keepers[group].reads_stored(group)
-
     def show(self, update: OptimizerUpdate) -> None:
         update.hooks.refuse()
-
-    def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
-        return self._keepers[piece.group].states_of(piece)
-
-    def flat_state(self, piece: ParamPiece, state: str) -> FlatState:
-        return self._keepers[piece.group].flat_state(piece, state)
-
-    def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
-        self._keepers[piece.group].write_state(piece, state, value)
-
-    def cannot_store(self, piece: ParamPiece, states: Collection[str]) -> Collection[str]:
-        return self._keepers[piece.group].cannot_store(piece, states)
-
-    def train(self, names: Collection[str], options_of: OptionsOf) -> None:
-        for keeper in self._keepers.values():
-            keeper.train(names, options_of)
-
-    def reset(self, names: Collection[str]) -> None:
-        for keeper in self._keepers.values():
-            keeper.reset(names)
-
-    def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
-        for keeper in self._keepers.values():
-            keeper.prepare(wanted)
-
-    def take_changes(self) -> None:
-        for keeper in self._keepers.values():
-            keeper.take_changes()
-
-    def storages(self) -> list[StateStorage]:
-        return [storage for keeper in self._keepers.values() for storage in keeper.storages()]
-
-    def kept_tensors(self) -> Iterator[Tensor]:
-        return chain.from_iterable(keeper.kept_tensors() for keeper in self._keepers.values())
-
-    def close(self) -> None:
-        for keeper in self._keepers.values():
-            keeper.close()
 
     def _step_round(
         self, matrices: Sequence[OwnedMatrix], mean_of: Callable[[ParamPiece], Tensor], options_of: OptionsOf
@@ -137,7 +97,7 @@ class MatrixStep(GroupStep):
         return compute_dtype(self._groups[matrix.group].master.dtype, self._comm.device)
 
     def _advance(self, piece: ParamPiece, mean_of: Callable[[ParamPiece], Tensor], options: Options | None) -> Tensor:
-        gradient, stored = mean_of(piece), self.flat_state(piece, MOMENTUM)
+        gradient, stored = mean_of(piece), self._keepers[piece.group].flat_state(piece, MOMENTUM)
         if options is None:
             return gradient
         kept = stored.read(0, stored.numel)

@@ -66,7 +66,6 @@ class ReleaseTarget:
     """Says where released states are stored.
 
     Attributes:
-        place: host memory or a file.
         path: the folder for the file; None for `tiers.nvme_path`.
         pin_memory: whether to pin host memory, on CUDA: copies are several times as fast, and torch keeps it for later.
     """
@@ -136,7 +135,6 @@ class MemoryRelease:
         tracker: the device's memory tracker; learns of every move.
         pool: the device's buffer pool; its idle buffers are freed too.
         tiers: has the host's memory tracker and buffers.
-        target: where released states are stored.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ from shardwise.zero.group_step import (
     GroupStep,
     HostUpdate,
     OptimizerUpdate,
+    StateKeeper,
     StepHooks,
     TorchStep,
     Wanted,
@@ -58,6 +59,7 @@ class ShardedOptimizer:
         whole: brings whole parameters to their owners, where the optimizer is not element-wise and ranks hold pieces;
             else None.
         steps: what steps the groups, in this order.
+        keepers: what keeps the states of their pieces.
         hooks: of other code on the optimizer's step.
         pieces: what this rank has of each parameter that is trained.
         names: all parameters that are trained, on any rank.
@@ -73,11 +75,10 @@ class ShardedOptimizer:
     ) -> None:
         self._plan = plan
         self._resources = resources
-        self._holders: dict[ParamGroup, tuple[int, ...]] = {}  # of what several stages of the pipeline hold
         self._options_of: dict[str, int] = {}  # the index of the optimizer's group, by a parameter's name
         self._stored: dict[ParamGroup, StoredStep] = {}  # whose states the library keeps
-        self._step_of: dict[ParamGroup, GroupStep] = {}
         self.steps: list[GroupStep] = []
+        self.keepers: list[StateKeeper] = []
         self._tracked: dict[int, weakref.ref[Tensor]] = {}  # states that the tracker knows, by identity
         self.whole: WholeParameters | None = None
         self._inner_groups: list[tuple[dict[str, Any], list[str]]] = []
@@ -94,21 +95,15 @@ class ShardedOptimizer:
         self._inner_groups = inner_groups(self.optimizer, plan, self.views())
         if self._inner_groups:
             self._param_groups(named_groups)
-        has_states = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
-        self._first_states = partial(make_first_states, plan, self.optimizer, has_states_at_once=has_states)
-        self._has_states_at_once = has_states
+        self._has_states_at_once = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
         self._make_steps()
-        for step in self.steps:
-            step.train(self._options_of, self.options_of)
+        for keeper in self.keepers:
+            keeper.train(self._options_of, self.options_of)
         self.hooks = StepHooks(self.optimizer)
         self._own_methods = follow_calls(self.optimizer, self.add_group, self.change_weights, self._clear_by_script)
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
-        """Step other groups from now on; pieces that are in both keep their states, the others start without any.
-
-        Args:
-            named_groups: as many as before.
-        """
+        """Step other groups from now on; pieces that are in both keep their states, the others start without any."""
         before = self.views()
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
@@ -119,8 +114,8 @@ class ShardedOptimizer:
         for view in [each for each in self.optimizer.state if isinstance(each, Tensor) and id(each) not in known]:
             del self.optimizer.state[view]
         new = {name for name, view in views.items() if view is not before.get(name)}
-        for step in self.steps:
-            step.train(new, self.options_of)
+        for keeper in self.keepers:
+            keeper.train(new, self.options_of)
 
     def views(self) -> dict[str, nn.Parameter]:
         """Return what the optimizer steps on this rank, by name of the parameter."""
@@ -128,28 +123,31 @@ class ShardedOptimizer:
             return dict(self.whole.views)
         return {piece.name: piece.view for piece in self.pieces}
 
-    def step_of(self, piece: ParamPiece) -> GroupStep:
-        """Return what steps a piece, and knows where its states are."""
-        return self._step_of[piece.group]
+    def keeper_of(self, piece: ParamPiece) -> StateKeeper:
+        """Return what keeps the states of a piece."""
+        return self._keeper(piece.group)
+
+    def _keeper(self, group: ParamGroup) -> StateKeeper:
+        return self._stored.get(group, self.keepers[0])
 
     def prepare_states(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
         """Have exactly the wanted states, by parameter: numbers are set, tensors are ready to be filled."""
-        for step in self.steps:
-            step.prepare(wanted)
+        for keeper in self.keepers:
+            keeper.prepare(wanted)
         self.track_states()
 
     def take_changes(self) -> None:
         """Take over what a user has changed in `optimizer.state` of what is stored off the device, or encoded."""
-        for step in self.steps:
-            step.take_changes()
+        for keeper in self.keepers:
+            keeper.take_changes()
 
     def storages(self) -> list[StateStorage]:
         """Return what stores the optimizer's states that are off the device or encoded."""
-        return [storage for step in self.steps for storage in step.storages()]
+        return [storage for keeper in self.keepers for storage in keeper.storages()]
 
     def kept_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that torch's optimizer keeps itself."""
-        return chain.from_iterable(step.kept_tensors() for step in self.steps)
+        return chain.from_iterable(keeper.kept_tensors() for keeper in self.keepers)
 
     def track_states(self) -> None:
         """Report new states to the memory tracker."""
@@ -166,7 +164,6 @@ class ShardedOptimizer:
         for piece in self.pieces:
             kept.setdefault(piece.group, []).append(piece)
         self._groups = [group for group in groups if group.grads is not None]
-        self._holders = {group: group.holders for group in self._groups if len(group.holders) > 1}
         self.names = [place.name for group in self._groups for place in group.spec.params]
         self.pieces = []
         for group in self._groups:
@@ -201,28 +198,24 @@ class ShardedOptimizer:
         """Choose what steps each group; states that the library keeps stay with a group that stays."""
         for group in [group for group in self._stored if group not in self._groups]:
             self._stored.pop(group).close()
+        first_states = partial(make_first_states, self._plan, self.optimizer, self._has_states_at_once)
         if self.whole is not None:
-            self.steps = [WholeStep(self.optimizer, self._groups, self.whole, self._first_states)]
-            self._step_of = dict.fromkeys(self._groups, self.steps[0])
+            whole = WholeStep(self.optimizer, self._groups, self.whole, first_states)
+            self.steps, self.keepers = [whole], [whole]
             return
         has_codes, has_matrices = self._resources.states_dtype != "master", type(self.optimizer) is MuonWithAdamW
         for group in self._groups:
             if group not in self._stored and (has_codes or group.spec.tiers.optimizer != "device"):
                 self._stored[group] = self._store(group)
         matrices = [group for group in self._groups if has_matrices and group.spec.is_matrix]
-        left = [group for group in self._groups if group not in self._stored and group not in matrices]
-        of_torch = self._torch_step(left)
-        self._step_of = {**dict.fromkeys(left, of_torch), **self._stored}
+        stepped = [group for group in self._groups if group not in self._stored and group not in matrices]
+        pieces = [piece for piece in self.pieces if piece.group not in self._stored]
+        of_torch = TorchStep(self.optimizer, stepped, pieces, first_states)
+        self.keepers = [of_torch, *self._stored.values()]
         self.steps = [of_torch, *(step for group, step in self._stored.items() if group not in matrices)]
         if has_matrices:
-            keepers = {group: self._stored.get(group) or self._torch_step([group]) for group in matrices}
-            of_matrices = MatrixStep(self._groups, keepers, self._resources.comms)
-            self._step_of.update(dict.fromkeys(matrices, of_matrices))
-            self.steps.insert(0, of_matrices)
-
-    def _torch_step(self, groups: Sequence[ParamGroup]) -> TorchStep:
-        pieces = [piece for piece in self.pieces if piece.group in groups]
-        return TorchStep(self.optimizer, groups, pieces, self._first_states)
+            keepers = {group: self._keeper(group) for group in matrices}
+            self.steps.insert(0, MatrixStep(self._groups, self.pieces, keepers, self._resources.comms))
 
     def _store(self, group: ParamGroup) -> StoredStep:
         """Allocate the states of a group that torch's optimizer does not step."""
@@ -257,11 +250,7 @@ class ShardedOptimizer:
         return param_groups
 
     def add_group(self, group: Mapping[str, Any]) -> None:
-        """Add a parameter group whose parameters are the model's; those that are frozen follow once they are not.
-
-        Args:
-            group: as torch's `add_param_group` takes it.
-        """
+        """Add a parameter group whose parameters are the model's; those that are frozen follow once they are not."""
         named = self._plan.add(group, self._options_of)
         index = len(self.optimizer.param_groups)
         self._options_of |= dict.fromkeys(named.names, index)
@@ -269,8 +258,8 @@ class ShardedOptimizer:
         param_groups = self._param_groups([*self._named_groups, named])
         self.optimizer.param_groups[index]["params"] = param_groups[index]["params"]
         self.optimizer.param_groups[0]["params"] = param_groups[0]["params"]  # no placeholder any more
-        for step in self.steps:
-            step.train(named.names, self.options_of)
+        for keeper in self.keepers:
+            keeper.train(named.names, self.options_of)
 
     def change_weights(self, change: Callable[[], object]) -> None:
         """Call a method of the optimizer that writes parameters, such as for evaluation. All ranks call it."""
@@ -302,7 +291,7 @@ class ShardedOptimizer:
         # If one of them is not finite, no parameter has changed yet.
         held = [(group, group.grads) for group in self._groups if group.grads is not None and group.grads.holds_sum]
         for group, grads in held:
-            if not (grads.is_away or self._step_of[group].reads_stored(group)):
+            if not (grads.is_away or self._keeper(group).reads_stored):
                 gradient = grads.gradient()
                 if gradient is not None:
                     self._gradients[group] = gradient
@@ -312,11 +301,11 @@ class ShardedOptimizer:
                 shared.append((grads.norm.sharing, final_gradient(group, self._gradients)))
         if shared:
             sum_over_sharers(shared, self._resources.comms.tensor)
-        if self._holders:
-            self._sum_over_stages([(group, grads) for group, grads in held if group in self._holders])
+        if tied := [(group, grads) for group, grads in held if len(group.holders) > 1]:
+            self._sum_over_stages(tied)
         squares, stage = [], self._resources.comms.pipeline.rank
         for group, grads in held:
-            if self._holders.get(group, (stage,))[0] != stage:
+            if len(group.holders) > 1 and group.holders[0] != stage:
                 continue  # another stage counts it
             whole = self._gradients.get(group)
             square = grads.square() if whole is None else grads.norm.square_of(whole)
@@ -326,7 +315,7 @@ class ShardedOptimizer:
     def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GradBucket]]) -> None:
         by_holders: dict[tuple[int, ...], list[FlatState]] = {}
         for group, grads in tied:
-            by_holders.setdefault(self._holders[group], []).append(final_gradient(group, self._gradients))
+            by_holders.setdefault(group.holders, []).append(final_gradient(group, self._gradients))
             grads.forget_square()
         sum_over_stages(by_holders, self._resources.comms.tied)
 
@@ -405,9 +394,8 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
         self.pieces.clear()
         self._groups.clear()
-        self._holders.clear()
-        for step in self.steps:
-            step.close()
+        for keeper in self.keepers:
+            keeper.close()
         self.steps.clear()
-        self._step_of.clear()
+        self.keepers.clear()
         self._stored.clear()

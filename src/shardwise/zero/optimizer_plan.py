@@ -46,7 +46,6 @@ class OptimizerPlan:
         name_of: the names of the model's parameters, by identity.
         scope: what a step of an element depends on.
         first_states: what the optimizer has of each parameter before its first step, by name; empty for nothing.
-        added: the groups that came later.
     """
 
     own_groups: Callable[[Layout, Collection[str]], list[NamedGroup]]
@@ -74,7 +73,6 @@ class OptimizerPlan:
         """Note a group that a user adds, in terms of the model's parameters.
 
         Args:
-            group: as torch's `add_param_group` takes it.
             held: the names of the parameters that are in groups already.
 
         Raises:
@@ -114,7 +112,6 @@ def plan_optimizer(
     Args:
         given: an optimizer over the model's parameters, without state since state of whole parameters does not fit
             pieces; a function from parameter groups to an optimizer; or None.
-        model: as given to `initialize`.
 
     Raises:
         ConfigError: the optimizer has stepped already, or holds a tensor that is no parameter of the model.
@@ -286,7 +283,7 @@ def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> An
 
 
 def make_first_states(
-    plan: OptimizerPlan, optimizer: Optimizer, views: Mapping[str, nn.Parameter], has_states_at_once: bool
+    plan: OptimizerPlan, optimizer: Optimizer, has_states_at_once: bool, views: Mapping[str, nn.Parameter]
 ) -> None:
     """Give parameters the states that the optimizer has before its first step, if it has any.
 

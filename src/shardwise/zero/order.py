@@ -251,9 +251,7 @@ class ReductionOrder(Generic[Group]):
 
     Attributes:
         groups: those with gradients, in the order of their reductions.
-        running: the reductions that are under way.
         is_last: those that start now are the last ones before the step.
-        has_unreduced: gradients wait that a backward has left unreduced.
         late: those that got a gradient after their reduction in this backward; they are reduced once more at its end.
         final: those whose gradients a schedule has reduced for the last time before the step.
     """
@@ -287,7 +285,7 @@ class ReductionOrder(Generic[Group]):
         self.is_last = is_last
 
     def leave(self, has_unreduced: bool) -> None:
-        """Note whether gradients wait for a reduction that a later backward, or `finish`, starts."""
+        """Note whether gradients wait for a reduction that a later backward, or the step, starts."""
         self.has_unreduced = has_unreduced
 
     def start_backward(self) -> None:
@@ -338,11 +336,7 @@ class ReductionOrder(Generic[Group]):
 
 
 class RunningReductions:
-    """Keeps at most two reductions under way: one may wait for its second collective while the next one starts.
-
-    Attributes:
-        groups: whose reductions are under way.
-    """
+    """Keeps at most two reductions under way: one may wait for its second collective while the next one starts."""
 
     # [Note: Two reductions at a time]
     # A reduction holds its bucket, what it sends and what it receives until it is waited for. With one at a time the

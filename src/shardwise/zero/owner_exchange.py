@@ -24,9 +24,6 @@ class HeldPart:
 
     Attributes:
         rank: in the group of the ranks that share tensors.
-        tp_index: in its tensor-parallel group.
-        start: the first element.
-        stop: the element after the last.
         is_sent: whether it sends them to the owner, which else has them, or gets them from others.
     """
 
@@ -70,7 +67,6 @@ class OwnerExchange:
         Args:
             matrices: the tensors, in one order on all ranks.
             own: this rank's parts, 1-D, by name.
-            dtype: of each tensor, by name.
         """
         sends: dict[int, list[Tensor]] = {}
         receives: dict[int, list[Tensor]] = {}

@@ -353,6 +353,7 @@ class ParamGroup(FlatBuffer):
         else:
             self.await_step()
         self._work.wait()
+        self._part_type = None
         self._set_classes(self._kinds)
         for parameter, param in zip(self.parameters, self.spec.params, strict=True):
             if keep_values:

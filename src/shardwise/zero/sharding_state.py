@@ -20,7 +20,6 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
-from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradState
@@ -42,6 +41,7 @@ from shardwise.zero.unit import (
     LentGroups,
     Phase,
     RemoteParams,
+    ShownParts,
     Unit,
     check_members,
 )
@@ -85,8 +85,8 @@ class ShardingState:
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
         self._lent = LentGroups()
-        self.watch = watch = GradientWatch(model, resources.events.zero_grad)
-        self._classes = parameter_classes(weakref.ref(self), watch.on_read, watch.on_write)
+        self.watch = GradientWatch(model, weakref.ref(self), resources.events.zero_grad)
+        self.parts = ShownParts()
         try:
             for unit in self.units:
                 self.regroup(unit.name, layout)
@@ -118,7 +118,7 @@ class ShardingState:
                 if spec not in groups:
                     groups[spec] = self._make_group(spec, layout)
         finally:  # where this fails half way, `close` gives back the groups that there are, and no others
-            unit.hold(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
+            unit.groups = tuple(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
             self.groups = [group for each in self.units for group in each.groups]
             self.reductions.set_groups(
                 group for each in reversed(self.units) for group in each.groups if group.grads is not None
@@ -126,7 +126,7 @@ class ShardingState:
 
     def _make_group(self, spec: GroupSpec, layout: Layout) -> ParamGroup:
         members = [self._model.get_parameter(place.name) for place in spec.params]
-        group = ParamGroup(spec, layout, members, self._resources, self._classes)
+        group = ParamGroup(spec, layout, members, self._resources, self.watch.classes)
         self._place_of.update({id(parameter): (group, index) for index, parameter in enumerate(members)})
         if group.grads is not None:
             group.hook_gradients(weakref.ref(self))
@@ -153,7 +153,7 @@ class ShardingState:
 
     def watch_gradients(self, is_on: bool = True) -> None:
         """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
-        self.watch.turn(is_on, self.reductions.groups, self._classes.watched)
+        self.watch.turn(is_on, self.reductions.groups)
 
     def pre_forward(self, unit: Unit) -> None:
         """Make a unit's parameters available, and start to gather the next unit's."""
@@ -166,20 +166,22 @@ class ShardingState:
             if not is_recomputed and group not in self.held:
                 self._lent.claim(group)
             group.unguard()
+        self.parts.enter(unit)
         if not is_recomputed:
             self._prefetch_units()  # before the unit's own work is enqueued: see [Note: Gathers on a side stream]
-        unit.begin_forward(self._resources.timeline.now())
+        unit.forward_start_s = self._resources.timeline.now()
 
     def _enter_forward(self, unit: Unit) -> None:
         if not unit.is_root:
             self._enter_block(unit, self.order.enter_forward)
             return
-        self.watch.pause(self.reductions.groups, self._classes.watched)
+        self.watch.pause(self.reductions.groups)
         if torch.is_grad_enabled() and any(each.awaits_backward for each in self.units):
             self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
         self._resources.timeline.is_recording = torch.is_grad_enabled()
         self._resources.events.before_model()
+        self.parts.show(self.groups)
         self.order.start_forward()
 
     def post_forward(self, unit: Unit, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
@@ -201,6 +203,7 @@ class ShardingState:
                 group.share()
             if not group.is_pinned or group in self.held:
                 group.guard()
+        self.parts.leave(unit)
         if unit.is_root:
             self._end_forward(backward_follows)
             return
@@ -213,11 +216,12 @@ class ShardingState:
             unit.reshard(keeps_views=not backward_follows)
 
     def _end_forward(self, backward_follows: bool | None) -> None:
+        self.parts.show(self.groups, False)
         self._updates.gather()  # see [Note: Gathers after the step]
         for name in self.order.unused():
             self._unit_of[name].reshard()
         self._pass(self.order.end_forward())
-        self.watch.resume(self.reductions.groups, self._classes.watched)
+        self.watch.resume(self.reductions.groups)
         self._enter(Phase.IDLE)
         if backward_follows is False:
             self.reshard_all(keeps_views=True)
@@ -242,7 +246,7 @@ class ShardingState:
             group.unguard()  # to a recomputation, which runs inside the module's own hooks
         if not begins:
             return
-        unit.begin_backward(self._resources.timeline.now())
+        unit.backward_start_s = self._resources.timeline.now()
         self._reduce_before(unit)
         # The root's backward may begin after that of a block whose output is the model's.
         if self.backward.count_units(not unit.is_root) == 0:
@@ -359,10 +363,9 @@ class ShardingState:
 
         Args:
             is_last: it is the last before the step.
-            will_reduce: ranks sum its gradients.
         """
         self.reductions.expect(is_last)
-        self.backward.expect(will_reduce)
+        self.backward.will_reduce = will_reduce
         self.expect_gradients()
         for group in self.units[0].used_groups:
             group.wait()
@@ -444,7 +447,7 @@ class ShardingState:
         for unit in self.units:
             for group in unit.groups:
                 group.release(keep_values, at_once=False)  # a script may have the optimizer's pieces
-            unit.hold(())
+            unit.groups = ()
         self.absent.close()
         self.groups.clear()
         self.reductions.set_groups(())
@@ -494,7 +497,7 @@ class ShardingState:
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
         if self.phase is Phase.IDLE and not is_inner:
-            self.backward.call_after(self._resources.events.before_backward())
+            self.backward.after = self._resources.events.before_backward()
         began_in = self.phase
         for group in self.groups:
             group.follow_writes()  # before a step in this backward
@@ -541,7 +544,7 @@ class ShardingState:
     def _end_units(self) -> None:
         for unit in self.units:
             self._close_backward(unit)
-        self.backward.end()
+        self.backward.num_units = 0
         for group in self.reductions.groups:
             if group.grads is not None:
                 group.grads.arrivals.end_backward()

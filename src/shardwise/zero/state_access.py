@@ -47,8 +47,7 @@ from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.stored_state import ParamPiece, place_state
 from shardwise.zero.tp_params import gather_param, owned_part, shard_param, synchronize_shares
-from shardwise.zero.whole_states import StateKind, kinds_of, read_whole
-from shardwise.zero.whole_step import WholeParameters
+from shardwise.zero.whole_step import StateKind, WholeParameters, kinds_of, read_whole
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -61,8 +60,6 @@ class EngineState:
 
     Attributes:
         sharding: has the groups, and finishes their reductions.
-        sharded: has the optimizer's states.
-        comms: the engine's groups of ranks.
         losses: accumulates the loss and the count by which gradients are divided.
         loss_scale: the factor in the accumulated gradients.
         elsewhere: the groups that only other ranks of the pipeline hold.
@@ -424,16 +421,12 @@ def _own_state(states: EngineState, place: ParamLocation, state: str, kind: Stat
 
 
 def write_optimizer_state(states: EngineState, place: ParamLocation, value: Tensor, state: str) -> None:
-    """Write this rank's part of a 1-D state, or a 0-d one; make it if it is not there.
-
-    Args:
-        value: the whole state.
-    """
+    """Write this rank's part of a 1-D state, or a 0-d one; make it if it is not there."""
     piece, slot = _own_piece(states, place), place.slot
     if piece is None or slot is None:
         return
     is_cut = value.dim() and value.numel() == place.spec.numel  # else a number, or such as a factor
-    states.sharded.step_of(piece).write_state(piece, state, value[slot.start : slot.stop] if is_cut else value)
+    states.sharded.keeper_of(piece).write_state(piece, state, value[slot.start : slot.stop] if is_cut else value)
 
 
 def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
@@ -444,7 +437,7 @@ def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
 def own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
     """Return what the optimizer keeps on this rank of a parameter, by name."""
     piece = _own_piece(states, place)
-    return states.sharded.step_of(piece).states_of(piece) if piece is not None else {}
+    return states.sharded.keeper_of(piece).states_of(piece) if piece is not None else {}
 
 
 def _kinds(states: EngineState, place: ParamLocation) -> dict[str, StateKind]:
@@ -536,7 +529,6 @@ def copy_range(target: FlatState | None, flat: Tensor, place: ParamLocation) -> 
 
     Args:
         target: where this rank stores its part; None where it has none.
-        flat: the whole state, 1-D.
     """
     if target is not None and place.slot is not None:
         target.write(0, flat[place.slot.start : place.slot.stop])
@@ -559,7 +551,6 @@ def take_over(states: EngineState, groups: Iterable[ParamGroup], source: int = 0
     precision where its parameter is unchanged.
 
     Args:
-        groups: that are whole.
         source: the rank among those that average gradients.
     """
     data = states.comms.data

@@ -33,7 +33,6 @@ class ParamPiece:
         group: the group that it belongs to.
         view: 1-D view of the master, which the optimizer sees; empty where the optimizer is stored off the device.
         start: the first element of the piece, in the slice.
-        stop: the element after the last.
     """
 
     name: str
@@ -49,7 +48,6 @@ class EncodedValues:
     What is written of a part of a block is kept until all of the block is there, since it is encoded as a whole.
 
     Args:
-        codes: as long as the piece.
         scales: of its blocks; None where the codec has none.
     """
 
@@ -127,7 +125,6 @@ class GroupState:
 
     Args:
         pieces: the parameters' pieces in this rank's slice.
-        dtype: of `precision.states`.
 
     Attributes:
         whole: the values or codes of the slice, in the optimizer's tier.
@@ -171,7 +168,6 @@ class GroupState:
 
         Args:
             start: the first element; the border of a block.
-            stop: the element after the last.
             stored: these elements of `whole`, in memory.
         """
         if self._small is not None and piece.name in self._starts:

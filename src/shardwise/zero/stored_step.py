@@ -38,6 +38,7 @@ from shardwise.zero.group_step import (
     OptimizerUpdate,
     Options,
     OptionsOf,
+    StateKeeper,
     Wanted,
     final_gradient,
 )
@@ -157,16 +158,12 @@ class StepCounts:
 
 
 @dataclass(eq=False)
-class StoredStep(GroupStep):
+class StoredStep(GroupStep, StateKeeper):
     """Keeps the optimizer's states of one group, off the device or encoded, and steps them.
 
     Attributes:
-        rule: steps as the optimizer does.
-        dtype: of `precision.states`.
         has_states_at_once: whether the optimizer has states before its first step.
-        errors: measures what encoding rounds off.
         shown: torch's optimizer, whose `state` shows a user the states.
-        states: by the optimizer's names.
     """
 
     group: ParamGroup
@@ -182,7 +179,7 @@ class StoredStep(GroupStep):
     _initial: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._is_away = self.group.spec.tiers.optimizer != "device"
+        self.reads_stored = self.group.spec.tiers.optimizer != "device"
         self._counts |= {piece.name: StepCounts(is_trained=False) for piece in self.pieces}
 
     def train(self, names: Collection[str], options_of: OptionsOf) -> None:
@@ -201,16 +198,13 @@ class StoredStep(GroupStep):
                 _fill(self.states[name].of_piece(piece), value)
         self._show(piece)
 
-    def reads_stored(self, group: ParamGroup) -> bool:
-        return self._is_away
-
     def show(self, update: OptimizerUpdate) -> None:
         if self.group.grads is not None and self.group.grads.holds_sum:
             update.hooks.show(self.pieces, final_gradient(self.group, update.gradients), update)
 
     def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
         factor = update.hooks.factor(self.group, update.factor)
-        if self._is_away:
+        if self.reads_stored:
             return [HostUpdate(self.group, self._chunks(update, factor), self._end)]
         if (gradient := update.take(self.group)) is not None:
             numel = self.group.master.numel
@@ -305,11 +299,11 @@ class StoredStep(GroupStep):
         self._expect(piece, {state: float(value)} if state == "step" else {})
 
     def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
-        self.reset([piece.name for piece in self.pieces if not wanted.get(piece.name)])
         for piece in self.pieces:
-            if states := wanted.get(piece.name):
-                numbers = {name: value.value for name, value in states.items() if isinstance(value, ScalarState)}
-                self._forget(piece, filled=states.keys() - numbers.keys())
+            states = wanted.get(piece.name, {})
+            numbers = {name: value.value for name, value in states.items() if isinstance(value, ScalarState)}
+            self._forget(piece, filled=states.keys() - numbers.keys())
+            if states:
                 self._expect(piece, numbers)
 
     def _expect(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
@@ -317,11 +311,6 @@ class StoredStep(GroupStep):
         counts = self._counts[piece.name]
         counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
         self._show(piece)
-
-    def reset(self, names: Collection[str]) -> None:
-        for piece in self.pieces:
-            if piece.name in names:
-                self._forget(piece)
 
     def _forget(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
         """Reset a piece to its states before the first step, except `filled`, which the caller writes."""
@@ -380,7 +369,7 @@ class StoredStep(GroupStep):
         self._narrow(tensors, end, stop - start)
         by_kernel = tensors[_MASTER].is_cuda and not self.errors.is_on
         left = _step_on_gpu(self.rule, found, factor) if by_kernel else found
-        step_pieces(self.rule, left, factor, self.tiers.step_threads if self._is_away else None, self.errors)
+        step_pieces(self.rule, left, factor, self.tiers.step_threads if self.reads_stored else None, self.errors)
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,16 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.worker import Task
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
+from shardwise.runtime.param_guard import (
+    ParameterEvents,
+    ReleasedParameterError,
+    parameter_classes,
+    released_type,
+    set_parameter_class,
+)
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data
-from shardwise.zero.flat_buffer import ParamState
+from shardwise.zero.flat_buffer import ParamState, PartType
 from shardwise.zero.param_group import ParamGroup
 
 log = logging.getLogger("shardwise")
@@ -63,8 +69,6 @@ class BackwardPass:
         num_units: blocks whose backward is under way.
         will_reduce: ranks sum the gradients of the engine's next backwards.
         is_inner: a forward or a loss runs it, or another is to run through it: it gives no gradients.
-        reduces: it reduces gradients.
-        after: called when it has ended.
     """
 
     began_in: Phase = Phase.IDLE
@@ -74,27 +78,15 @@ class BackwardPass:
     reduces: bool = False
     after: Callable[[], None] | None = None
 
-    def expect(self, will_reduce: bool) -> None:
-        """Note what the engine's next backward is to do."""
-        self.will_reduce = will_reduce
-
     def begin(self, began_in: Phase, is_inner: bool, has_gradients: bool) -> None:
         """Begin a backward; `has_gradients` if it may give gradients to parameters that are trained."""
         self.began_in, self.is_inner = began_in, is_inner
         self.reduces = self.will_reduce and has_gradients and not is_inner
 
-    def call_after(self, after: Callable[[], None] | None) -> None:
-        """Note what is to be called when it has ended."""
-        self.after = after
-
     def count_units(self, change: int) -> int:
         """Count blocks whose backward begins or, less than 0, ends; return how many were under way."""
         before, self.num_units = self.num_units, self.num_units + change
         return before
-
-    def end(self) -> None:
-        """Note that no block's backward is under way."""
-        self.num_units = 0
 
     def take_after(self) -> Callable[[], None] | None:
         """Return what is to be called, once."""
@@ -145,27 +137,11 @@ class Unit:
         self.has_all_inputs = self.num_awaited_inputs == 0 and not self.has_untracked_forward
         return self.has_all_inputs
 
-    def begin_forward(self, now_s: float) -> None:
-        """Note when a forward begins."""
-        self.forward_start_s = now_s
-
-    def begin_backward(self, now_s: float) -> None:
-        """Note when the backward begins."""
-        self.backward_start_s = now_s
-
     def end_backward(self) -> float | None:
         """Expect nothing of the forwards so far any more; return when their backward began, if it has."""
         start_s, self.backward_start_s = self.backward_start_s, None
         self.num_awaited_inputs, self.has_all_inputs, self.has_untracked_forward = 0, False, False
         return start_s
-
-    def compute(self, stage: int | None) -> None:
-        """Note which stage of a pipeline computes now."""
-        self.stage = stage
-
-    def hold(self, groups: Iterable[ParamGroup]) -> None:
-        """Replace the groups."""
-        self.groups = tuple(groups)
 
     @property
     def used_groups(self) -> tuple[ParamGroup, ...]:
@@ -260,44 +236,80 @@ class LentGroups:
         group.claim()
 
 
+class ShownParts:
+    """Lets code in a forward read the whole of a parameter of another module, of which this rank has a part.
+
+    Attributes:
+        part_type: the classes of such parameters meanwhile; None where all are whole.
+        are_blocks_compiled: compiled code is for the classes of its parameters with which it was compiled.
+    """
+
+    def __init__(self) -> None:
+        self.part_type: PartType | None = None
+        self.are_blocks_compiled = False
+        self._shown: PartType | None = None
+        self._root_groups: list[ParamGroup] = []
+
+    def show(self, groups: Iterable[ParamGroup], is_on: bool = True) -> None:
+        """Begin or end to show whole parameters."""
+        self._shown = self.part_type if is_on else None
+        all_groups = [*groups] if self.part_type is not None else []
+        self._root_groups = [group for group in all_groups if group.spec.unit == ROOT]
+        for group in all_groups:
+            group.show_parts(self._shown)
+
+    def enter(self, unit: Unit) -> None:
+        """Give a compiled block parameters as they are; what it reads is checked when it is compiled."""
+        if self.are_blocks_compiled and not unit.is_root:
+            for group in (*unit.groups, *self._root_groups):
+                group.show_parts(None)
+
+    def leave(self, unit: Unit) -> None:
+        """Go on to show them after a compiled block."""
+        if self.are_blocks_compiled and not unit.is_root:
+            for group in (*unit.groups, *self._root_groups):
+                group.show_parts(self._shown)
+
+
 class GradientWatch:
     """Answers what other code does to `grad` of parameters while the engine has the gradients, where nothing is.
 
     Args:
-        zero_grad: clears the gradients.
+        receiver: of what happens to guarded parameters.
 
     Attributes:
-        refuses: what would change gradients is refused; False where scripts are used to its doing nothing.
+        classes: of guarded parameters, and of those that are watched.
+        refuses: what would clear gradients is taken, or refused; False where scripts are used to its doing nothing.
+        refuses_clipping: torch's functions that clip are refused; False as for `refuses`.
     """
 
-    def __init__(self, model: nn.Module, zero_grad: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, receiver: Callable[[], ParameterEvents | None], zero_grad: Callable[[], None]
+    ) -> None:
+        self.classes = parameter_classes(receiver, self.on_read, self.on_write)
         self._model = weakref.ref(model)
         self._zero_grad = zero_grad
-        self._is_on = self._has_warned = self._is_paused = False
-        self.refuses = True
+        self._mode: Literal["off", "on", "paused"] = "off"
+        self._has_warned = False
+        self.refuses = self.refuses_clipping = True
 
-    def turn(self, is_on: bool, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
-        """Watch the parameters of groups that are stored whole, or stop.
-
-        Args:
-            watched: the class of parameters that are watched.
-        """
-        self._is_paused = False
-        if is_on != self._is_on:
-            self._is_on = is_on
+    def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
+        """Watch the parameters of groups that are stored whole, or stop."""
+        before, self._mode = self._mode, "on" if is_on else "off"
+        if is_on != (before == "on"):
             for group in groups:
-                group.watch(watched if is_on else None)
+                group.watch(self.classes.watched if is_on else None)
 
-    def pause(self, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
+    def pause(self, groups: Sequence[ParamGroup]) -> None:
         """Stop for a forward, which needs plain parameters, until `resume`."""
-        is_paused = self._is_on
-        self.turn(False, groups, watched)
-        self._is_paused = is_paused
+        before = self._mode
+        self.turn(False, groups)
+        self._mode = "paused" if before == "on" else "off"
 
-    def resume(self, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
+    def resume(self, groups: Sequence[ParamGroup]) -> None:
         """Watch on, if a forward has paused it."""
-        if self._is_paused:
-            self.turn(True, groups, watched)
+        if self._mode == "paused":
+            self.turn(True, groups)
 
     def on_read(self, reader: FrameType) -> None:
         """Clear the gradients where `zero_grad` reads one; warn the first time where others do.
@@ -308,13 +320,14 @@ class GradientWatch:
         Raises:
             ConfigError: what reads it would change the gradients.
         """
-        if not self._is_on:
+        if self._mode != "on":
             return
-        if self.refuses and reader.f_code.co_filename == _CLIP_FILE:
+        if self.refuses_clipping and reader.f_code.co_filename == _CLIP_FILE:
             raise ConfigError(
                 "gradients-clipped-outside",
                 "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
-                "them, sharded, and clips them itself; set optimizer.clip_norm",
+                "them, sharded, and clips them itself; set optimizer.clip_norm, or gradient_clipping in DeepSpeed's "
+                "JSON",
             )
         if self.refuses and reader.f_code is _ZERO_GRAD_CODE:
             self._clear(reader.f_locals.get("self"))
@@ -340,9 +353,11 @@ class GradientWatch:
         Raises:
             ConfigError: it would be lost.
         """
-        if self._is_on and self.refuses and parameter.requires_grad and (model := self._model()) is not None:
+        is_lost = self._mode == "on" and parameter.requires_grad and (self.refuses or value is not None)
+        if is_lost and (model := self._model()) is not None:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
-            fix = "call engine.zero_grad()" if value is None else f"use engine.write({name!r}, value, 'grad')"
+            write = f"use engine.write({name!r}, value, 'grad') or safe_set_full_grad"
+            fix = "call engine.zero_grad()" if value is None else write
             raise ConfigError(
                 "gradient-assigned",
                 f"grad of parameter {name} was set between engine.backward and engine.step, but the engine has the "

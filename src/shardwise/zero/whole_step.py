@@ -7,7 +7,9 @@ masters are in the pieces alone, so what is written there counts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.collectives import Comm
+from shardwise.comm.merged import exchange_texts, merge_parts
 from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_whole
 from shardwise.layout.param_groups import ParamSpec
@@ -29,9 +32,7 @@ class WholeParameters:
     """Brings whole tensors to their owners for as long as a function runs, and their new values back.
 
     Attributes:
-        at_one: the first rank owns all.
         views: the parameters that this rank owns, by name, as the optimizer sees them.
-        comm: the ranks that share tensors.
     """
 
     def __init__(self, comms: CommGroups, at_one: bool) -> None:
@@ -118,11 +119,7 @@ class WholeParameters:
 
 
 class WholeStep(TorchStep):
-    """Lets torch's optimizer step all parameters whole, at their owners.
-
-    Args:
-        groups: all that are trained.
-    """
+    """Lets torch's optimizer step all parameters whole, at their owners."""
 
     def __init__(
         self, optimizer: Optimizer, groups: Sequence[ParamGroup], whole: WholeParameters, first_states: FirstStates
@@ -164,3 +161,57 @@ def _master_of(piece: ParamPiece, device: torch.device) -> Tensor:
 def _without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor that has a shape and takes no memory; writing into it raises."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """Describes an optimizer's state.
+
+    Attributes:
+        value: of a state that is one number; None for a tensor.
+        shape: of a tensor that has not the parameter's shape; None for one that has.
+    """
+
+    dtype: str
+    value: float | None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype."""
+        return getattr(torch, self.dtype)
+
+
+def kinds_of(whole: WholeParameters, optimizer: Optimizer, name: str) -> dict[str, StateKind]:
+    """Return the states of a parameter, which ranks learn from its owner. All ranks that share tensors call it."""
+    view = whole.views.get(name)
+    own = {} if view is None else {key: asdict(kind) for key, kind in _own_kinds(optimizer, view)}
+    texts = exchange_texts(whole.comm, json.dumps(own), f"optimizer states of {name}")
+    known = {key: each for text in texts for key, each in json.loads(text).items()}
+    return {
+        key: StateKind(each["dtype"], each["value"], None if each["shape"] is None else tuple(each["shape"]))
+        for key, each in known.items()
+    }
+
+
+def read_whole(
+    whole: WholeParameters, optimizer: Optimizer, name: str, state: str, kind: StateKind, numel: int
+) -> Tensor:
+    """Return a tensor state from its owner, 1-D. All ranks that share tensors call it."""
+    view = whole.views.get(name)
+    own = None if view is None else optimizer.state[view][state].detach().to(whole.comm.device)
+    length = numel if kind.shape is None else torch.Size(kind.shape).numel()
+    return merge_parts(whole.comm, own, 0, length, kind.torch_dtype, f"{state} of {name}")
+
+
+def _own_kinds(optimizer: Optimizer, view: nn.Parameter) -> Iterator[tuple[str, StateKind]]:
+    for key, value in optimizer.state.get(view, {}).items():
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()):
+            yield key, StateKind(_dtype_name(torch.as_tensor(value)), float(value))
+        elif isinstance(value, Tensor):
+            shape = None if value.shape == view.shape else tuple(value.shape)
+            yield key, StateKind(_dtype_name(value), None, shape)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

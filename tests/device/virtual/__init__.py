@@ -1,9 +1,9 @@
 """A virtual CUDA device on torch's CPU build, which has none: its streams run late, and in any order that is legal.
 
-`install()` changes torch for the whole process: run what uses it in a process of its own. Tensors say `cuda:0`, autograd
-starts its device thread and orders streams as on a GPU, host code that reads a device address faults, and memory is
-NaN when it is handed out and when it is freed. There is one device; it has no clock, no Triton but its interpreter, no
-cuDNN, no CUDA graphs.
+`install()` changes torch for the whole process: run what uses it in a process of its own. Tensors say `cuda:0`,
+autograd starts its device thread and orders streams as on a GPU, host code that reads a device address faults, and
+memory is NaN when it is handed out and when it is freed. There is one device; it has no clock, no
+Triton but its interpreter, no cuDNN, no CUDA graphs.
 """
 
 from __future__ import annotations

@@ -18,10 +18,22 @@ from device.virtual.streams import Scheduler
 DEVICE = torch.device("cuda", 0)
 # Their results' shapes or values depend on the values of their inputs: the host waits for those.
 READS_VALUES = frozenset(
-    """_local_scalar_dense equal nonzero masked_select _unique2 unique_dim unique_consecutive repeat_interleave bincount
-    is_nonzero nonzero_static _assert_async""".split()
+    [
+        "_local_scalar_dense",
+        "equal",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "repeat_interleave",
+        "bincount",
+        "is_nonzero",
+        "nonzero_static",
+        "_assert_async",
+    ]
 )
-INDEXED_BY_MASK = frozenset("index index_put index_put_ _unsafe_index _unsafe_index_put".split())
+INDEXED_BY_MASK = frozenset(["index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put"])
 
 
 @dataclass(frozen=True)

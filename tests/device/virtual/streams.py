@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from typing import Any, Literal
 Order = Literal["eager", "lazy", "side-first", "compute-first", "random"]
 Task = Callable[[], object]
 COMPUTE = 0
+PATIENCE_S = 60.0  # with other ranks
 
 
 class CircleError(RuntimeError):
-    """Streams wait for each other in a circle: on a GPU this hangs."""
+    """Streams wait for each other in a circle, or for a rank that does not come: on a GPU this hangs."""
 
 
 @dataclass(eq=False)
@@ -27,10 +29,10 @@ class Queue:
     """A stream's work, in the order of its enqueueing; what has run is forgotten."""
 
     number: int
-    tasks: list[Task | Mark | None] = field(default_factory=list)
+    tasks: list[Task | Mark | Gate | None] = field(default_factory=list)
     num_done: int = 0
 
-    def next(self) -> Task | Mark | None:
+    def next(self) -> Task | Mark | Gate | None:
         return self.tasks[self.num_done] if self.num_done < len(self.tasks) else None
 
 
@@ -47,11 +49,22 @@ class Mark:
         return self.queue.num_done >= self.position
 
 
+@dataclass(frozen=True)
+class Gate:
+    """Lets a stream go on once something outside the device has happened: a message of another process has come."""
+
+    is_open: Callable[[], bool]
+
+    @property
+    def is_reached(self) -> bool:
+        return self.is_open()
+
+
 class Scheduler:
     """Decides when enqueued work runs, and counts kernels and waits of the host by the line that asked.
 
-    - eager: at once, the reference;
-    - lazy: only what somebody needs, when it is needed;
+    - eager: as soon as it may, the reference;
+    - lazy: only what is needed, when it is needed;
     - side-first: before any work of the compute stream, all that other streams may do; compute-first: the reverse;
     - random: any stream that may go on, by a seed.
     """
@@ -98,12 +111,16 @@ class Scheduler:
         if mark.queue.number != stream and not mark.is_reached:
             self._enqueue(mark, stream)
 
-    def _enqueue(self, task: Task | Mark, stream: int) -> None:
+    def wait_at(self, gate: Gate, stream: int) -> None:
+        """Let a stream wait until a gate opens."""
+        self._enqueue(gate, stream)
+
+    def _enqueue(self, task: Task | Mark | Gate, stream: int) -> None:
         with self._lock:
             queue = self._queues[stream]
             queue.tasks.append(task)
             if self.order == "eager":
-                self._reach(queue, len(queue.tasks))
+                self._run_able(queue)
 
     # What the host asks for.
 
@@ -158,25 +175,55 @@ class Scheduler:
 
     # How work runs.
 
-    def _reach(self, queue: Queue, position: int, above: tuple[Queue, ...] = ()) -> None:
+    def _reach(self, queue: Queue, position: int) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
         if self.order in ("eager", "lazy"):
-            self._run_needed(queue, position, above)
+            self._run_needed(queue, position, (), deadline_s)
             return
         while queue.num_done < position:
-            able = [each for each in self._queues if self._may_go_on(each)]
-            if not able:
-                raise CircleError("no stream can go on")
-            self._run_next(self._choose(able))
+            able = [other for other in self._queues if self._may_go_on(other)]
+            if able:
+                self._run_next(self._choose(able))
+            else:
+                self._wait_for_gates(deadline_s)
 
-    def _run_needed(self, queue: Queue, position: int, above: tuple[Queue, ...]) -> None:
+    def _run_needed(self, queue: Queue, position: int, above: tuple[Queue, ...], deadline_s: float) -> None:
         if queue in above and queue.num_done < position:
             raise CircleError("streams wait in a circle")
         while queue.num_done < position:
             task = queue.next()
             if isinstance(task, Mark):
-                self._run_needed(task.queue, task.position, (*above, queue))
+                self._run_needed(task.queue, task.position, (*above, queue), deadline_s)
+            elif isinstance(task, Gate) and not task.is_reached:
+                # Another rank may wait for what this one has not done yet: on a GPU all streams go on.
+                able = [other for other in self._queues if self._may_go_on(other)]
+                if able:
+                    self._run_next(able[0])
+                else:
+                    self._wait_for_gates(deadline_s)
+                continue
             if queue.num_done < position and queue.next() is task:
                 self._run_next(queue)
+
+    def _run_able(self, queue: Queue) -> None:
+        """Run what a stream holds until it has to wait; and what it waits for, as far as that may run."""
+        while True:
+            while self._may_go_on(queue):
+                self._run_next(queue)
+            task = queue.next()
+            if not isinstance(task, Mark):
+                return
+            self._run_able(task.queue)
+            if not task.is_reached:
+                return
+
+    def _wait_for_gates(self, deadline_s: float) -> None:
+        """Let time pass. CircleError where no stream waits for another rank, or none comes."""
+        if not any(isinstance(queue.next(), Gate) for queue in self._queues):
+            raise CircleError("no stream can go on")
+        if time.monotonic() > deadline_s:
+            raise CircleError("another rank does not come")
+        time.sleep(1e-4)
 
     def _choose(self, able: list[Queue]) -> Queue:
         if self.order == "random":
@@ -186,15 +233,14 @@ class Scheduler:
     @staticmethod
     def _may_go_on(queue: Queue) -> bool:
         task = queue.next()
-        return task is not None and (not isinstance(task, Mark) or task.is_reached)
+        return task is not None and (not isinstance(task, (Mark, Gate)) or task.is_reached)
 
-    @staticmethod
-    def _run_next(queue: Queue) -> None:
+    def _run_next(self, queue: Queue) -> None:
         task = queue.tasks[queue.num_done]
         queue.tasks[queue.num_done] = None
-        queue.num_done += 1
-        if task is not None and not isinstance(task, Mark):
+        if task is not None and not isinstance(task, (Mark, Gate)):
             task()
+        queue.num_done += 1
 
     # Memory.
 
@@ -217,7 +263,7 @@ class Scheduler:
         self._freed = kept
 
     def resize_storage(self, storage: int, num_bytes: int) -> None:
-        """Give a storage other memory, with the values that both have room for."""
+        """Give a storage other memory, with the values that fit into both."""
         import torch
 
         self.spoil_freed()

@@ -18,7 +18,7 @@ from shardwise.attention import (
 )
 from shardwise.attention.backends import AttentionGrads, BackendPlan
 from shardwise.attention.custom_op import BACKENDS, backend_named
-from shardwise.runtime.module_hooks import run_forward
+from shardwise.runtime.recompute import run_forward
 from shardwise.runtime.torch_private import OpMode, fake_tensors
 
 P = 0.3

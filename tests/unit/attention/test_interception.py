@@ -27,7 +27,7 @@ from shardwise.attention import (
 from shardwise.attention.structures import FixedSparsityConfig
 from shardwise.context.apply import prove_huggingface
 from shardwise.dropout import KeyedDraws, ShardRegion, key_dropouts
-from shardwise.runtime.module_hooks import recompute_forward
+from shardwise.runtime.recompute import recompute_forward
 
 P, LENGTH = 0.3, 40
 LAYOUT = BlockLayout.from_blocks(torch.eye(3) + torch.eye(3).roll(1, 0), 16, num_tokens=LENGTH)

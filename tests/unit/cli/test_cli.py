@@ -14,7 +14,7 @@ import pytest
 from harness.paths import DOCS
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise.cli import main as cli
-from shardwise.config.reference import describe_key
+from shardwise.cli.main import describe_key
 from shardwise.config.resolve import Config, all_keys
 from shardwise.train import setup as job
 

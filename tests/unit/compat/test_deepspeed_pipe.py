@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule
-from shardwise.compat.deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from shardwise.compat.deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from shardwise.config.resolve import ConfigError
 
 
@@ -70,6 +70,8 @@ def test_topology() -> None:
     [
         ({}, "pipeline-stages"),
         ({"topology": PipeModelDataParallelTopology(2, 2, 1)}, "pipeline-layers-split"),
+        ({"topology": ProcessTopology(["data", "pipe"], [2, 2])}, "pipeline-topology"),
+        ({"topology": ProcessTopology(["pipe", "expert"], [2, 2])}, "pipeline-topology"),
         ({"num_stages": 2, "partition_method": "profile"}, "pipeline-method"),
         ({"num_stages": 2, "partition_method": "type:nothing"}, "pipeline-method"),
     ],

@@ -212,3 +212,21 @@ def test_one_loss_trains_two_engines_under_accumulation(stage: int) -> None:
     for engine, model in zip((first, second), plain, strict=True):
         torch.testing.assert_close(engine.inner.read("weight"), model.weight.detach())
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_would_be_lost_are_refused(stage: int) -> None:
+    """In stage 0 DeepSpeed clips what torch's functions find; in its other stages they find nothing."""
+    engine, *_ = start(stage)
+    engine.backward(loss_of(engine))
+    parameters = list(engine.module.parameters())
+    if stage == 0:
+        with refused("gradients-clipped-outside", "gradient_clipping"):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    else:
+        assert torch.nn.utils.clip_grad_norm_(parameters, 1.0) == 0
+    with refused("gradient-assigned", "weight", "safe_set_full_grad"):
+        parameters[0].grad = torch.ones(parameters[0].shape)
+    parameters[0].grad = None
+    engine.step()
+    engine.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from mypy import api
 from harness.refusals import refused
 from shardwise import Config, build_layout, plan_layout
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.train.run import config_of
+from shardwise.train.setup import CONFIG_NAME
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """from shardwise.config.resolve import Config, ResolvedConfig
@@ -38,6 +41,13 @@ def test_what_a_resolved_config_has_written_is_resolved() -> None:
         assert lay_out(model, Config.from_json(config.to_json())) == lay_out(model, config)
         with refused("config-not-resolved", "resolve(world_size)"):
             lay_out(model, Config())
+
+
+def test_a_rank_refuses_a_config_that_its_launcher_has_not_resolved(tmp_path: Path) -> None:
+    for config in (Config().resolve(2), Config()):
+        (tmp_path / CONFIG_NAME).write_text(config.to_json())
+        with nullcontext() if isinstance(config, ResolvedConfig) else refused("config-not-resolved"):
+            assert config_of(tmp_path) == config
 
 
 def test_resolved_or_not_configs_of_equal_values_are_equal() -> None:

@@ -34,12 +34,12 @@ def test_a_model_is_as_before_when_all_is_undone() -> None:
     model, tokens = decoder(), torch.arange(16).view(1, 16)
     before = [block.attention.attend for block in model.blocks]
     expected = model(tokens)
-    given = apply_context_parallel(model, config_of(2), simulated(2))
-    share = given.sequences.share(tokens, has_more=False)
+    sequences, undone = apply_context_parallel(model, config_of(2), simulated(2))
+    share = sequences.share(tokens, has_more=False)
     out: Tensor = model(**share.inputs)  # [1, 8, V]
     assert out.shape[1] == 8
     assert model(tokens).equal(expected)  # the model called by itself computes whole sequences
-    for undo in reversed(given.undo):
+    for undo in reversed(undone):
         undo()
     assert [block.attention.attend for block in model.blocks] == before
     with refused("engine-closed"):
@@ -49,18 +49,18 @@ def test_a_model_is_as_before_when_all_is_undone() -> None:
 def test_layers_that_share_their_attention_share_what_is_planned() -> None:
     model = decoder()
     assert len({id(block.attention.attend) for block in model.blocks}) == 1
-    given = apply_context_parallel(model, config_of(2), simulated(2))
+    _, undone = apply_context_parallel(model, config_of(2), simulated(2))
     assert len({id(block.attention.attend) for block in model.blocks}) == 1
-    for undo in reversed(given.undo):
+    for undo in reversed(undone):
         undo()
 
 
 def test_one_rank_keeps_its_batches_and_its_attention() -> None:
     model = decoder()
     attend = model.blocks[0].attention.attend
-    given = apply_context_parallel(model, config_of(1), simulated(1))
-    assert isinstance(given.sequences, WholeBatch)
-    assert given.undo == []
+    sequences, undone = apply_context_parallel(model, config_of(1), simulated(1))
+    assert isinstance(sequences, WholeBatch)
+    assert undone == []
     assert model.blocks[0].attention.attend is attend
 
 

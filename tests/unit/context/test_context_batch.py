@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from harness.refusals import refused
 from harness.scanned import scanned
-from shardwise.context.batch import TokenShardedBatch, WholeBatch, count_targets, cut_batch, main_input, take_tokens
+from shardwise.context.batch import TokenShardedBatch, WholeBatch, cut_batch, main_input, take_tokens
+from shardwise.hf.losses import count_targets
 from shardwise.layout.token_ranges import zigzag
 
 LENGTH, SAMPLES = 8, 2

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.refusals import refused
 from shardwise.dropout import KeyedDraws, ShardRegion, key_dropouts
 from shardwise.runtime.class_swap import swap_class
-from shardwise.runtime.module_hooks import recompute_forward
+from shardwise.runtime.recompute import recompute_forward
 
 P = 0.3
 

@@ -18,7 +18,7 @@ from shardwise.models import Decoder, DecoderConfig, flops_per_token, generate, 
 from shardwise.models import decoder_config as chosen_config
 from shardwise.models.decoder import DecoderAttention, DecoderBlock, rope_tables
 from shardwise.models.decoder_attention import BlockSparse, attend_densely, attend_of
-from shardwise.runtime.module_hooks import run_forward
+from shardwise.runtime.recompute import run_forward
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.verify.simulate import simulate
 

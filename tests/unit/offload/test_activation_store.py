@@ -23,7 +23,7 @@ from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.counters import TransferCounters
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
-from shardwise.runtime.module_hooks import run_forward, run_stored
+from shardwise.runtime.recompute import run_forward, run_stored
 from shardwise.runtime.streams import Event, Streams
 
 OUT, BACK = ("device", "host"), ("host", "device")

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.gradients import handing
 from shardwise.runtime.gradient_hooks import hook_gradient
-from shardwise.runtime.module_hooks import hook_unit, recompute_forward, watch_calls
+from shardwise.runtime.module_hooks import hook_unit, watch_calls
+from shardwise.runtime.recompute import recompute_forward
 from shardwise.runtime.torch_private import OpMode
 
 
@@ -430,7 +431,7 @@ def test_a_module_gets_its_own_forward_back() -> None:
 
 
 def test_without_grad_nothing_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("shardwise.runtime.module_hooks.checkpoint")
+    monkeypatch.delattr("shardwise.runtime.recompute.checkpoint")
     module = Call(lambda weight, x, scale: x * weight * scale)
     for mode in ("full", "selective"):
         recompute_forward(module, mode)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.module_hooks import recompute_forward
-from shardwise.runtime.selective_saving import selective_contexts
+from shardwise.runtime.recompute import recompute_forward, selective_contexts
 
 WIDTH = 6
 

@@ -37,13 +37,12 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.commit import await_folder, check_free_space, named_errors, sync_folder
-from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.file_ranges import written_parts
 from shardwise.checkpoint.hf.importer import INDEX_NAME, WEIGHTS_NAME
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
-from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError
+from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, agreed
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header, named_dtype
-from shardwise.comm.consistency import listed
+from shardwise.comm.agreement import Agreement, listed
 from shardwise.config.untrusted_files import open_regular
 from shardwise.layout.slicing import Rect, Shape, flat_range_to_rects, rect_to_flat_ranges
 from shardwise.runtime.pinned_memory import memory_of
@@ -423,13 +422,12 @@ def in_order(tensors: Iterable[ExportTensor]) -> list[ExportTensor]:
     )
 
 
-def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, timeout_s: float) -> Path:
+def export_jointly(request: ExportRequest, agreement: Agreement) -> Path:
     """Export on all ranks, each of which calls this; return the finished folder.
 
     Args:
         request: of the same model, dtype and names on all ranks.
-        rounds: of this export alone; finished when it ends.
-        timeout_s: seconds; a folder that rank 0 has made may take half of them to appear on other ranks.
+        agreement: of all ranks; a folder that rank 0 has made may take half its time-out to appear on other ranks.
 
     Raises:
         CheckpointError: it failed on some rank; the message is the same on all, and nothing is left of the export.
@@ -451,8 +449,8 @@ def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, time
         return ""
 
     def write() -> str:
-        await_folder(temporary_folder(folder), timeout_s / 2)
-        return str(write_export(request.plan, folder, request.state_shards, lambda _: rounds.show_progress()))
+        await_folder(temporary_folder(folder), agreement.timeout_s / 2)
+        return str(write_export(request.plan, folder, request.state_shards, lambda _: agreement.show_progress()))
 
     def finish(said: Mapping[int, str]) -> str:
         written, planned = sum(map(int, said.values())), request.plan.num_tensor_bytes
@@ -464,13 +462,12 @@ def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, time
         finish_export(folder)
         return ""
 
+    subject = f"the export to {folder}"
     try:
-        rounds.run("begin", plan, begin)
-        rounds.run("finish", write, finish)
+        agreed(agreement.run("export", plan, begin, subject))
+        agreed(agreement.run("export", write, finish, subject))
     except CheckpointError:
-        if rank == 0:
+        if agreement.rank == 0:
             discard_export(folder)
         raise
-    finally:
-        rounds.finish()
     return folder

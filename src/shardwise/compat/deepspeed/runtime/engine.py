@@ -226,7 +226,9 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self.optimizer: Any = None if evaluates else inner.optimizer if has_own else DeepSpeedOptimizer(self)
         self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
-        inner.parts.sharding.watch.refuses = False  # as with DeepSpeed, it does nothing
+        watch = inner.parts.sharding.watch
+        watch.refuses = False  # as with DeepSpeed, it does nothing
+        watch.refuses_clipping = self.zero_optimization_stage() == 0  # where it clips, as ZeRO's have no gradients
         # Where losses are scaled it is `scale` that divides, so that both kinds of backwards overflow at one scale.
         scaler = inner.parts.scaler
         is_scaled = scaler.is_dynamic or scaler.scale != 1.0
@@ -303,6 +305,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             is_empty = parts.state.num_backwards == 0 and not parts.sharding.has_foreign_gradients
             if is_empty and self.optimizer is not None and not parts.status.is_in_backward:
                 self._warn_once("step() without a backward since the last one updates no parameter, as in torch")
+                # A rank that went on alone would add its next gradients to those of the others' present step.
+                parts.agreement.run(f"step {self.global_steps + 1}, without a backward before it", str).checked()
                 advance(parts.state.scheduler)
                 self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
             else:

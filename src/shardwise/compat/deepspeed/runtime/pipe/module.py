@@ -84,6 +84,8 @@ class PipelineModule(nn.Sequential):
         if topology is not None and topology.get_dim("model") > 1:
             fix = 'give whole layers, and "shardwise": {"mesh": {"tp": N}} in the JSON splits them'
             raise ConfigError("pipeline-layers-split", f"topology has model={topology.get_dim('model')}; {fix}")
+        if topology is not None:
+            _check_order(topology)
         self.num_stages = topology.get_dim("pipe") if topology is not None else int(num_stages or 1)
         self._topology, self._method = topology, partition_method.lower()
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -139,6 +141,14 @@ class PipelineModule(nn.Sequential):
             few = f"counts {len(counted)} layers for {self.num_stages} stages; count more"
             raise ConfigError("pipeline-method", f"partition_method={self._method} {few}")
         return [counted[-(-stage * len(counted) // self.num_stages)] for stage in range(1, self.num_stages)]
+
+
+def _check_order(topology: ProcessTopology) -> None:
+    """Refuse a numbering of ranks that is not the engine's, since scripts read data by it."""
+    axes = [axis for axis in topology.get_axis_names() if topology.get_dim(axis) > 1]
+    if axes not in ([], ["pipe"], ["data"], ["pipe", "data"]):
+        fix = "the ranks of a stage are beside each other here: give PipeDataParallelTopology(num_pp, num_dp)"
+        raise ConfigError("pipeline-topology", f"topology has the axes {', '.join(axes)}, the slowest first; {fix}")
 
 
 def _class_name(layer: nn.Module) -> str:

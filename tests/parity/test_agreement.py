@@ -1,16 +1,17 @@
-"""Rounds: what one rank says reaches all, whatever its length, and no rank is waited for without end."""
+"""Agreement: what one rank reports reaches all, whatever its length, and no rank is waited for without end."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
 from harness.pool import WorkerPool
 from harness.refusals import refused
-from shardwise.checkpoint.coordination import StoreBarrier
-from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, DamagedError
+from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, DamagedError, agreed
+from shardwise.comm.agreement import Agreement, Judge
 from shardwise.comm.mesh import open_store
 
 SUBJECT = "checkpoint of step 7"
@@ -18,19 +19,22 @@ SUBJECT = "checkpoint of step 7"
 SHORT_S = 3.0
 
 
-def make_rounds(rank: int, world_size: int, timeout_s: float = 20.0) -> StoreBarrier:
-    return StoreBarrier(open_store(), 0, rank, world_size, timeout_s, SUBJECT)
+def make_agreement(rank: int, world_size: int, timeout_s: float = 20.0) -> Agreement:
+    return Agreement(open_store(), range(world_size), rank, timeout_s)
+
+
+def run(agreement: Agreement, work: Callable[[], str], judge: Judge = lambda reports: "all") -> str:
+    return agreed(agreement.run("write", work, judge, SUBJECT))
 
 
 def count_characters(rank: int, world_size: int, num_characters: int) -> tuple[list[int], list[int]]:
     """The length of the verdict, which is all that was said; and the keys in the store after each of three saves."""
     store, lengths, nums_keys = open_store(), [], []
     for number in range(3):
-        rounds = StoreBarrier(store, number, rank, world_size, 20.0, SUBJECT)
-        for name in ("first", "second"):
-            verdict = rounds.run(name, lambda: "ü" * num_characters, lambda said: "".join(said.values()))
+        agreement = Agreement(store, range(world_size), rank, 20.0, str(number))
+        for _ in range(2):
+            verdict = run(agreement, lambda: "ü" * num_characters, lambda said: "".join(said.values()))
             lengths.append(len(verdict))
-        rounds.finish()
         nums_keys.append(store.num_keys() if store and rank == 0 else 0)
         if store:
             dist.barrier()
@@ -54,13 +58,10 @@ def fail(rank: int, world_size: int, failing: list[int]) -> tuple[str, str]:
             raise OSError(f"of rank {rank}\nand more \udcff")
         return "done"
 
-    rounds = make_rounds(rank, world_size)
     try:
-        rounds.run("write", work, lambda said: "all")
+        run(make_agreement(rank, world_size), work)
     except CheckpointError as error:
         return f"{error.code}: {error}", str(error.__cause__)
-    finally:
-        rounds.finish()
     return "", ""
 
 
@@ -84,13 +85,10 @@ def refuse(rank: int, world_size: int) -> str:
             raise DamagedError("file-torn", "a file is torn")
         return "done"
 
-    rounds = make_rounds(rank, world_size)
     try:
-        rounds.run("write", work, lambda said: "all")
+        run(make_agreement(rank, world_size), work)
     except CheckpointError as error:
         return f"{error.code}: {error}"
-    finally:
-        rounds.finish()
     return ""
 
 
@@ -99,13 +97,10 @@ def test_a_code_reaches_all(ranks: WorkerPool) -> None:
 
 
 def judge_badly(rank: int, world_size: int) -> str:
-    rounds = make_rounds(rank, world_size)
     try:
-        rounds.run("write", lambda: "done", lambda said: said[7])
+        run(make_agreement(rank, world_size), lambda: "done", lambda said: said[7])
     except CheckpointError as error:
         return f"{error.code}: {error}"
-    finally:
-        rounds.finish()
     return ""
 
 
@@ -118,7 +113,7 @@ def stay_away(rank: int, world_size: int, absent: int, timeout_s: float) -> str:
     store = open_store()
     assert store is not None
     dist.barrier()
-    rounds = StoreBarrier(store, 0, rank, world_size, timeout_s, SUBJECT)
+    agreement = Agreement(store, range(world_size), rank, timeout_s)
 
     def work() -> str:
         while rank == absent and store.add("num_gone", 0) < world_size - 1:
@@ -126,12 +121,11 @@ def stay_away(rank: int, world_size: int, absent: int, timeout_s: float) -> str:
         return "done"
 
     try:
-        rounds.run("write", work, lambda said: "all")
+        run(agreement, work)
     except AbsentRankError as error:
         return f"{error.code}: {error}"
     finally:
         store.add("num_gone", 1)
-        rounds.finish()
     return ""
 
 
@@ -149,18 +143,16 @@ def test_a_rank_without_progress_is_given_up(ranks: WorkerPool, absent: int) -> 
 
 
 def work_slowly(rank: int, world_size: int, timeout_s: float) -> str:
-    rounds = make_rounds(rank, world_size, timeout_s)
+    agreement = make_agreement(rank, world_size, timeout_s)
 
     def work() -> str:
         end_s = time.monotonic() + (1.4 * timeout_s if rank == 1 else 0)
         while time.monotonic() < end_s:
-            rounds.show_progress()
+            agreement.show_progress()
             time.sleep(0.05)
         return "done"
 
-    verdict = rounds.run("write", work, lambda said: "all")
-    rounds.finish()
-    return verdict
+    return run(agreement, work)
 
 
 def test_a_slow_rank_with_progress_is_not_given_up(ranks: WorkerPool) -> None:
@@ -173,7 +165,8 @@ def test_a_store_that_is_gone_is_said() -> None:
         def set(self, key: str, value: str) -> None:
             raise dist.DistNetworkError("Broken pipe")
 
-    rounds = StoreBarrier(dist.PrefixStore("test", GoneStore()), 0, 1, 2, 5.0, SUBJECT)
+    agreement = Agreement(dist.PrefixStore("test", GoneStore()), (0, 1), 1, 5.0)
     with refused("store-gone", "step 7"):
-        rounds.run("write", lambda: "done", lambda said: "all")
-    rounds.finish()
+        run(agreement, lambda: "done")
+    with refused("store-gone", "ranks 0, 1", "the door"):
+        agreement.compare("the door", "", lambda notes: "")

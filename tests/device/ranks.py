@@ -1,0 +1,210 @@
+"""Ranks as processes that each have the virtual device: `NcclComm` runs as it is, and its messages stay pending.
+
+What a rank gives to a collective is read when its stream comes to it; gloo moves it between the processes; what the
+rank gets is written once it is there. No host waits, as with NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from device.virtual.cuda_names import Device
+from device.virtual.operators import Region, below_autograd, is_on_device
+from device.virtual.streams import Gate
+
+TIMEOUT_S = 60.0
+Start = Callable[[Tensor, Tensor], Sequence[dist.Work | None]]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Used as `dist.P2POp`."""
+
+    op: Callable[..., Any]
+    tensor: Tensor
+    group: Any = None
+    group_peer: int = 0
+
+
+class StreamWork:
+    """Used as `dist.Work` of NCCL: to wait for it makes the current stream wait."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._event.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+
+class Transport:
+    """gloo's collectives of host memory, in the place of NCCL's of the device."""
+
+    def __init__(self) -> None:
+        self._plain = {name: getattr(dist, name) for name in (*COLLECTIVES, "isend", "irecv", "batch_isend_irecv")}
+        self._plain_message = dist.P2POp
+        self._waiters = ThreadPoolExecutor(64)  # gloo says of no message whether it is over
+        self._messages: dict[int, torch.cuda.Stream] = {}  # of each process group
+
+    def install(self) -> None:
+        """Put these functions where `torch.distributed`'s are."""
+        for name in COLLECTIVES:
+            setattr(dist, name, self._of_device(name))
+        dist.isend, dist.irecv, dist.batch_isend_irecv = self.isend, self.irecv, self.batch_isend_irecv
+        dist.P2POp = Message
+
+    def _of_device(self, name: str) -> Callable[..., Any]:
+        num_tensors = COLLECTIVES[name]
+
+        def call(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+            tensors, others = args[:num_tensors], args[num_tensors:]
+            if not is_on_device(tensors[0]):
+                return self._plain[name](*args, group=group, async_op=async_op, **kwargs)
+
+            def start(out: Tensor, source: Tensor) -> Sequence[dist.Work | None]:
+                if name == "reduce_scatter_tensor":  # of which gloo has none: the slice is cut where it is taken
+                    return [self._plain["all_reduce"](source, group=group, async_op=True, **kwargs)]
+                given = (source,) if num_tensors == 1 else (out, source)
+                return [self._plain[name](*given, *others, group=group, async_op=True, **kwargs)]
+
+            take = cut_slice(dist.get_rank(group)) if name == "reduce_scatter_tensor" else copy_out
+            self._launch(name, tensors[0], tensors[-1], start, take if num_tensors == 2 else copy_source)
+            return StreamWork(torch.cuda.current_stream().record_event()) if async_op else None
+
+        return call
+
+    def isend(self, tensor: Tensor, dst: Any = None, group: Any = None, tag: int = 0, group_dst: int = 0) -> Any:
+        if not is_on_device(tensor):
+            return self._plain["isend"](tensor, dst, group, tag, group_dst)
+        return self.batch_isend_irecv([Message(self.isend, tensor, group, group_dst)])[0]
+
+    def irecv(self, tensor: Tensor, src: Any = None, group: Any = None, tag: int = 0, group_src: int = 0) -> Any:
+        if not is_on_device(tensor):
+            return self._plain["irecv"](tensor, src, group, tag, group_src)
+        return self.batch_isend_irecv([Message(self.irecv, tensor, group, group_src)])[0]
+
+    def batch_isend_irecv(self, batch: Sequence[Message]) -> list[Any]:
+        """Move messages on a stream of their communicator's own, as NCCL does."""
+        if not is_on_device(batch[0].tensor):
+            plain = {self.isend: self._plain["isend"], self.irecv: self._plain["irecv"]}
+            moved = [
+                self._plain_message(plain[each.op], each.tensor, None, each.group, 0, each.group_peer) for each in batch
+            ]
+            return self._plain["batch_isend_irecv"](moved)
+        stream = self._messages.setdefault(id(batch[0].group), torch.cuda.Stream())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._launch_messages(batch)
+            return [StreamWork(stream.record_event())]
+
+    def _launch_messages(self, batch: Sequence[Message]) -> None:
+        regions = [Region.of(Device.native, message.tensor) for message in batch]
+        received: dict[int, Tensor] = {}
+
+        def start() -> Sequence[dist.Work]:
+            works = []
+            for index, (message, region) in enumerate(zip(batch, regions, strict=True)):
+                values = region.open().clone()
+                if message.op == self.isend:
+                    works.append(self._plain["isend"](values, group=message.group, group_dst=message.group_peer))
+                else:
+                    received[index] = values
+                    works.append(self._plain["irecv"](values, group=message.group, group_src=message.group_peer))
+            return works
+
+        def finish() -> None:
+            for index, values in received.items():
+                regions[index].open().copy_(values)
+
+        self._run("messages", start, finish)
+
+    def _launch(self, name: str, out: Tensor, source: Tensor, start: Start, take: Callable[..., None]) -> None:
+        into, out_of = Region.of(Device.native, out), Region.of(Device.native, source)
+        moved: list[Tensor] = []
+
+        def begin() -> Sequence[dist.Work | None]:
+            moved.extend((torch.empty(into.shape, dtype=into.dtype), out_of.open().clone()))
+            return start(*moved)
+
+        self._run(name, begin, lambda: take(into.open(), *moved))
+
+    def _run(self, name: str, start: Callable[[], Sequence[dist.Work | None]], finish: Callable[[], None]) -> None:
+        """Enqueue what starts a transfer, a gate that opens when it is over, and what takes its values."""
+        pending: list[Future[Any]] = []
+        is_started: list[bool] = []
+
+        def begin() -> None:
+            with below_autograd():
+                works = [work for work in start() if work is not None]
+            pending.extend(self._waiters.submit(work.wait, timedelta(seconds=TIMEOUT_S)) for work in works)
+            is_started.append(True)
+
+        def end() -> None:
+            for future in pending:
+                future.result()
+            with below_autograd():
+                finish()
+
+        stream = Device.native.current_stream()
+        Device.scheduler.launch(name, begin)
+        Device.scheduler.wait_at(Gate(lambda: bool(is_started) and all(each.done() for each in pending)), stream)
+        Device.scheduler.launch(f"{name} end", end)
+
+
+COLLECTIVES = {
+    "all_reduce": 1,
+    "broadcast": 1,
+    "all_gather_into_tensor": 2,
+    "reduce_scatter_tensor": 2,
+    "all_to_all_single": 2,
+}
+
+
+def copy_out(target: Tensor, out: Tensor, source: Tensor) -> None:
+    target.copy_(out)
+
+
+def copy_source(target: Tensor, out: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def cut_slice(rank: int) -> Callable[[Tensor, Tensor, Tensor], None]:
+    def take(target: Tensor, out: Tensor, source: Tensor) -> None:
+        numel = target.numel()
+        target.view(-1).copy_(source.view(-1)[rank * numel : (rank + 1) * numel])
+
+    return take
+
+
+def join() -> None:
+    """Meet the other ranks that the environment names, over gloo alone."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    Transport().install()
+
+
+def start_ranks(num_ranks: int, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:
+    """Start `device.orders` with these arguments on each rank."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
+    command = [sys.executable, "-m", "device.orders", *arguments]
+    return [
+        subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(num_ranks)
+    ]
