@@ -445,9 +445,9 @@ class Comm(ABC):
 
     # [Note: A collective belongs to its communicator]
     # gloo cancels a receive whose work is dropped, and gives what the other rank has sent to the next receive. After an
-    # exception no caller may be left that waits for a collective, and its data would end in another tensor. So a launch
-    # stays in `_in_flight` from its start until it has been waited for, and `drain` waits for those that are left
-    # before the connection is used again. On NCCL the order of the stream does this.
+    # exception there may be no caller left that waits for a collective, and its data would end in another tensor. So a
+    # launch stays in `_in_flight` from its start until it has been waited for, and `drain` waits for those that are
+    # left before the connection is used again. On NCCL the order of the stream does this.
     @contextmanager
     def launch(
         self,

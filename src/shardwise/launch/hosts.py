@@ -39,7 +39,7 @@ _GRACE_S: Final = 10.0
 def read_hostfile(lines: Iterable[str]) -> dict[str, int]:
     """Return the number of slots of each host; a line is `HOST slots=N`, a comment or empty."""
     pool: dict[str, int] = {}
-    for line in filter(None, (stripped.strip() for stripped in lines if not stripped.lstrip().startswith("#"))):
+    for line in filter(None, (raw.strip() for raw in lines if not raw.lstrip().startswith("#"))):
         match = _HOSTFILE_LINE.fullmatch(line)
         if match is None:
             raise ConfigError(

@@ -100,8 +100,8 @@ class StepPipeline:
     # [Note: Read, step and write at the same time]
     # Windows of the next chunks are opened before this one is stepped: the threads of the disk read them meanwhile, and
     # write those before it, as `close` only starts a write. So disk and cores are busy at the same time, and DEPTH
-    # bounds the memory. The engine's thread submits while this one opens, so they share a lock; what is open is
-    # the worker thread's.
+    # bounds the memory. The engine's thread submits while this one opens, so they share a lock; what is open is the
+    # worker thread's.
     def _step_next(self) -> None:
         self._open_ahead()
         chunk, windows = self._open.popleft()

@@ -212,9 +212,9 @@ class RemoteEnd:
         out.specs.note(micro_batch, spec)
         # [Note: How long a sent message is held]
         # A message holds its tensors until it is waited for. NCCL's can say that they have left. gloo's cannot, and to
-        # wait at once would hold up this stage until the other one has taken the message. Values are
-        # waited for in `take`: gradients that have come back show that what they were computed from had arrived.
-        # `finish` waits for all others.
+        # wait at once would hold up this stage until the other one has taken the message. Values are waited for in
+        # `take`: gradients that have come back show that what they were computed from had arrived. `finish` waits for
+        # all others.
         for sent in self._sent.values():
             if sent[-1].is_done():
                 sent[-1].wait()  # which frees the tensors

@@ -196,8 +196,8 @@ class RootState:
             return
         # [Note: State around the units]
         # The stages of a rank run the code around the units in turn. So what this one has written is put away for its
-        # next forward, and the other stages find what there was before it, as on ranks of their own: otherwise
-        # a counter would count once for each stage.
+        # next forward, and the other stages find what there was before it, as on ranks of their own: otherwise a
+        # counter would count once for each stage.
         if self._put_hooks is not None:
             self._own_hooks[self._stage] = hook_contents(self._hooks)
         own, made = self._own.setdefault(self._stage, {}), dict[int, Any]()

@@ -42,7 +42,7 @@ def is_chat(record: Mapping[str, Any]) -> bool:
 
 
 def whole_text(text: str) -> str:
-    """Return a text that UTF-8 has bytes for: JSON can escape listed of a surrogate pair, which it has none for."""
+    """Return a text that UTF-8 has bytes for: JSON can escape half of a surrogate pair, which it has none for."""
     try:
         text.encode()
     except UnicodeEncodeError:

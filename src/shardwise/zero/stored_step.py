@@ -227,10 +227,10 @@ class StoredStep(GroupStep, StateKeeper):
             parts[_PARAM] = ChunkInput(group.shard, is_read=False)
         parts |= {name: ChunkInput(state.whole) for name, state in self.states.items()}
         # [Note: What a chunk waits for]
-        # `after` is the place in the compute stream at which gradients and masters on the device are final. Side
-        # streams copy from there on, and do not wait for what is enqueued later, such as the next forward: the worker
-        # thread opens a chunk at any time. What is stored off the device is ready when the worker thread has done what
-        # was submitted before.
+        # `after` is the place in the compute stream at which gradients on the device are final and the backward has
+        # read its parameters. Side streams copy from the device, and new parameters to it, from there on, and do not
+        # wait for what is enqueued later, such as the next forward: the worker thread opens and closes a chunk at any
+        # time. What is stored off the device is ready when the worker thread has done what was submitted before.
         after = Event.record(self.tiers.device)
         found = []
         numel = group.master.numel
