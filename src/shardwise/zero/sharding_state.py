@@ -308,7 +308,7 @@ class ShardingState:
 
     def finish(self) -> None:
         """Reduce what backwards have left unreduced, so that a step may follow."""
-        self.reductions.expect(is_last=True)
+        self.reductions.is_last = True
         if self.reductions.has_unreduced:
             self.reductions.start_backward()
             self._reduce_all()

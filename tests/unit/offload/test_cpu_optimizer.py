@@ -280,7 +280,7 @@ class OwnAdamW(AdamW):
 
 @pytest.mark.parametrize("kind", [NAdam, OwnAdamW])
 def test_other_optimizers_are_refused(kind: type[Optimizer]) -> None:
-    with refused("host-step-optimizer", "AdamW, Adam, SGD, Adagrad, Lion and AdEMAMix", f"got {kind.__name__};"):
+    with refused("host-step-optimizer", "AdamW, Adam, SGD", f"got {kind.__name__};"):
         rule_of(kind([torch.ones(1)]))
 
 
