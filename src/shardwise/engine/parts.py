@@ -116,6 +116,7 @@ class EngineParts:
         resources: what all groups of the engine share; communicators, memory, tiers and timeline are among them.
         watchdog: None where there is one rank.
         split_values: None where no layer is split.
+        heads: whose logits are deferred.
         hooks_once: None where nothing is recomputed.
     """
 
