@@ -1,6 +1,7 @@
 """Resolve a layout: by the facts of a model, a config and a plan of tensor parallelism, on every axis.
 
 >>> params = tuple(ParamEntry(f"{unit}.weight", (), unit, (64, 64), requires_grad=True) for unit in ("0", "1"))
+>>> from shardwise.config.resolve import Config
 >>> config = Config.from_dict({"zero": {"stage": 2}, "precision": {"param": "bf16"}})
 >>> layout = resolve_layout(ModelFacts("Model", ("0", "1"), params), config.resolve(world_size=2))
 >>> [group.name for group in layout.groups], layout.numel

@@ -1,5 +1,6 @@
 """Plan the layout of a model with which a run starts, and prove its plan of tensor parallelism before it is used.
 
+>>> from shardwise.config.resolve import Config
 >>> from shardwise.models import DecoderConfig
 >>> shape = DecoderConfig(vocab_size=65, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4,
 ...                       ffn_size=48, max_seq_len=32)
