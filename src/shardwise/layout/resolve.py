@@ -1,6 +1,7 @@
 """Resolve a layout: by the facts of a model, a config and a plan of tensor parallelism, on every axis.
 
 >>> params = tuple(ParamEntry(f"{unit}.weight", (), unit, (64, 64), requires_grad=True) for unit in ("0", "1"))
+>>> from shardwise.config.resolve import Config
 >>> config = Config.from_dict({"zero": {"stage": 2}, "precision": {"param": "bf16"}})
 >>> layout = resolve_layout(ModelFacts("Model", ("0", "1"), params), config.resolve(world_size=2))
 >>> [group.name for group in layout.groups], layout.numel
@@ -22,7 +23,7 @@ from shardwise.layout.param_groups import aligned_to_blocks, build_groups, check
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.stage_partition import find_partition
-from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, fused_by, param_splits
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, param_splits
 from shardwise.layout.zero_stages import effective_stage, node_ranks, secondary_ranks
 from shardwise.optim.rules import matrix_state_names
 from shardwise.schedule.registry import placement_of
@@ -36,7 +37,7 @@ def resolve_layout(
     """Compute the layout of a model on every axis.
 
     Args:
-        plan: how layers are split; without tensor parallelism only what it says of fused weights counts.
+        plan: how layers are split, if over several ranks.
         rank: whose stages are the layout's own, in a pipeline.
 
     Raises:
@@ -48,13 +49,11 @@ def resolve_layout(
     pipeline = tensor = None
     if mesh.pp > 1:
         pipeline = _pipeline_layout(facts, config, mesh.coordinate(rank).pp)
-    if plan is not None:
-        facts = facts.with_fused(fused_by(plan))
-        if mesh.tp > 1:
-            _LOG.info("split over tp=%d:\n%s", mesh.tp, plan)
-            is_sequence = config.tensor.sequence_parallel
-            splits = param_splits(facts.params, plan, mesh.tp, is_sequence)
-            tensor = TensorLayout(plan, splits, mesh.tp, is_sequence)
+    if plan is not None and mesh.tp > 1:
+        _LOG.info("split over tp=%d:\n%s", mesh.tp, plan)
+        is_sequence = config.tensor.sequence_parallel
+        splits = param_splits(facts.params, plan, mesh.tp, is_sequence)
+        tensor = TensorLayout(plan, splits, mesh.tp, is_sequence)
     return layout_of(facts, config, tensor, pipeline)
 
 

@@ -16,6 +16,7 @@ are (`shardwise.tensor.loss_parallel`).
 ...                       ffn_size=48, max_seq_len=32)
 >>> model, tokens = Decoder(shape), torch.arange(16).view(2, 8)
 >>> expected = model(tokens)
+>>> from shardwise.config.resolve import Config
 >>> config = Config.from_dict({"context": {"chunk_tokens": 3}}).resolve(world_size=1)
 >>> undo = chunk_model(model, config, build_layout(model, config), KeyedDraws(seed=0))
 >>> logits = model(tokens)

@@ -1,5 +1,6 @@
 """Plan the layout of a model with which a run starts, and prove its plan of tensor parallelism before it is used.
 
+>>> from shardwise.config.resolve import Config
 >>> from shardwise.models import DecoderConfig
 >>> shape = DecoderConfig(vocab_size=65, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4,
 ...                       ffn_size=48, max_seq_len=32)
@@ -39,7 +40,7 @@ from shardwise.layout.facts import ModelFacts
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.resolve import resolve_layout
-from shardwise.layout.tensor_plan import PROVED, ProvedPlan, TensorPlan, kinds_of
+from shardwise.layout.tensor_plan import PROVED, ProvedPlan, TensorPlan, fused_by, kinds_of
 from shardwise.models import Decoder
 from shardwise.models.apply_attention import check_attention
 from shardwise.models.shrink import Scale, shrink_huggingface
@@ -96,14 +97,15 @@ def layout_by(
     """Return the layout that `plan_layout` returns, of a model that has been scanned."""
     check_attention(model, config.attention)
     check_context(model, config)
-    degree, found = config.mesh.tp, None
+    degree = config.mesh.tp
+    if matrix_state_names(config.optimizer.name):
+        # What a plan knows of fused weights holds in every layout, so it is that of one rank which says it.
+        with suppress(ConfigError):  # without a plan such weights are one matrix
+            facts = facts.with_fused(fused_by(find_plan(model, 1, plan, sequence_parallel=False)))
     if degree == 1:
         if isinstance(plan, Mapping):
             table_plan(model, plan, degree)  # it may be wrong, even if it is not used
-        if matrix_state_names(config.optimizer.name):
-            with suppress(ConfigError):  # without a plan fused weights are one matrix
-                found = find_plan(model, degree, plan, sequence_parallel=False)
-        return resolve_layout(facts, config, found, rank=rank)
+        return resolve_layout(facts, config, rank=rank)
     for entry in facts.params:
         if entry.is_opaque:
             raise ConfigError(

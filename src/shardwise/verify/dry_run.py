@@ -55,10 +55,7 @@ _CATEGORIES: Final[Mapping[Category, str]] = {
 
 @dataclass(frozen=True)
 class DryRun:
-    """Holds a job and what some of its ranks hold and send; the config is resolved.
-
-    Attributes:
-    """
+    """Holds a job and what some of its ranks hold and send."""
 
     config: ResolvedConfig
     model: JobModel

@@ -117,9 +117,9 @@ def plan_optimizer(
         ConfigError: the optimizer has stepped already, or holds a tensor that is no parameter of the model.
     """
     dtype = torch_dtype(layout.precision.master)
-    if isinstance(given, Optimizer):
-        return _adopt(given, model, dtype, device)
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    if isinstance(given, Optimizer):
+        return _adopt(given, name_of, layout, dtype, device)
     if given is not None:
 
         def in_one(layout: Layout, _: Collection[str]) -> list[NamedGroup]:
@@ -204,9 +204,10 @@ def _names_of(params: Sequence[Tensor], name_of: Mapping[int, str]) -> list[str]
     return [name_of[id(parameter)] for parameter in params]
 
 
-def _adopt(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype, device: torch.device) -> OptimizerPlan:
+def _adopt(
+    optimizer: Optimizer, name_of: Mapping[int, str], layout: Layout, dtype: torch.dtype, device: torch.device
+) -> OptimizerPlan:
     """Take over an optimizer built on the model's own parameters: the same object, its groups over pieces."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     named_groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -220,7 +221,7 @@ def _adopt(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype, device: t
         for name, (param, own) in (states.items() if has_values else ())
     }
     known = {name for group in named_groups for name in group.names}
-    left_out = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - known
+    left_out = set(layout.trained_names) - known
 
     def groups_of(layout: Layout, added: Collection[str]) -> list[NamedGroup]:
         unknown = sorted(set(_trainable_names(layout)) - known - left_out - set(added))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 
 from harness.refusals import refused
 from shardwise import Config, build_layout, plan_layout
+from shardwise.construction.scan import scan_model
 from shardwise.layout.layout import Layout
+from shardwise.layout.resolve import resolve_layout
 from shardwise.models import Decoder, DecoderConfig
 
 
@@ -69,3 +73,13 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None
 def test_without_tensor_parallelism_any_model_has_a_layout() -> None:
     layout = plan_layout(torch.nn.Linear(3, 2), Config().resolve(1))
     assert (layout.tensor, layout.numel) == (None, 8)
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_facts_and_a_plan_are_all_that_a_layout_needs(rank: int) -> None:
+    sections = {"mesh": {"pp": 2, "tp": 2}, "optimizer": {"name": "muon"}, "precision": {"param": "bf16"}}
+    config, model = Config.from_dict(sections).resolve(8), make_model()
+    layout = plan_layout(model, config, rank=rank)
+    assert layout.tensor is not None
+    facts = pickle.loads(pickle.dumps(scan_model(model, config)))  # as another process would get them
+    assert resolve_layout(facts, config, layout.tensor.plan, rank=rank) == layout
