@@ -96,6 +96,24 @@ def test_a_code_reaches_all(ranks: WorkerPool) -> None:
     assert ranks(2).run(refuse) == [f"file-torn: {SUBJECT} failed on rank 1: a file is torn"] * 2
 
 
+def disagree(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 0 meets damage, and rank 1 what no other checkpoint would help: that is the error of both."""
+
+    def work() -> str:
+        raise (CheckpointError("parameters-differ", "no fit") if rank else DamagedError("file-torn", "a file is torn"))
+
+    try:
+        run(make_agreement(rank, world_size), work)
+    except CheckpointError as error:
+        return type(error).__name__, f"{error.code}: {error}"
+    return "", ""
+
+
+def test_damage_counts_less_than_a_misfit(ranks: WorkerPool) -> None:
+    text = f"parameters-differ: {SUBJECT} failed on rank 1: no fit (and on rank 0)"
+    assert ranks(2).run(disagree) == [("CheckpointError", text)] * 2
+
+
 def judge_badly(rank: int, world_size: int) -> str:
     try:
         run(make_agreement(rank, world_size), lambda: "done", lambda said: said[7])

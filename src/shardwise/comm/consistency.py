@@ -102,7 +102,7 @@ class BatchCheck:
             ConfigError: a rank has another batch; every rank raises it.
             CommError: not all have come in time.
         """
-        if not self.agreement.is_shared or not (is_first_step or self._compares_all):
+        if not (is_first_step or self._compares_all) or not self.agreement.is_shared:
             return
         text = self.agreement.compare("the same forward", _batch_digest(batch), _judge_batches)
         if text:
