@@ -91,16 +91,19 @@ class AttributeReads:
         """Return the full names of the attributes that are read."""
         return sorted(self._sites)
 
-    def are_harmless_in(self, kind: type, name: str) -> bool:
-        """Say whether no code of a class lets an attribute of `self` reach its results."""
-        for each in kind.__mro__:
-            if _is_of_torch(each):
-                continue
+    def are_harmless_in(self, kind: type, name: str, is_variable: bool = False) -> bool:
+        """Say whether no code of a class lets an attribute reach its results.
+
+        Args:
+            is_variable: it is a variable of the Python module.
+        """
+        for each in own_classes(kind):
             try:
                 file = _file_of(inspect.getsourcefile(each) or "")
             except (TypeError, OSError):  # it was typed in
                 return False
-            if any(_Flow(file, node).kept() is None for node in file.attributes_of(each.__qualname__, name)):
+            nodes = file.reads_in(each.__qualname__, name, is_variable)
+            if any(_Flow(file, node).kept() is None for node in nodes):
                 return False
         return True
 
@@ -151,17 +154,17 @@ class _File:
                 span = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
                 self.by_span.setdefault(span, []).append(node)
 
-    def attributes_of(self, class_name: str, name: str) -> list[ast.expr]:
-        """Return the reads of an attribute in the code of a class.
+    def reads_in(self, class_name: str, name: str, is_variable: bool) -> list[ast.expr]:
+        """Return the reads of an attribute, or of a variable, in the code of a class.
 
         Args:
             class_name: qualified by what it is in.
         """
+        kind, field_name = (ast.Name, "id") if is_variable else (ast.Attribute, "attr")
         return [
             node
-            for nodes in self.by_span.values()
-            for node in nodes
-            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+            for node in self.parents
+            if isinstance(node, kind) and getattr(node, field_name) == name and isinstance(node.ctx, ast.Load)
             if self._class_of(node) == class_name
         ]
 
@@ -330,9 +333,17 @@ class _Flow:
         return True
 
 
-def _is_of_torch(kind: type) -> bool:
-    """Say whether a class is torch's or Python's, or one that is made and has no code of its own."""
-    return kind.__module__.startswith(("torch.", "builtins", "typing", "abc", "shardwise."))
+def own_classes(kind: type, with_joined: bool = False) -> list[type]:
+    """Return the classes of the user in the bases of one: not torch's, Python's or the library's.
+
+    Args:
+        with_joined: also those that the library has joined with one of the user's, and that have its name.
+    """
+    others = ("torch.", "builtins", "typing", "abc", "shardwise.")
+    own = [each for each in kind.__mro__ if not each.__module__.startswith(others)]
+    return [
+        each for each in own if with_joined or each.__qualname__ not in {base.__qualname__ for base in each.__bases__}
+    ]
 
 
 def _name_of(function: ast.expr) -> str:
