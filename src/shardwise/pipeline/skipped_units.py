@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -52,7 +52,6 @@ class _StageNote:
     """Says what the forwards of a stage have shown.
 
     Attributes:
-        num_forwards: how many there were.
         writes: what its units have written, by label: the last forward that did, and a digest if that is the first.
         containers: arguments of its units in which these leave something that they do not return.
         reads: what its code has read of units that it skips.
@@ -62,6 +61,10 @@ class _StageNote:
     writes: dict[str, tuple[int, str]] = field(default_factory=dict)
     containers: list[str] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self.num_forwards += 1
 
     def is_kept(self, label: str) -> bool:
         """Say whether a value was written once, as a table is that serves all forwards."""
@@ -74,7 +77,6 @@ class SkippedUnits:
     Args:
         names: of the units' modules, in the order of their calls.
         ranges: the indices of each stage's units.
-        held: the stages of this rank.
     """
 
     def __init__(
@@ -87,7 +89,6 @@ class SkippedUnits:
     ) -> None:
         self._model, self._names, self._ranges = model, names, [range(*each) for each in ranges]
         self._modules = [model.get_submodule(name) for name in names]
-        self._prefixes = {id(each): f"{name}." if name else "" for name, each in model.named_modules()}
         self._units_of: dict[int, set[int]] = {}  # by id of a module, the indices of the units that it is in
         for index, unit in enumerate(self._modules):
             for each in unit.modules():
@@ -119,7 +120,7 @@ class SkippedUnits:
         self._stage, self._is_past_units, self._shown = stage, False, ""
         self._is_open = self._model.training not in self._agreed
         if self._is_open:
-            self._notes[stage].num_forwards += 1
+            self._notes[stage].begin()
             self._places = {
                 f"{name}." if name else "": (module, (vars(module), registered_buffers(module)))
                 for name, module in self._model.named_modules()
@@ -195,9 +196,8 @@ class SkippedUnits:
             return
         self._agreed.add(self._model.training)
         self._is_open = False
-        for stage, note in self._notes.items():
-            note.reads = self._reads[stage].labels()
-        text = json.dumps({stage: asdict(note) for stage, note in self._notes.items()})
+        own = {stage: replace(note, reads=self._reads[stage].labels()) for stage, note in self._notes.items()}
+        text = json.dumps({stage: asdict(note) for stage, note in own.items()})
         found = json.loads(meeting.compare(text, _merged, "what the units of stages leave"))
         notes = {int(stage): _StageNote(**note) for stage, note in found.items()}
         for stage, note in notes.items():
@@ -226,7 +226,8 @@ class SkippedUnits:
             return None
         if not self._units_of.get(id(module)) or self._is_own(module, self._stage):
             return None
-        return self._left_value(f"{self._prefixes[id(module)]}{name}", self._stage)
+        prefix = next(prefix for prefix, (each, _) in self._places.items() if each is module)
+        return self._left_value(f"{prefix}{name}", self._stage)
 
     def _is_own(self, module: nn.Module, stage: int) -> bool:
         """Say whether a module is in units of a stage, and in no others."""
