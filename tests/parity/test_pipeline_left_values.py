@@ -145,6 +145,26 @@ class Counts(Root):
             return super().forward(x) * (1 + self.shared.total / 10)
 
 
+class CountsInClass(Root):
+    class block(Block):  # noqa: N801
+        calls = 0
+
+        def forward(self, x: Tensor, *args: Any) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x) * (1 + self.calls / 100)
+
+
+class CountsInModule(Root):
+    class block(Block):  # noqa: N801
+        def forward(self, x: Tensor, *args: Any) -> Tensor:
+            global num_calls  # noqa: PLW0603
+            num_calls += 1
+            return super().forward(x) * (1 + num_calls / 100)
+
+
+num_calls = 0
+
+
 class ToModel(Root):
     class block(Block):  # noqa: N801
         def leave(self, x: Tensor, *args: Any) -> None:
@@ -293,6 +313,8 @@ REFUSED = {
     OnValues: "cut-value-not-sent",
     Adds: "state-over-stages",
     Counts: "state-over-stages",
+    CountsInClass: "state-over-stages",
+    CountsInModule: "state-over-stages",
     ToModel: "state-over-stages",
     ToArgument: "cut-value-not-sent",
     Earlier: "cut-value-not-sent",

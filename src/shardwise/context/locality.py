@@ -241,6 +241,8 @@ def _put_back(written: Sequence[_Written]) -> None:
     """Give a model the state back that a run has begun with, since all runs are to begin with the same."""
     made: dict[int, Any] = {}
     for attributes, name, before in written:
+        if isinstance(attributes.get(name), bool):  # it may say that hooks are there, which stay
+            continue
         with suppress(EngineError):  # of a large tensor there is no copy
             put_attributes(attributes, {name: before.remake(made)})
 

@@ -14,8 +14,15 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Final
 
-Site = tuple[CodeType, int]
-"""Names a place in code that reads an attribute: the code, and the index of the instruction."""
+from shardwise.runtime.class_swap import watch_attributes
+
+Place = tuple[CodeType, int]
+"""Names a place in code: the code, and the index of the instruction."""
+
+Site = tuple[Place, ...]
+"""Names a place that reads an attribute, and those that have called it, from the inside out."""
+
+_MOST_CALLS: Final = 4
 
 
 def _words(text: str) -> frozenset[str]:
@@ -53,8 +60,21 @@ _UNSEEN: Final = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
 
 def site_of(frame: FrameType) -> Site:
-    """Return the place that a frame is at."""
-    return frame.f_code, frame.f_lasti
+    """Return the place that a frame is at, with its callers in code of users."""
+    site, caller = [(frame.f_code, frame.f_lasti)], frame.f_back
+    while caller is not None and len(site) < _MOST_CALLS:
+        module = caller.f_globals.get("__name__", "")
+        if module != watch_attributes.__module__:  # whose code is between a property and what reads it
+            if _is_others(module):
+                break
+            site.append((caller.f_code, caller.f_lasti))
+        caller = caller.f_back
+    return tuple(site)
+
+
+def _is_others(module: str) -> bool:
+    """Say whether a Python module is torch's, the library's, or one of Python's own that are under classes."""
+    return module.startswith(("torch.", "shardwise.", "builtins", "typing", "abc"))
 
 
 class AttributeReads:
@@ -91,29 +111,33 @@ class AttributeReads:
         """Return the full names of the attributes that are read."""
         return sorted(self._sites)
 
-    def are_harmless_in(self, kind: type, name: str) -> bool:
-        """Say whether no code of a class lets an attribute of `self` reach its results."""
-        for each in kind.__mro__:
-            if _is_of_torch(each):
-                continue
+    def are_harmless_in(self, kind: type, name: str, is_variable: bool = False) -> bool:
+        """Say whether no code of a class lets an attribute reach its results.
+
+        Args:
+            is_variable: it is a variable of the Python module.
+        """
+        for each in own_classes(kind):
             try:
                 file = _file_of(inspect.getsourcefile(each) or "")
             except (TypeError, OSError):  # it was typed in
                 return False
-            if any(_Flow(file, node).kept() is None for node in file.attributes_of(each.__qualname__, name)):
+            nodes = file.reads_in(each.__qualname__, name, is_variable)
+            if any(_Flow(file, node, node).kept() is None for node in nodes):
                 return False
         return True
 
     def judge(self, site: Site, name: str) -> frozenset[str] | None:
         """Return the same for one place that reads the attribute."""
         if (site, name) not in self._judged:
-            file, node = self._find(site, name)
-            self._judged[site, name] = None if node is None or file is None else _Flow(file, node).kept()
+            file, node = self._find(site[0], name)
+            flow = None if node is None or file is None else _Flow(file, node, node, site[1:])
+            self._judged[site, name] = None if flow is None else flow.kept()
         return self._judged[site, name]
 
     def clears(self, site: Site, name: str) -> bool:
         """Say whether the place reads the attribute only to empty it."""
-        file, node = self._find(site, name)
+        file, node = self._find(site[0], name)
         if file is None or node is None:
             return False
         parent = file.parents[node]
@@ -122,17 +146,23 @@ class AttributeReads:
             return is_slice and isinstance(file.parents[parent], ast.Delete)
         return isinstance(parent, ast.Attribute) and parent.attr == "clear" and file.is_called_alone(parent)
 
-    def _find(self, site: Site, name: str) -> tuple[_File | None, ast.expr | None]:
+    def _find(self, place: Place, name: str) -> tuple[_File | None, ast.expr | None]:
         """Return the file of a place, and the expression there that reads the attribute."""
-        code, instruction = site
-        file = _file_of(code.co_filename)
-        span = [*code.co_positions()][instruction // 2] if instruction >= 0 else ()
-        for node in file.by_span.get(span, ()):
+        file, nodes = _nodes_at(place)
+        for node in nodes:
             named = node.args[1] if isinstance(node, ast.Call) and len(node.args) > 1 else None
             is_getattr = isinstance(named, ast.Constant) and named.value == name
             if is_getattr or (isinstance(node, ast.Attribute) and node.attr == name):
                 return file, node
         return None, None
+
+
+def _nodes_at(place: Place) -> tuple[_File, list[ast.expr]]:
+    """Return the file of a place, and the expressions there."""
+    code, instruction = place
+    file = _file_of(code.co_filename)
+    span = [*code.co_positions()][instruction // 2] if instruction >= 0 else ()
+    return file, file.by_span.get(span, [])
 
 
 class _File:
@@ -151,17 +181,17 @@ class _File:
                 span = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
                 self.by_span.setdefault(span, []).append(node)
 
-    def attributes_of(self, class_name: str, name: str) -> list[ast.expr]:
-        """Return the reads of an attribute in the code of a class.
+    def reads_in(self, class_name: str, name: str, is_variable: bool) -> list[ast.expr]:
+        """Return the reads of an attribute, or of a variable, in the code of a class.
 
         Args:
             class_name: qualified by what it is in.
         """
+        kind, field_name = (ast.Name, "id") if is_variable else (ast.Attribute, "attr")
         return [
             node
-            for nodes in self.by_span.values()
-            for node in nodes
-            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+            for node in self.parents
+            if isinstance(node, kind) and getattr(node, field_name) == name and isinstance(node.ctx, ast.Load)
             if self._class_of(node) == class_name
         ]
 
@@ -197,19 +227,27 @@ class _Flow:
     """Follows a value through a function.
 
     Attributes:
-        read: the expression that reads it from an attribute.
+        start: the expression whose value it is.
+        read: the one that reads it from an attribute of the module.
+        callers: the places that have called the function.
+        keys: parameters of the function that are names of items.
+        is_in_method: it is followed in a method that is called with it.
         names: local variables that take it over.
         attributes: of the same module that take it over.
     """
 
     file: _File
+    start: ast.expr
     read: ast.expr
+    callers: Site = ()
+    keys: frozenset[str] = frozenset()
+    is_in_method: bool = False
     names: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
 
     def kept(self) -> frozenset[str] | None:
         """Return the attributes of the module that take the value over; None where it may reach the results."""
-        return frozenset(self.attributes) if self._ends(self.read) else None
+        return frozenset(self.attributes) if self._ends(self.start) else None
 
     def _ends(self, node: ast.AST) -> bool:
         """Say whether the value of an expression is followed to ends that reach no result."""
@@ -221,9 +259,11 @@ class _Flow:
         if isinstance(parent, ast.Subscript):
             return self._ends_in_item(parent, node)
         if isinstance(parent, ast.Call):
-            return self._ends_in_call(parent)
+            return self._ends_in_call(parent, node)
         if isinstance(parent, _PASSED_ON):
             return self._ends(parent)
+        if isinstance(parent, ast.Return):
+            return self._ends_in_caller()
         if isinstance(parent, ast.BoolOp | ast.IfExp):
             return all(map(self._only_computes, ast.iter_child_nodes(parent))) and self._ends(parent)
         if isinstance(parent, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -232,6 +272,8 @@ class _Flow:
             return all(map(self._is_quiet, [*parent.body, *parent.orelse]))
         if isinstance(parent, ast.For):
             return self._takes(parent.target) and all(map(self._is_quiet, [*parent.body, *parent.orelse]))
+        if isinstance(parent, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+            return self._ends(parent)
         if isinstance(parent, ast.comprehension):  # all that is made of its items is in its value
             made = self.file.parents[parent]
             return self._only_computes(made) and self._ends(made)
@@ -244,6 +286,22 @@ class _Flow:
         # Another name may stand for the object that is added to.
         is_added = isinstance(parent, ast.AugAssign) and isinstance(parent.target, ast.Name)
         return not is_added and all(map(self._takes, targets))
+
+    def _ends_in_caller(self) -> bool:
+        """Follow what the function returns, which is a property's or has been called by a name that is not known."""
+        file, nodes = _nodes_at(self.callers[0]) if self.callers else (self.file, [])
+        function = self.file.around(self.read, _FUNCTIONS)
+        for node in nodes:
+            read = node.func if isinstance(node, ast.Call) else node
+            if isinstance(function, ast.FunctionDef) and _name_of(read) == function.name:
+                return self._adds(_Flow(file, node, read, self.callers[1:]))
+        return False
+
+    def _adds(self, other: _Flow) -> bool:
+        """Add what the flow of the value in another function has found."""
+        kept = other.kept()
+        self.attributes |= kept or set()
+        return kept is not None
 
     def _ends_in_part(self, part: ast.Attribute) -> bool:
         call = self.file.parents[part]
@@ -260,11 +318,30 @@ class _Flow:
             return isinstance(item.ctx, ast.Store) and self._takes(item)
         return isinstance(item.ctx, ast.Store) or isinstance(item.slice, ast.Slice)
 
-    def _ends_in_call(self, call: ast.Call) -> bool:
+    def _ends_in_call(self, call: ast.Call, node: ast.AST) -> bool:
         """Follow an argument."""
-        if self._only_logs(call):
+        if self._only_logs(call) or self._ends_in_method(call, node):
             return True
         return _name_of(call.func) in _COMPUTES and not self._is_own(call.func) and self._ends(call)
+
+    def _ends_in_method(self, call: ast.Call, argument: ast.AST) -> bool:
+        """Follow an argument into a method of the same class, whose call stands alone."""
+        outer = self.file.around(self.read, (ast.ClassDef,))
+        body = outer.body if isinstance(outer, ast.ClassDef) and self._is_own(call.func) else []
+        named = (each for each in body if isinstance(each, ast.FunctionDef) and not each.decorator_list)
+        method = next((each for each in named if each.name == _name_of(call.func)), None)
+        if method is None or self.is_in_method or not isinstance(self.file.parents[call], ast.Expr):
+            return False
+        own, *names = [each.arg for each in method.args.args]
+        given = dict(zip(names, call.args, strict=False))
+        name = next((name for name, each in given.items() if each is argument), "")
+        read = ast.Attribute(ast.Name(own, ast.Load()), name, ast.Load())  # as if the method read it itself
+        self.file.parents[read] = method
+        keys = (name for name, each in given.items() if isinstance(each, ast.Constant) and isinstance(each.value, str))
+        flow = _Flow(self.file, read, read, keys=frozenset(keys), is_in_method=True)
+        is_followed = bool(name) and flow._ends_in_name(name)
+        self.attributes |= flow.attributes
+        return is_followed
 
     def _only_logs(self, call: ast.Call) -> bool:
         """Say whether a call only logs its arguments, or keeps them in an attribute of the module."""
@@ -280,11 +357,21 @@ class _Flow:
             return all(map(self._takes, target.elts))
         if isinstance(target, ast.Subscript):  # of a dict: an item of a tensor may be that of another one, too
             key = target.slice.value if isinstance(target.slice, ast.Constant) else None
-            return isinstance(key, str) and self._is_own(target.value) and self._takes(target.value)
+            is_key = isinstance(key, str) or (isinstance(target.slice, ast.Name) and self._is_key(target))
+            return is_key and self._is_own(target.value) and self._takes(target.value)
         if isinstance(target, ast.Attribute) and self._is_own(target):
             self.attributes.add(target.attr)
             return True
         return isinstance(target, ast.Name) and self._ends_in_name(target.id)
+
+    def _is_key(self, item: ast.Subscript) -> bool:
+        """Say whether a variable is a key: a parameter that is given as one, or what a loop over the dict gives."""
+        name = ast.dump(item.slice)
+        loop = self.file.around(item, (ast.For,))
+        while isinstance(loop, ast.For) and name != ast.dump(loop.target).replace("Store()", "Load()"):
+            loop = self.file.around(self.file.parents[loop], (ast.For,))
+        is_loop = isinstance(loop, ast.For) and ast.dump(loop.iter) == ast.dump(item.value)
+        return is_loop or (isinstance(item.slice, ast.Name) and item.slice.id in self.keys)
 
     def _ends_in_name(self, name: str) -> bool:
         function = self.file.around(self.read, _FUNCTIONS)
@@ -330,9 +417,16 @@ class _Flow:
         return True
 
 
-def _is_of_torch(kind: type) -> bool:
-    """Say whether a class is torch's or Python's, or one that is made and has no code of its own."""
-    return kind.__module__.startswith(("torch.", "builtins", "typing", "abc", "shardwise."))
+def own_classes(kind: type, with_joined: bool = False) -> list[type]:
+    """Return the classes of the user in the bases of one: not torch's, Python's or the library's.
+
+    Args:
+        with_joined: also those that the library has joined with one of the user's, and that have its name.
+    """
+    own = [each for each in kind.__mro__ if not _is_others(each.__module__)]
+    return [
+        each for each in own if with_joined or each.__qualname__ not in {base.__qualname__ for base in each.__bases__}
+    ]
 
 
 def _name_of(function: ast.expr) -> str:

@@ -29,7 +29,7 @@ from shardwise.runtime.class_swap import accessing_frame, watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS
 from shardwise.runtime.pinned_memory import memory_of
-from shardwise.runtime.torch_private import is_fake, pytree, version
+from shardwise.runtime.torch_private import hook_dicts, is_fake, pytree, version
 from shardwise.runtime.user_hooks import hook_contents, hook_dicts_of
 
 NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
@@ -137,7 +137,10 @@ class RootState:
         self._held, self._last, self._num_stages = sorted(held), max(held), num_stages
         self._written: dict[Place, _Written] = {}
         self._own: dict[int, dict[Place, _Kept]] = {}
-        self._hooks = hook_dicts_of(module for _, module in outside)
+        # Those on a unit run in its stage, and once more in the last one, where all of them have run after a step.
+        seen_twice = units if max(held) == num_stages - 1 else ()
+        of_units = [hooks for unit in seen_twice for module in unit.modules() for hooks in hook_dicts(module)[:2]]
+        self._hooks = [*hook_dicts_of(module for _, module in outside), *of_units]
         self._put_hooks: Callable[[], None] | None = None  # what their variables have before the step
         self._own_hooks: dict[int, Callable[[], None]] = {}
         self._notes = {stage: _StageNote() for stage in held}

@@ -16,10 +16,12 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -27,15 +29,18 @@ from torch import Tensor, nn
 
 from shardwise.comm.agreement import Agreement
 from shardwise.config.resolve import ConfigError
-from shardwise.pipeline.attribute_reads import AttributeReads, site_of
+from shardwise.pipeline.attribute_reads import AttributeReads, own_classes, site_of
 from shardwise.pipeline.root_state import FIX, NO_PIPELINE, digest, is_same, mark
 from shardwise.runtime.class_swap import Call, accessing_frame, set_attribute, watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, is_state, registered_buffers
-from shardwise.runtime.forward_values import CONSTANTS, Walk, value_before
+from shardwise.runtime.forward_values import CONSTANTS, ValueBefore, Walk, value_before
 from shardwise.runtime.torch_private import PlaceholderTensors, pytree
 from shardwise.runtime.user_hooks import without_user_hooks
 
 _ALL_BUFFERS: Final = "_buffers"
+_CLASS: Final = "the class variable "
+_VARIABLE: Final = "the variable "
+_OF_CODE: Final = (_CLASS, _VARIABLE)
 _DEPTH: Final = 3  # of containers and objects in an attribute in which one that others hold too is looked for
 
 
@@ -48,7 +53,6 @@ class _StageNote:
     """Says what the forwards of a stage have shown.
 
     Attributes:
-        num_forwards: how many there were.
         writes: what its units have written, by label: the last forward that did, and a digest if that is the first.
         containers: arguments of its units in which these leave something that they do not return.
         reads: what its code has read of units that it skips.
@@ -58,6 +62,10 @@ class _StageNote:
     writes: dict[str, tuple[int, str]] = field(default_factory=dict)
     containers: list[str] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Begin a forward."""
+        self.num_forwards += 1
 
     def is_kept(self, label: str) -> bool:
         """Say whether a value was written once, as a table is that serves all forwards."""
@@ -70,7 +78,6 @@ class SkippedUnits:
     Args:
         names: of the units' modules, in the order of their calls.
         ranges: the indices of each stage's units.
-        held: the stages of this rank.
     """
 
     def __init__(
@@ -83,7 +90,6 @@ class SkippedUnits:
     ) -> None:
         self._model, self._names, self._ranges = model, names, [range(*each) for each in ranges]
         self._modules = [model.get_submodule(name) for name in names]
-        self._prefixes = {id(each): f"{name}." if name else "" for name, each in model.named_modules()}
         self._units_of: dict[int, set[int]] = {}  # by id of a module, the indices of the units that it is in
         for index, unit in enumerate(self._modules):
             for each in unit.modules():
@@ -115,7 +121,7 @@ class SkippedUnits:
         self._stage, self._is_past_units, self._shown = stage, False, ""
         self._is_open = self._model.training not in self._agreed
         if self._is_open:
-            self._notes[stage].num_forwards += 1
+            self._notes[stage].begin()
             self._places = {
                 f"{name}." if name else "": (module, (vars(module), registered_buffers(module)))
                 for name, module in self._model.named_modules()
@@ -157,6 +163,7 @@ class SkippedUnits:
         module = self._modules[index]
         values = [*args, *kwargs.values()]
         held = [value_before(value, Walk(copies=False)) for value in values]
+        shared = [*_shared(module)]
         with self._states.setdefault(id(module), ForwardState(module)).first() as record:
             output = own(*args, **kwargs)
         for attributes, name, before in record.written():
@@ -165,6 +172,9 @@ class SkippedUnits:
             if now is before.value:
                 for label in self._aliases(now):
                     self._note_write(label, now)
+        for label, place, name, number in shared:
+            if number.differs(place.get(name)):
+                self._note_write(label, place.get(name))
         returned = {id(each) for each in _containers(output)}
         names = [*[*inspect.signature(module.forward).parameters][: len(args)], *kwargs]
         for name, value, argument in zip(names, values, held, strict=False):
@@ -187,13 +197,13 @@ class SkippedUnits:
             return
         self._agreed.add(self._model.training)
         self._is_open = False
-        for stage, note in self._notes.items():
-            note.reads = self._reads[stage].labels()
-        text = json.dumps({stage: asdict(note) for stage, note in self._notes.items()})
+        own = {stage: replace(note, reads=self._reads[stage].labels()) for stage, note in self._notes.items()}
+        text = json.dumps({stage: asdict(note) for stage, note in own.items()})
         found = json.loads(agreement.compare("what the units of stages leave", text, _merged))
         notes = {int(stage): _StageNote(**note) for stage, note in found.items()}
         for stage, note in notes.items():
-            self._left.update({label: stage for label in note.writes if not note.is_kept(label)})
+            of_modules = (label for label in note.writes if not label.startswith(_OF_CODE))
+            self._left.update({label: stage for label in of_modules if not note.is_kept(label)})
         self._states.clear()
         if any(note.writes or note.containers for note in notes.values()):
             bad = (self._find(reader, notes) for reader in self._notes)
@@ -217,7 +227,8 @@ class SkippedUnits:
             return None
         if not self._units_of.get(id(module)) or self._is_own(module, self._stage):
             return None
-        return self._left_value(f"{self._prefixes[id(module)]}{name}", self._stage)
+        prefix = next(prefix for prefix, (each, _) in self._places.items() if each is module)
+        return self._left_value(f"{prefix}{name}", self._stage)
 
     def _is_own(self, module: nn.Module, stage: int) -> bool:
         """Say whether a module is in units of a stage, and in no others."""
@@ -279,12 +290,21 @@ class SkippedUnits:
 
     def _reaches(self, reader: int, label: str) -> bool:
         """Say whether a stage reads an attribute so that it may reach the results."""
+        if label.startswith(_OF_CODE):
+            return self._reaches_in_code(reader, label)
         prefix, name = _parted(label)
         (module, (_, buffers)), reads = self._places[prefix], self._reads[reader]
         if self._is_own(module, reader):
             return not reads.are_harmless_in(type(module), name)
         labels = [label, f"{prefix}{_ALL_BUFFERS}"] if name in buffers else [label]
         return any(reads.kept(each) is None for each in labels)
+
+    def _reaches_in_code(self, reader: int, label: str) -> bool:
+        """Say whether code of a stage lets a number of a class or of a Python module reach its results."""
+        name, is_variable, reads = label.rpartition(".")[2], label.startswith(_VARIABLE), self._reads[reader]
+        own = {*self._ranges[reader]}
+        modules = [each for each in self._model.modules() if self._units_of.get(id(each), own) & own]
+        return any(not reads.are_harmless_in(kind, name, is_variable) for kind in set(map(type, modules)))
 
     def _keep_quiet(self, read: Mapping[str, int]) -> None:
         """Keep what others read of this rank's units, with a stage that does."""
@@ -325,6 +345,23 @@ class SkippedUnits:
             f"stage; what a unit leaves on itself is not sent; return it with the unit's output, read it in a log "
             f"only, or {NO_PIPELINE}",
         )
+
+
+def _shared(unit: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, ValueBefore]]:
+    """Yield numbers that the classes and the Python modules of a unit have, alone or in a dict.
+
+    Yields:
+        the label, what holds it, the name there, and the value.
+    """
+    kinds = {kind for each in unit.modules() for kind in own_classes(type(each), with_joined=True)}
+    places = [(f"{_CLASS}{kind.__qualname__}.", vars(kind)) for kind in kinds]
+    modules = {name: sys.modules[name] for kind in kinds if (name := kind.__module__) in sys.modules}
+    places += [(f"{_VARIABLE}{name}.", MappingProxyType(vars(module))) for name, module in modules.items()]
+    for prefix, values in places:
+        for name, value in [*values.items()]:
+            parts = [*value.values()] if type(value) is dict else [value]
+            if parts and not name.startswith("__") and all(type(each) in (int, float, Tensor) for each in parts):
+                yield f"{prefix}{name}", values, name, value_before(value, Walk())
 
 
 def _parted(label: str) -> tuple[str, str]:

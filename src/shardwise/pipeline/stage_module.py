@@ -30,6 +30,7 @@ import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -124,11 +125,9 @@ class StageForward:
         self._guessed: str | None = None
         self._received: Any = None
         self._like_known: Any = None  # what units of the class at the boundary return
-        self._noted: list[list[_Answer]] = []  # of units in the first passes of checkpointed functions under way
-        self._repeated: Iterator[_Answer] | None = None  # in a second pass
+        self._passes = _Passes()
         self._sent: list[Any] = []  # the output of the stage's last unit, once it has run
-        self._is_on = self._tracks = False
-        self._code = self._ended(model.forward).__code__
+        self._is_on = False
         places = [] if is_simulated else [*zip(self._names, self._modules, strict=True)]
         self._hooks = HookCarrier(model, places, holds_loss=len(units) - 1 in held)
         is_watched = not (is_simulated or self._is_chain)
@@ -153,7 +152,7 @@ class StageForward:
         self._start, self._stop = self._range_of[stage]
         value = self._hooks.begin(self._own, self._stop == len(self._names), received)
         self._received, self._like_known, self._is_on = value, None, True
-        self._tracks = torch.is_grad_enabled()
+        self._passes = _Passes(torch.is_grad_enabled(), repeated=self._passes.repeated)
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
@@ -231,7 +230,7 @@ class StageForward:
                 )
             if self._is_on and self._is_chain:
                 return self._run_chain(*args, **kwargs)
-            tracks = self._is_on and self._tracks
+            tracks = self._is_on and self._passes.tracks
             watching = replaced_checkpoints(self._first_pass, self._is_tracked) if tracks else nullcontext()
             try:
                 with watching:
@@ -295,8 +294,8 @@ class StageForward:
         )
 
     def _answer(self, module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._repeated is not None and id(module) in self._positions:
-            noted = next(self._repeated)
+        if self._passes.repeated is not None and id(module) in self._positions:
+            noted = next(self._passes.repeated)
             output = own(*args, **kwargs) if noted.is_run else None
             return noted.value if noted.has_value else output
         if not self._is_on or id(module) not in self._positions:  # or this is a copy of the module
@@ -313,7 +312,7 @@ class StageForward:
         else:
             output = self._skip(index, module, num_calls, args, kwargs)
         answer = _Answer(is_run, not is_run or bool(self._sent), output if not is_run or self._sent else None)
-        for noted_answers in self._noted:
+        for noted_answers in self._passes.noted:
             noted_answers.append(answer)
         return output
 
@@ -357,19 +356,16 @@ class StageForward:
         noted: list[_Answer] = []
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if any(each is noted for each in self._noted):
+            if any(each is noted for each in self._passes.noted):
                 return function(*args, **kwargs)
-            outer, self._repeated = self._repeated, iter(noted)
-            try:
+            with self._passes.repeating(noted):
                 return function(*args, **kwargs)
-            finally:
-                self._repeated = outer
 
-        self._noted.append(noted)
+        self._passes.noted.append(noted)
         try:
             yield call
         finally:
-            self._noted.pop()
+            self._passes.noted.pop()
 
     def _is_tracked(self, args: Sequence[Any]) -> bool:
         """Say whether autograd tracks a reentrant checkpoint with these arguments: one of them requires gradients."""
@@ -385,7 +381,7 @@ class StageForward:
             CutError: it does not.
         """
         is_cut = index == self._start - 1 or index == self._stop - 1 < len(self._names) - 1
-        if is_cut and self._tracks and is_in_function(inspect.currentframe(), self._code):
+        if is_cut and self._passes.tracks and is_in_function(inspect.currentframe()):
             raise CutError(
                 "cut-inside-function",
                 f"{self._names[index]}, with which a stage ends, runs inside the forward of a torch.autograd.Function, "
@@ -491,6 +487,30 @@ class _Answer(NamedTuple):
     is_run: bool
     has_value: bool
     value: Any
+
+
+@dataclass
+class _Passes:
+    """Holds what units return in functions that code checkpoints.
+
+    Attributes:
+        tracks: the stage's forward has a backward.
+        noted: in the first passes under way.
+        repeated: in a second pass.
+    """
+
+    tracks: bool = False
+    noted: list[list[_Answer]] = field(default_factory=list)
+    repeated: Iterator[_Answer] | None = None
+
+    @contextmanager
+    def repeating(self, noted: list[_Answer]) -> Iterator[None]:
+        """Let units return inside the context what they returned in a first pass."""
+        outer, self.repeated = self.repeated, iter(noted)
+        try:
+            yield
+        finally:
+            self.repeated = outer
 
 
 def _in_own_containers(value: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -224,6 +224,10 @@ class FollowedForward:
     sources: list[Tensor] = field(default_factory=list)
     has_code: bool = False
 
+    def note(self, has_code: bool) -> None:
+        """Take note whether something has code in its backward."""
+        self.has_code |= has_code
+
     def gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the sources, for a loss to which each number of the outputs adds on its own."""
         loss = sum((each.sin().sum() for each in outputs if each.requires_grad), torch.zeros(()))
@@ -241,7 +245,7 @@ def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForwa
     """
     forward = FollowedForward()
     hooks = (hook for dicts in map(hook_dicts, model.modules()) for each in dicts[2:] for hook in each.values())
-    forward.has_code = any(map(is_users, hooks))
+    forward.note(any(map(is_users, hooks)))
     register, apply = Tensor.register_hook, vars(torch.autograd.Function)["apply"]
 
     def follow(leaf: Any) -> Any:
@@ -252,11 +256,11 @@ def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForwa
         return forward.sources[-1].clone()  # which code may write into
 
     def note_hook(tensor: Tensor, hook: Any) -> Any:
-        forward.has_code = True
+        forward.note(True)
         return register(tensor, hook)
 
     def note_function(kind: type, *args: Any, **kwargs: Any) -> Any:
-        forward.has_code |= not kind.__module__.startswith(("torch.", "shardwise."))
+        forward.note(not kind.__module__.startswith(("torch.", "shardwise.")))
         return apply.__func__(kind, *args, **kwargs)
 
     with ExitStack() as stack, torch.enable_grad():
@@ -272,12 +276,12 @@ def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForwa
         yield forward
 
 
-def is_in_function(frame: FrameType | None, last: CodeType) -> bool:
-    """Say whether a frame is inside the forward of a `torch.autograd.Function`, and that inside the code of `last`."""
+def is_in_function(frame: FrameType | None) -> bool:
+    """Say whether a frame is inside the forward of a `torch.autograd.Function`."""
     apply = vars(torch.autograd.Function)["apply"].__func__.__code__
-    while frame is not None and frame.f_code not in (apply, last):
+    while frame is not None and frame.f_code is not apply:
         frame = frame.f_back
-    return frame is not None and frame.f_code is apply
+    return frame is not None
 
 
 def has_global_hooks() -> bool:

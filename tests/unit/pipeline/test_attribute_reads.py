@@ -41,6 +41,11 @@ KEPT = {
     "self.times['dt'] = self.v": {"times"},
     "if self.v > 3: self.num += 1": {"num"},
     "if self.v > 3:\n  text = 'big'\n  print(text)": set(),
+    "print([item.v for item in [self]])": set(),
+    "for key in self.v: print(key, self.v[key])": set(),
+    "for key in self.v: self.v[key] = self.v[key] + 1": {"v"},
+    "def stats(): return {'norm': self.v}\n print(stats())": set(),
+    "def stats(): return self.v\n print(float(stats()))": set(),
 }
 REACHING = [
     "return self.v",
@@ -74,6 +79,12 @@ REACHING = [
     "global y\n y = self.v",
     "other.v = self.v",
     "x = x + vars(self.v)['key']",
+    "def stats(): return {'norm': self.v}\n x = x + stats()['norm']",
+    "def stats(): return self.v\n use(stats())",
+    "def stats(): return self.v\n y = [stats() for _ in range(2)]\n x = x * y[0]",
+    "x = x + sum([item.v for item in [self]])",
+    "for key in self.v: self.kept[key] = self.v[key]",
+    "for key in self.v: x[key] = self.v[key]",
 ]
 
 
