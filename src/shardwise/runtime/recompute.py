@@ -26,7 +26,7 @@ from shardwise.config.errors import CodedError
 from shardwise.config.resolve import CompileConfig, Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.runtime.module_hooks import InputStore, recompute_forward, replace_forward, run_forward, run_stored
-from shardwise.runtime.torch_private import checked_backend, compiler_errors, in_op_mode
+from shardwise.runtime.torch_private import compiler_errors, in_op_mode, named_backend
 
 Run = Callable[..., Any]
 CheckGraph = Callable[[Any], None]
@@ -182,8 +182,13 @@ class _BlockCompiler:
         config = self._config
         if self._check_graph is None:
             return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
-        backend = checked_backend(config.backend, config.mode, config.dynamic, self._check_graph)
-        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=backend)
+        check, backend = self._check_graph, named_backend(config.backend, config.mode, config.dynamic)
+
+        def checked(graph: Any, inputs: Any) -> Any:
+            check(graph)
+            return backend(graph, inputs)
+
+        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=checked)
 
 
 def _kind(module: nn.Module, recompute: str) -> Hashable:

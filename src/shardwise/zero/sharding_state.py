@@ -76,7 +76,6 @@ class ShardingState:
         self.reducing = RunningReductions()
         self._model = model
         self._resources = resources
-        self._timeline = resources.timeline
         resources.timeline.is_recording = False  # until the model runs
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
@@ -171,7 +170,7 @@ class ShardingState:
         self.parts.enter(unit)
         if not is_recomputed:
             self._prefetch_units()
-        unit.forward_start_s = self._timeline.now()
+        unit.forward_start_s = self._resources.timeline.now()
 
     def _enter_forward(self, unit: Unit) -> None:
         if not unit.is_root:
@@ -181,7 +180,7 @@ class ShardingState:
         if torch.is_grad_enabled() and any(each.awaits_backward for each in self.units):
             self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
-        self._timeline.is_recording = torch.is_grad_enabled()
+        self._resources.timeline.is_recording = torch.is_grad_enabled()
         self._resources.events.before_model()
         self.parts.show(self.groups)
         self.order.start_forward()
@@ -192,7 +191,7 @@ class ShardingState:
         Args:
             backward_follows: True if hooks will report one, False if none can follow, None if one may follow unseen.
         """
-        self._timeline.add(ActionKind.FORWARD, unit.name, unit.forward_start_s)
+        self._resources.timeline.add(ActionKind.FORWARD, unit.name, unit.forward_start_s)
         if backward_follows is False and (waiting := deferred(outputs)):
             # Within an engine's call they are left to the loss; otherwise they are computed while parameters are there.
             backward_follows = None if self.is_serving else False
@@ -247,7 +246,7 @@ class ShardingState:
             group.unguard()  # to a recomputation, which runs inside the module's own hooks
         if not begins:
             return
-        unit.backward_start_s = self._timeline.now()
+        unit.backward_start_s = self._resources.timeline.now()
         self._reduce_before(unit)
         # The root's backward may begin after that of a block whose output is the model's.
         if self._num_in_backward == 0:
@@ -301,7 +300,7 @@ class ShardingState:
     def _close_backward(self, unit: Unit) -> None:
         """Release a unit's parameters and record its backward, if one has begun."""
         if unit.backward_start_s is not None:
-            self._timeline.add(ActionKind.BACKWARD, unit.name, unit.backward_start_s)
+            self._resources.timeline.add(ActionKind.BACKWARD, unit.name, unit.backward_start_s)
             unit.backward_start_s = None
             self._num_in_backward -= not unit.is_root
         unit.num_awaited_inputs = 0
