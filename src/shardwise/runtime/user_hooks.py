@@ -157,13 +157,13 @@ def clear_caches(caches: Iterable[Any]) -> None:
 
 def caches_of(model: nn.Module) -> list[Any]:
     """Return the functions with a cache of `functools` that code of a model's own classes may call by name."""
-    kinds = {type(module) for module in model.modules() if not type(module).__module__.startswith(_LIBRARIES)}
-    found: dict[int, Any] = {}
-    for function in [value for kind in kinds for value in vars(kind).values()]:
+    classes = {type(module) for module in model.modules() if not type(module).__module__.startswith(_LIBRARIES)}
+    caches: dict[int, Any] = {}
+    for function in [member for each_class in classes for member in vars(each_class).values()]:
         code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-        named = [] if code is None else [function.__globals__.get(name) for name in code.co_names]
-        found |= {id(value): value for value in (function, *named) if hasattr(value, "cache_clear")}
-    return [*found.values()]
+        called = [] if code is None else [function.__globals__.get(name) for name in code.co_names]
+        caches |= {id(cached): cached for cached in (function, *called) if hasattr(cached, "cache_clear")}
+    return [*caches.values()]
 
 
 _LIBRARIES = ("torch.", "transformers.", "shardwise.")
