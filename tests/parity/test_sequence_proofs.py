@@ -4,6 +4,7 @@ number is wrong: at each length and number of samples that a run has.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 from collections.abc import Callable
@@ -132,7 +133,10 @@ class ProvedError(Exception):
 
 def prove(by: By, *sizes: tuple[int, int], masks: bool = False, **mesh: int) -> None:
     """Prove sizes of batches as an engine would, in this process."""
-    model = Model(by)
+    prove_model(Model(by), *sizes, masks=masks, **mesh)
+
+
+def prove_model(model: nn.Module, *sizes: tuple[int, int], masks: bool = False, **mesh: int) -> None:
     plan = find_plan(model, 2, PLAN, True)
     config = Config.from_dict({"mesh": {"tp": 2, **mesh}, "tensor": {"sequence_parallel": True}})
     splits = param_splits(scanned(model).params, plan, 2, True)
@@ -172,6 +176,30 @@ def test_long_sequences_are_proved_by_what_the_code_decides(caplog: pytest.LogCa
     assert "could not be proved" not in caplog.text
     prove(lambda block, x: 2 * x if x.isfinite().all() else x, (1, length))
     assert "could not be proved" in caplog.text
+
+
+@functools.cache
+def table(length: int) -> Tensor:
+    return torch.linspace(0.0, 1.0, length).float()
+
+
+class Tabled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * table(WIDTH)
+
+
+def test_a_proof_leaves_nothing_where_code_keeps_what_it_computes() -> None:
+    kept: dict[str, Any] = {}
+
+    def keep(block: Block, x: Tensor) -> Tensor:
+        return x + kept.setdefault("first", x.detach().clone())[:, :1] * 0
+
+    prove(keep, SHORT)
+    assert not kept
+    model = Model(lambda block, x: x)
+    model.blocks[0] = Tabled(lambda block, x: x)
+    prove_model(model, SHORT)
+    assert table(WIDTH).dtype is torch.float32
 
 
 def runs(rank: int, world_size: int) -> Any:

@@ -86,7 +86,6 @@ class LengthProofs:
 
     Attributes:
         copied: by `copy_for_proof`, with `attend_alone` for its attention.
-        splitting: of the sequences.
         numbers_of_a_token: how many numbers modules return for a token of a sequence of a length.
         cuts_inputs: whether a rank's inputs have its tokens alone.
         proved: sizes of inputs that were proved before, and of which inputs; of any, where that is None.
@@ -124,8 +123,8 @@ class LengthProofs:
             return
         is_costly, num_numbers = self.is_costly(sizes), self._num_numbers(sizes)
         if is_costly and any(
-            known.signature == signature and not known.differing_at(sizes, self._of_rank(sizes))
-            for known in self._decisions
+            decisions.signature == signature and not decisions.differing_at(sizes, self._of_rank(sizes))
+            for decisions in self._decisions
         ):
             self._known.add((signature, *sizes.values()))
             return
@@ -179,9 +178,12 @@ class LengthProofs:
                 *(name, f"{length:,}", rule.key),
             )
             return
-        known = [each for signature, each in self.proved if signature in (None, decisions.signature)]
-        shorter = [each for each in known if each["tokens"] <= length]
-        near = max(shorter, key=lambda each: (each["samples"] == sizes["samples"], each["tokens"]), default={})
+        shorter = [
+            proved
+            for signature, proved in self.proved
+            if signature in (None, decisions.signature) and proved["tokens"] <= length
+        ]
+        near = max(shorter, key=lambda near: (near["samples"] == sizes["samples"], near["tokens"]), default={})
         differing = decisions.differing_at(near, self._of_rank(near)) if near else "no length is proved"
         raise ConfigError(
             rule.length_code,

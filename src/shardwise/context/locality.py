@@ -48,7 +48,7 @@ class SplitRule:
     """Says by which rule of a config ranks have parts of a sequence, and what is said where a model does not keep it.
 
     Attributes:
-        key: of the config.
+        key: of the config, as it is written.
         exception: where tokens of a sequence may meet.
         fix: what to do in place of the split.
         apart_code: of the error that tokens are computed from others.
@@ -69,8 +69,7 @@ class Splitting(Protocol):
     """Is how a copy of a model computes all of a sequence, or a rank's part of it, in a proof.
 
     Attributes:
-        rule: by which it is split.
-        degree: parts.
+        degree: number of parts, of as many tokens each.
     """
 
     rule: SplitRule
@@ -106,8 +105,8 @@ class ContextSplitting:
             yield
         finally:
             self._draws = None
-            for each in reversed(undo):
-                each()
+            for put_back in reversed(undo):
+                put_back()
 
     def one_run(self, inputs: Inputs, part: int) -> AbstractContextManager[None]:
         if self._draws is None:
@@ -181,7 +180,6 @@ def check_tokens_apart(
 
     Args:
         copied: by `copy_for_proof`, with `attend_alone` for its attention.
-        splitting: of the sequences.
         attempts: arguments for all tokens, and for each part of them; the first attempt that runs counts.
         loss_weights: of the loss that the model itself returns for all tokens and for each part.
         is_watched: whether to keep each module's inputs and outputs, so that an error can name the one that differs.
@@ -347,11 +345,7 @@ def _run(
     loss_weight: Tensor | None,
     is_watched: bool,
 ) -> _Run:
-    """Return what a model returns, and the inputs and outputs of each module, in the order in which forwards end.
-
-    Args:
-        around: of `Splitting.one_run`.
-    """
+    """Return what a model returns, and the inputs and outputs of each module, in the order in which forwards end."""
     records: list[_Record] = []
     under_way: list[tuple[str, list[Tensor]]] = []
     watching = watch_calls(

@@ -131,7 +131,7 @@ class _Trial:
         except Exception as error:  # of code that needs values
             _LOG.debug("loss_fn was not tried without values under mesh.cp: %s", error)
             return ""
-        return next(filter(None, (sizes.differing_at(tokens=each) for each in others)), "")
+        return next(filter(None, (sizes.differing_at(tokens=number) for number in others)), "")
 
 
 def _compare(whole: LossSum, others: Sequence[LossSum], num_tokens: int) -> None:

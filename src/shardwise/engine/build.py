@@ -269,7 +269,7 @@ def _alter_modules(
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
     tensor, tp = layout.tensor, resources.comms.tensor
-    shapes = {} if tensor is None else {name: each.global_shape for name, each in tensor.splits.items()}
+    shapes = {} if tensor is None else {name: split.global_shape for name, split in tensor.splits.items()}
     if tensor is not None and not resources.comms.all.is_simulated:
         _undo_at_end(cleanup, prove_sequences(model, tensor, config))
     context, shifts_labels = resources.comms.context, layout.facts.shifts_labels

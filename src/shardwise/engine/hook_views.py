@@ -54,8 +54,7 @@ class SplitModelValues:
     ) -> None:
         comm, splits_sequence = mappings.comm, config.tensor.sequence_parallel
         placements = PlanPlacements(tensor.plan, comm, splits_sequence, lambda: mappings.num_local_tokens)
-        sharding.parts.are_blocks_compiled = config.compile.enabled
-        self.parameters = WholeParameters(model, tensor.plan, tensor.splits, comm, draws, splits_sequence, sharding)
+        self.parameters = WholeParameters(model, tensor, comm, draws, sharding, config.compile.enabled)
         draws.around.append(self.parameters.shown_in_forward)
         self.views = HookViews(model, placements, self.parameters, mappings.keeps_whole)
         self.results = WholeResults(model, placements, mappings.keeps_whole)

@@ -23,7 +23,7 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
-from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within
+from shardwise.layout.tensor_plan import TensorLayout, is_within
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.forward_state import around_second_passes
 from shardwise.runtime.param_guard import part_type, used_by_owner
@@ -38,24 +38,22 @@ class WholeParameters:
     """Lets code read whole parameters where this rank has a part of them, or of their gradients.
 
     Args:
-        plan: by which the model is split.
         draws: of the model. Code that sees whole tensors draws for whole ones.
-        splits_sequence: whether the plan's stacks are split along the sequence.
-        sharding: that has the parameters.
+        are_blocks_compiled: what they read is checked when they are compiled.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: TensorPlan,
-        splits: Mapping[str, ParamSplit],
+        tensor: TensorLayout,
         comm: Comm,
         draws: KeyedDraws,
-        splits_sequence: bool,
         sharding: ShardingState,
+        are_blocks_compiled: bool,
     ) -> None:
         self._comm, self._draws = comm, draws
         self._sharding = weakref.ref(sharding)
+        plan, splits = tensor.plan, tensor.splits
         self._known: dict[int, Known] = {
             id(parameter): (name, splits[name])
             for name, parameter in model.named_parameters()
@@ -63,11 +61,14 @@ class WholeParameters:
         }
         self._is_hidden = False
         # What one rank computes inside of them is a part of a sum.
-        parts = [name for stack in plan.stacks for name in stack.modules] if splits_sequence else []
+        parts = [name for stack in plan.stacks for name in stack.modules] if tensor.sequence_parallel else []
         parts += [region.module for region in plan.regions]
         self._in_forward = reads = _ForwardReads(model, self._known, comm, parts)
-        kinds: dict[type[nn.Parameter], type[nn.Parameter]] = {}
-        sharding.parts.part_type = lambda kind: kinds.get(kind) or kinds.setdefault(kind, part_type(reads.answer, kind))
+        made: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+        sharding.parts.follow(
+            lambda own_type: made.get(own_type) or made.setdefault(own_type, part_type(reads.answer, own_type)),
+            are_blocks_compiled,
+        )
 
     @contextmanager
     def shown_in_forward(self) -> Iterator[None]:
@@ -185,10 +186,9 @@ class _Reads:
         is_whole = self._known[id(parameter)][1].is_whole
         while frame is not None and frame.f_code is not _SHOWN:
             owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-            if isinstance(owner, nn.Module) and any(
-                each is parameter for each in owner.__dict__["_parameters"].values()
-            ):
-                return is_whole or any(isinstance(each, LayerState) for each in vars(owner).values())
+            owned = owner.__dict__["_parameters"].values() if isinstance(owner, nn.Module) else ()
+            if any(one is parameter for one in owned):
+                return is_whole or any(isinstance(value, LayerState) for value in vars(owner).values())
             frame = frame.f_back
         return False
 
@@ -290,15 +290,15 @@ def check_of_graphs(model: nn.Module, tensor: TensorLayout, units: Collection[st
     for name, parameter in model.named_parameters():
         if tensor.splits[name].is_partial or not tensor.splits[name].is_whole:
             names[id(parameter)] = name
-    own = {id(each) for unit in units for each in model.get_submodule(unit).parameters(recurse=False)}
+    of_blocks = {id(parameter) for unit in units for parameter in model.get_submodule(unit).parameters(recurse=False)}
 
     def check(graph: Any) -> None:
         inputs = {node: node.meta.get("grapharg") for node in graph.graph.nodes if node.op == "placeholder"}
-        watched = {
-            node: (names[id(given.example)], _steps(given.source), id(given.example) in own)
-            for node, given in inputs.items()
-            if given is not None and id(getattr(given, "example", None)) in names
-        }
+        watched: dict[Any, _Watched] = {}
+        for node, argument in inputs.items():
+            key = id(getattr(argument, "example", None))
+            if key in names:
+                watched[node] = names[key], _steps(argument.source), key in of_blocks
         _check_readers(graph, watched)
 
     return check
@@ -310,15 +310,15 @@ _Watched = tuple[str, list[str], bool]
 
 def _check_readers(graph: Any, watched: Mapping[Any, _Watched]) -> None:
     for node in graph.graph.nodes:
-        inner = [each for each in node.all_input_nodes if each.op == "get_attr"]
+        inner = [source for source in node.all_input_nodes if source.op == "get_attr"]
         code: Any = getattr(graph, inner[0].target, None) if inner else None
         if hasattr(code, "graph"):  # such as that of a checkpoint, whose inputs follow
-            given = [each for each in node.args if each is not inner[0]]
-            places = [each for each in code.graph.nodes if each.op == "placeholder"]
-            pairs = [(place, each) for place, each in zip(places, given, strict=False) if each in watched]
-            _check_readers(code, {place: watched[each] for place, each in pairs})
+            sources = [source for source in node.args if source is not inner[0]]
+            placeholders = [inside for inside in code.graph.nodes if inside.op == "placeholder"]
+            pairs = [*zip(placeholders, sources, strict=False)]
+            _check_readers(code, {inside: watched[source] for inside, source in pairs if source in watched})
             continue
-        for name, steps, is_own in [watched[each] for each in node.all_input_nodes if each in watched]:
+        for name, steps, is_own in [watched[source] for source in node.all_input_nodes if source in watched]:
             stack = [*(node.meta.get("nn_module_stack") or {}).values()]
             if (_steps(stack[-1][0]) != steps[:-1]) if stack else not is_own:
                 raise EngineError(
@@ -332,8 +332,8 @@ def _check_readers(graph: Any, watched: Mapping[Any, _Watched]) -> None:
 def _steps(source: Any) -> list[str]:
     """Return the names on the way to a module or a parameter, as torch's compiler writes it."""
     name = getattr(source, "name", source)
-    words = re.findall(r"\w+", name() if callable(name) else str(name))
-    return [each for each in words if each not in ("_modules", "_parameters", "getattr")]
+    steps = re.findall(r"\w+", name() if callable(name) else str(name))
+    return [step for step in steps if step not in ("_modules", "_parameters", "getattr")]
 
 
 class WholeResults:

@@ -293,9 +293,10 @@ class _PartParameter:
         return cast(Tensor, _DETACH(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        own: Any = type(self).own_kind
-        kind: Any = own if issubclass(own, _WatchedParameter) else _WatchedParameter  # torch's would be of this class
-        return cast(nn.Parameter, kind.__deepcopy__(self, memo))
+        copying: Any = type(self).own_kind
+        if not issubclass(copying, _WatchedParameter):  # torch's own copy would be of this class
+            copying = _WatchedParameter
+        return cast(nn.Parameter, copying.__deepcopy__(self, memo))
 
     @classmethod
     def __torch_function__(
@@ -312,16 +313,16 @@ def _watched_alias(func: Any, read: Any, *value: Tensor) -> Any:
     """Call what the class of a watched parameter has in the place of a torch function."""
     if not isinstance(read, _PartParameter):
         return func(read, *value)
-    own = read.own_kind
+    watched = read.own_kind
     if func == _DETACH:
-        return own.detach(read)
-    return own.data.__set__(read, *value) if value else own.data.__get__(read)
+        return watched.detach(read)
+    return watched.data.__set__(read, *value) if value else watched.data.__get__(read)
 
 
 def _as_it_is(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a torch function; released parameters among the arguments become present."""
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, _GuardedParameter | list | tuple):
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, _GuardedParameter | list | tuple):
             return _GuardedParameter.__torch_function__(func, (), args, kwargs)
     with plain_torch_functions():
         return func(*args, **kwargs)
@@ -344,7 +345,7 @@ def without_parts(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 def used_by_owner(*parameters: Tensor | None) -> AbstractContextManager[None]:
     """Let the forward of a module use its own parameters as they are, where they are present."""
-    if torch.compiler.is_compiling() or any(isinstance(each, _GuardedParameter) for each in parameters):
+    if torch.compiler.is_compiling() or any(isinstance(parameter, _GuardedParameter) for parameter in parameters):
         return nullcontext()
     return plain_torch_functions()
 

@@ -39,9 +39,9 @@ from shardwise.runtime.forward_state import ForwardState
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import (
     COMPUTED_AGAIN,
-    checked_backend,
     compiler_errors,
     in_op_mode,
+    named_backend,
     pytree,
     storage_key,
     version,
@@ -194,8 +194,13 @@ class _BlockCompiler:
         config = self._config
         if self._check_graph is None:
             return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=config.backend, mode=config.mode)
-        backend = checked_backend(config.backend, config.mode, config.dynamic, self._check_graph)
-        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=backend)
+        check, backend = self._check_graph, named_backend(config.backend, config.mode, config.dynamic)
+
+        def checked(graph: Any, inputs: Any) -> Any:
+            check(graph)
+            return backend(graph, inputs)
+
+        return torch.compile(own, fullgraph=True, dynamic=config.dynamic, backend=checked)
 
 
 def _kind(module: nn.Module, recompute: str) -> Hashable:

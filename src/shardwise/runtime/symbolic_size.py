@@ -40,7 +40,7 @@ class SymbolicSizes:
             name: value if value < 2 else mode.from_tensor(torch.empty(value), symbolic_context=context).shape[0]
             for name, value in values.items()
         }
-        self._symbols = {name: each.node.expr for name, each in self.numbers.items() if type(each) is not int}
+        self._symbols = {name: number.node.expr for name, number in self.numbers.items() if type(number) is not int}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

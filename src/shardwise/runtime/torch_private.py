@@ -138,20 +138,11 @@ def compiler_errors() -> tuple[type[Exception], type[Exception]]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
-def checked_backend(name: str, mode: str | None, dynamic: bool | None, check: Callable[[Any], None]) -> Any:
-    """Return a backend of `torch.compile` by its name that first shows each graph to `check`.
-
-    `torch.compile` gives a mode to inductor by its name only.
-    """
+def named_backend(name: str, mode: str | None, dynamic: bool | None) -> Any:
+    """Return a backend of `torch.compile` by its name: the mode of inductor goes with the name only."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    own: Any = torch._TorchCompileInductorWrapper(mode, None, dynamic) if name == "inductor" else lookup_backend(name)
-
-    def checked(graph: Any, inputs: Any) -> Any:
-        check(graph)
-        return own(graph, inputs)
-
-    return checked
+    return torch._TorchCompileInductorWrapper(mode, None, dynamic) if name == "inductor" else lookup_backend(name)
 
 
 def constant_in_graphs(function: AnyFunction) -> AnyFunction:

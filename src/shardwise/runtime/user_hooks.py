@@ -133,16 +133,44 @@ def without_user_hooks(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def hooks_put_back(model: nn.Module) -> Iterator[None]:
-    """Give the variables of users' hooks the contents back that they had, so that a trial of a model leaves no trace.
+    """Give the variables of users' hooks, and of functions that modules keep, the contents back that they had, so that
+    a trial of a model leaves no trace.
 
     Args:
-        model: or a copy, whose hooks have the variables of the model's.
+        model: or a copy, whose hooks and functions have the variables of the model's.
     """
-    put_back = hook_contents(hook_dicts_of(model.modules()))
+    kept = [dict(enumerate(filter(_is_function, vars(module).values()))) for module in model.modules()]
+    put_back, caches = hook_contents([*hook_dicts_of(model.modules()), *kept]), caches_of(model)
+    clear_caches(caches)
     try:
         yield
     finally:
         put_back()
+        clear_caches(caches)
+
+
+def clear_caches(caches: Iterable[Any]) -> None:
+    """Empty caches: a trial computes on the CPU and in fp64, a run does not."""
+    for cache in caches:
+        cache.cache_clear()
+
+
+def caches_of(model: nn.Module) -> list[Any]:
+    """Return the functions with a cache of `functools` that code of a model's own classes may call by name."""
+    classes = {type(module) for module in model.modules() if not type(module).__module__.startswith(_LIBRARIES)}
+    caches: dict[int, Any] = {}
+    for function in [member for each_class in classes for member in vars(each_class).values()]:
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        called = [] if code is None else [function.__globals__.get(name) for name in code.co_names]
+        caches |= {id(cached): cached for cached in (function, *called) if hasattr(cached, "cache_clear")}
+    return [*caches.values()]
+
+
+_LIBRARIES = ("torch.", "transformers.", "shardwise.")
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType)
 
 
 HookDicts = Sequence[Mapping[int, Callable[..., Any]]]

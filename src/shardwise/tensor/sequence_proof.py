@@ -65,7 +65,7 @@ def prove_sequences(model: nn.Module, tensor: TensorLayout, config: Config) -> l
     """
     if not (config.tensor.sequence_parallel and tensor.degree > 1 and tensor.plan.stacks):
         return []
-    shapes = {name: each.global_shape for name, each in tensor.splits.items()}
+    shapes = {name: split.global_shape for name, split in tensor.splits.items()}
     is_cut = config.mesh.cp > 1
     is_plain = is_huggingface(model) and not is_cut  # its own attention takes its own masks
     copied = (copy_for_proof if is_plain else copy_alone)(model, SEQUENCE_RULE, shapes)
@@ -199,9 +199,9 @@ class _Crossings:
             return x
         if is_fake(x):
             return x.new_empty(x.shape[0], x.shape[1] * self.degree, *x.shape[2:])
-        place, whole = self.wholes[number] if number < len(self.wholes) else ("", x)
-        own = whole.narrow(1, (self._part - 1) * x.shape[1], x.shape[1]) if place == name else x
-        if place != name or own.shape != x.shape or not is_close(own, x):
+        known_name, whole = self.wholes[number] if number < len(self.wholes) else ("", x)
+        slice_ = whole.narrow(1, (self._part - 1) * x.shape[1], x.shape[1]) if known_name == name else x
+        if known_name != name or slice_.shape != x.shape or not is_close(slice_, x):
             self._note(name)
         return whole.clone()
 
@@ -251,8 +251,8 @@ def _gathering(crossings: _Crossings, name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _change_argument(module: nn.Module, name: str, argument: str, change: Callable[[Tensor], Tensor]) -> None:
-    place = place_of(module, name, argument)
-    change_inputs(module, lambda called, args, kwargs: place.change(args, kwargs, change))
+    position = place_of(module, name, argument)
+    change_inputs(module, lambda called, args, kwargs: position.change(args, kwargs, change))
 
 
 def _first_changed(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:

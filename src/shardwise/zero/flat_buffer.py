@@ -310,7 +310,7 @@ class FlatBuffer(ABC):
         self._released_kinds = tuple(map(classes.released, self._kinds))
         self._present_kinds = self._kinds
         self._parts = [
-            index for index, each in enumerate(spec.params) if each.split.is_partial or not each.split.is_whole
+            index for index, param in enumerate(spec.params) if param.split.is_partial or not param.split.is_whole
         ]
         self._part_type: PartType | None = None
         self.transport = make_gather(spec, layout, resources, self.is_released_between_uses)
@@ -463,8 +463,8 @@ class FlatBuffer(ABC):
         self._part_type = part_type
         for index in self._parts:
             parameter = self.parameters[index]
-            kind = without_parts(parameter_class(parameter))
-            set_parameter_class(parameter, kind if part_type is None else part_type(kind))
+            own_type = without_parts(parameter_class(parameter))
+            set_parameter_class(parameter, own_type if part_type is None else part_type(own_type))
 
     def placeholder(self, index: int) -> Tensor:
         """Return what stands for a released parameter in a state dict, whose values are refused by its name."""

@@ -239,34 +239,36 @@ class LentGroups:
 class ShownParts:
     """Lets code in a forward read the whole of a parameter of another module, of which this rank has a part.
 
-    Attributes:
-        part_type: the classes of such parameters meanwhile; None where all are whole.
-        are_blocks_compiled: compiled code is for the classes of its parameters with which it was compiled.
+    Compiled code is for the classes of its parameters with which it was compiled.
     """
 
     def __init__(self) -> None:
-        self.part_type: PartType | None = None
-        self.are_blocks_compiled = False
+        self._part_type: PartType | None = None
+        self._are_blocks_compiled = False
         self._shown: PartType | None = None
         self._root_groups: list[ParamGroup] = []
 
+    def follow(self, part_type: PartType, are_blocks_compiled: bool) -> None:
+        """Give such parameters the classes that `part_type` returns while forwards run."""
+        self._part_type, self._are_blocks_compiled = part_type, are_blocks_compiled
+
     def show(self, groups: Iterable[ParamGroup], is_on: bool = True) -> None:
         """Begin or end to show whole parameters."""
-        self._shown = self.part_type if is_on else None
-        all_groups = [*groups] if self.part_type is not None else []
-        self._root_groups = [group for group in all_groups if group.spec.unit == ROOT]
+        self._shown = self._part_type if is_on else None
+        all_groups = [*groups] if self._part_type is not None else []
+        self._root_groups = [group for group in all_groups if is_on and group.spec.unit == ROOT]
         for group in all_groups:
             group.show_parts(self._shown)
 
     def enter(self, unit: Unit) -> None:
         """Give a compiled block parameters as they are; what it reads is checked when it is compiled."""
-        if self.are_blocks_compiled and not unit.is_root:
+        if self._are_blocks_compiled and not unit.is_root:
             for group in (*unit.groups, *self._root_groups):
                 group.show_parts(None)
 
     def leave(self, unit: Unit) -> None:
         """Go on to show them after a compiled block."""
-        if self.are_blocks_compiled and not unit.is_root:
+        if self._are_blocks_compiled and not unit.is_root:
             for group in (*unit.groups, *self._root_groups):
                 group.show_parts(self._shown)
 

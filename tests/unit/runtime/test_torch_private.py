@@ -31,6 +31,7 @@ from shardwise.runtime.torch_private import (
     is_plain,
     is_transformed,
     named_arguments,
+    named_backend,
     on_backward_end,
     parameter_class,
     plain_torch_functions,
@@ -496,3 +497,16 @@ def test_step_hooks_are_those_of_the_optimizer_and_of_all() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     handles = [optimizer.register_step_pre_hook(lambda *_: None) for _ in range(2)]
     assert [list(hooks) for hooks in step_hooks(optimizer)] == [[each.id for each in handles], [], []]
+
+
+def test_a_named_backend_compiles() -> None:
+    for name, mode in (("eager", None), ("inductor", "default")):
+        backend, graphs = named_backend(name, mode, None), []
+
+        def noted(graph: Any, inputs: Any, backend: Any = backend, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return backend(graph, inputs)
+
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(torch.sin, backend=noted)(torch.ones(2)), torch.ones(2).sin())
+        assert len(graphs) == 1
