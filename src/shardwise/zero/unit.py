@@ -225,7 +225,7 @@ class GradientWatch:
             raise ConfigError(
                 "gradients-clipped-outside",
                 "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
-                "them, sharded, and clips them itself; set optimizer.clip_norm, or gradient_clipping in DeepSpeed's JSON",
+                "them, sharded, and clips them itself; set optimizer.clip_norm (DeepSpeed's gradient_clipping)",
             )
         if self.refuses and reader.f_code is _ZERO_GRAD_CODE:
             self._clear(reader.f_locals.get("self"))
@@ -254,7 +254,8 @@ class GradientWatch:
         is_lost = self._is_on and parameter.requires_grad and (self.refuses or value is not None)
         if is_lost and (model := self._model()) is not None:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
-            fix = "call engine.zero_grad()" if value is None else f"use engine.write({name!r}, value, 'grad') or safe_set_full_grad"
+            write = f"use engine.write({name!r}, value, 'grad'), or safe_set_full_grad"
+            fix = "call engine.zero_grad()" if value is None else write
             raise ConfigError(
                 "gradient-assigned",
                 f"grad of parameter {name} was set between engine.backward and engine.step, but the engine has the "
