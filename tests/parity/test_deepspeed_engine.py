@@ -369,3 +369,47 @@ def test_the_batch_changes_between_steps(ranks: WorkerPool, stage: int, by_tenso
         for ours, plain in zip(found, expected, strict=True):
             for one, other in zip(ours, plain, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def transform(rank: int, world_size: int, stage: int, tiers: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    config = settings(stage, gradient_accumulation_steps=1, train_batch_size=4)
+    config["zero_optimization"].update(tiers)
+    engine, *_ = deepspeed.initialize(model=tower(), config=config)
+    found = transforms(engine.module, rank)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        found += transforms(engine.module, rank)
+    x, target = batch(0, 0, rank)
+    output, change = torch.func.jvp(lambda y: engine.module(y)["logits"], (x,), (x.cos(),))
+    engine.backward((output - target).square().mean() + change.square().mean())
+    engine.step()
+    return found, engine.module_state_dict()
+
+
+def transforms(model: nn.Module, rank: int) -> list[Tensor]:
+    x, _ = batch(1, 0, rank)
+
+    def energy(row: Tensor) -> Tensor:
+        return model(row[None])["logits"].square().sum()
+
+    return [torch.func.grad(energy)(x[0]), torch.func.hessian(energy)(x[0]), torch.vmap(energy)(x)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "tiers"),
+    [(0, {}), (2, {}), (3, {}), (3, {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}})],
+)
+def test_transforms_of_torch_gather_what_they_use(ranks: WorkerPool, stage: int, tiers: dict[str, Any]) -> None:
+    model = tower()
+    expected = [transforms(model, rank) for rank in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=LR, warmup_num_steps=3)
+    for rank in range(2):
+        x, target = batch(0, 0, rank)
+        output, change = torch.func.jvp(lambda y: model(y)["logits"], (x,), (x.cos(),))
+        ((output - target).square().mean() / 2 + change.square().mean() / 2).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    schedule.step()
+    for rank, (found, state) in enumerate(ranks(2).run(transform, stage, tiers)):
+        torch.testing.assert_close(found, expected[rank] * 2, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-9, atol=1e-12)
