@@ -329,17 +329,21 @@ def check_members(model: nn.Module, known: Mapping[int, str]) -> None:
         ConfigError: names the parameter.
     """
     with plain_torch_functions():
-        there = {id(parameter): name for name, parameter in model.named_parameters()}
+        there = {id(parameter): (name, parameter) for name, parameter in model.named_parameters()}
     if there.keys() == known.keys():
         return
     fix = "call engine.close(), change the model, then initialize again"
-    added = [name for key, name in there.items() if key not in known]
+    # During `torch.func.functional_call` tensors stand for parameters, such as those after an inner step.
+    stand_ins = {name for name, value in there.values() if not isinstance(value, nn.Parameter)}
+    added = [name for key, (name, _) in there.items() if key not in known and name not in stand_ins]
     if added:
         raise ConfigError(
             "model-parameters-changed",
             f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {fix}",
         )
-    removed = [name for key, name in known.items() if key not in there]
+    removed = [name for key, name in known.items() if key not in there and name not in stand_ins]
+    if not removed:
+        return
     raise ConfigError(
         "model-parameters-changed", f"parameter {removed[0]} was removed from the model after initialize; {fix}"
     )
