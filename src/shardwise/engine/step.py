@@ -283,7 +283,9 @@ def zero_grad(parts: EngineParts, keeps_forwards: bool = True) -> None:
 
 def follow_zero_grad(parts: EngineParts) -> None:
     """Forget the gradients since the last step, if there are any, for `zero_grad()` of the model or optimizer."""
-    if parts.sharding.watch.refuses and (parts.state.num_backwards > 0 or parts.sharding.has_foreign_gradients):
+    if "clear" in parts.sharding.watch.minds and (
+        parts.state.num_backwards > 0 or parts.sharding.has_foreign_gradients
+    ):
         zero_grad(parts)
 
 

@@ -177,15 +177,14 @@ class GradientWatch:
         zero_grad: clears the gradients.
 
     Attributes:
-        refuses: what would clear gradients is taken, or refused; False where scripts are used to its doing nothing.
-        refuses_clipping: torch's functions that clip are refused; False as for `refuses`.
+        minds: of "clear" and "clip", what torch's functions may not do in vain; scripts may be used to that.
     """
 
     def __init__(self, model: nn.Module, zero_grad: Callable[[], None]) -> None:
         self._model = weakref.ref(model)
         self._zero_grad = zero_grad
         self._is_on = self._has_warned = self._is_paused = False
-        self.refuses = self.refuses_clipping = True
+        self.minds = frozenset({"clear", "clip"})
 
     def turn(self, is_on: bool, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
         """Watch the parameters of groups that are stored whole, or stop.
@@ -221,13 +220,13 @@ class GradientWatch:
         """
         if not self._is_on:
             return
-        if self.refuses_clipping and reader.f_code.co_filename == _CLIP_FILE:
+        if "clip" in self.minds and reader.f_code.co_filename == _CLIP_FILE:
             raise ConfigError(
                 "gradients-clipped-outside",
                 "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
                 "them, sharded, and clips them itself; set optimizer.clip_norm (DeepSpeed's gradient_clipping)",
             )
-        if self.refuses and reader.f_code is _ZERO_GRAD_CODE:
+        if "clear" in self.minds and reader.f_code is _ZERO_GRAD_CODE:
             self._clear(reader.f_locals.get("self"))
         elif not self._has_warned:
             self._has_warned = True
@@ -251,7 +250,7 @@ class GradientWatch:
         Raises:
             ConfigError: it would be lost.
         """
-        is_lost = self._is_on and parameter.requires_grad and (self.refuses or value is not None)
+        is_lost = self._is_on and parameter.requires_grad and ("clear" in self.minds or value is not None)
         if is_lost and (model := self._model()) is not None:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
             write = f"use engine.write({name!r}, value, 'grad'), or safe_set_full_grad"

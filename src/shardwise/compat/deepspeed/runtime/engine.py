@@ -227,9 +227,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self.optimizer: Any = None if evaluates else inner.optimizer if has_own else DeepSpeedOptimizer(self)
         self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
-        watch = inner.parts.sharding.watch
-        watch.refuses = False  # as with DeepSpeed, it does nothing
-        watch.refuses_clipping = self.zero_optimization_stage() == 0  # where it clips, as ZeRO's have no gradients
+        # As in DeepSpeed, both do nothing; but where no state is sharded, torch's functions clip there.
+        inner.parts.sharding.watch.minds = frozenset() if self.zero_optimization() else frozenset({"clip"})
         # Where losses are scaled it is `scale` that divides, so that both kinds of backwards overflow at one scale.
         scaler = inner.parts.scaler
         is_scaled = scaler.is_dynamic or scaler.scale != 1.0
