@@ -29,7 +29,7 @@ from planner_eval.rows import tidied
 from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
 from planner_unseen import unseen_section
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.planner.results import TIME_PARTS
 from shardwise.schedule.simulate import PipelineSimulator
 

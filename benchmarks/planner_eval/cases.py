@@ -25,7 +25,8 @@ from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
 from planner_eval.traits import compiles_blocks, is_before_h100, traits_of
-from shardwise.config.resolve import ConfigError, LoraConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import LoraConfig
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
 from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 from shardwise.schedule.simulate import OpTimes

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from planner_eval.words import find_written_gpu
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 NEEDED: Final = (
     ("model", "layers", 2048, "the number of its layers"),

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import CheckpointError, DamagedError
     from shardwise.comm.collectives import CommError
     from shardwise.comm.loss import NonFiniteLossError
-    from shardwise.config.resolve import Config, ConfigError
+    from shardwise.config.errors import ConfigError
+    from shardwise.config.resolve import Config
     from shardwise.construction.context import init
     from shardwise.engine.engine import Engine, backward
     from shardwise.engine.initialize import initialize
@@ -85,7 +86,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "CheckpointError": "checkpoint.manifest",
     "CommError": "comm.collectives",
     "Config": "config.resolve",
-    "ConfigError": "config.resolve",
+    "ConfigError": "config.errors",
     "DamagedError": "checkpoint.manifest",
     "Engine": "engine.engine",
     "EvalResult": "engine.types",

@@ -19,7 +19,8 @@ from harness.mutations import ended_after
 from harness.refusals import refused
 from harness.waiting import PATIENCE_S
 from shardwise.cli import main as cli
-from shardwise.config.resolve import Config, ConfigError, all_keys
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, all_keys
 from shardwise.train.prepare import INDEX_NAME, TOKENIZER_NAME, TOKENS_NAME
 from shardwise.train.setup import job_config, prepare_job_data, resolve_job
 

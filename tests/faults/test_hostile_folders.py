@@ -16,7 +16,7 @@ from harness.mutations import ended_after
 from harness.refusals import refused
 from harness.run_folders import write_run
 from shardwise.cli.main import main
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.doctor.system_info import read_disk
 from shardwise.report import page, run_folder
 from shardwise.report.run_folder import is_run, run_source

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError, printable
+from shardwise.config.resolve import Config
 from shardwise.config.untrusted_files import (
     MAX_DEPTH,
     UntrustedFileError,
     open_regular,
     parse_json,
     parse_toml,
-    printable,
     read_bytes,
     read_json,
     read_text,

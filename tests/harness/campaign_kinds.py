@@ -44,8 +44,8 @@ from shardwise.cli.checkpoint import _print
 from shardwise.cli.main import main
 from shardwise.cli.timeline import _read_recorded
 from shardwise.cli.verify import read_model as read_verified
-from shardwise.config.resolve import Config, ConfigError, DataConfig
-from shardwise.config.untrusted_files import OneLineError
+from shardwise.config.errors import ConfigError, OneLineError
+from shardwise.config.resolve import Config, DataConfig
 from shardwise.models.shrink import read_huggingface
 from shardwise.planner.request import read_model
 from shardwise.report import timeline_text

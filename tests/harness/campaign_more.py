@@ -26,7 +26,8 @@ from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.convert import import_folder
 from shardwise.cli.main import main
 from shardwise.compat.deepspeed.config import read_config, translate
-from shardwise.config.resolve import Config, ConfigError, DataConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, DataConfig
 from shardwise.config.untrusted_files import read_text
 from shardwise.launch import checks
 from shardwise.launch.deepspeed import read_env_file

@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 
 from shardwise import Simulation, simulate
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
 from shardwise.planner.configs import config_of

@@ -19,7 +19,7 @@ from harness.refusals import refused
 from harness.tensor import NUM_MICRO_BATCHES, train_split, train_whole
 from harness.training import make_config, merge_ranks
 from shardwise import Config, initialize
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.construction.scan import build_layout
 from shardwise.dropout import KeyedDraws
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss

@@ -369,3 +369,85 @@ def test_the_batch_changes_between_steps(ranks: WorkerPool, stage: int, by_tenso
         for ours, plain in zip(found, expected, strict=True):
             for one, other in zip(ours, plain, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def transform(rank: int, world_size: int, stage: int, tiers: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    config = settings(stage, gradient_accumulation_steps=1, train_batch_size=4)
+    config["zero_optimization"].update(tiers)
+    engine, *_ = deepspeed.initialize(model=tower(), config=config)
+    found = transforms(engine.module, rank)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        found += transforms(engine.module, rank)
+    x, target = batch(0, 0, rank)
+    output, change = torch.func.jvp(lambda y: engine.module(y)["logits"], (x,), (x.cos(),))
+    engine.backward((output - target).square().mean() + change.square().mean())
+    engine.step()
+    return found, engine.module_state_dict()
+
+
+def transforms(model: nn.Module, rank: int) -> list[Tensor]:
+    x, _ = batch(1, 0, rank)
+
+    def energy(row: Tensor) -> Tensor:
+        return model(row[None])["logits"].square().sum()
+
+    return [torch.func.grad(energy)(x[0]), torch.func.hessian(energy)(x[0]), torch.vmap(energy)(x)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "tiers"),
+    [(0, {}), (2, {}), (3, {}), (3, {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}})],
+)
+def test_transforms_of_torch_gather_what_they_use(ranks: WorkerPool, stage: int, tiers: dict[str, Any]) -> None:
+    model = tower()
+    expected = [transforms(model, rank) for rank in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=LR, warmup_num_steps=3)
+    for rank in range(2):
+        x, target = batch(0, 0, rank)
+        output, change = torch.func.jvp(lambda y: model(y)["logits"], (x,), (x.cos(),))
+        ((output - target).square().mean() / 2 + change.square().mean() / 2).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    schedule.step()
+    for rank, (found, state) in enumerate(ranks(2).run(transform, stage, tiers)):
+        torch.testing.assert_close(found, expected[rank] * 2, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+
+
+def inner_step(call: Any, model: nn.Module, number: int, rank: int) -> Tensor:
+    """The loss after a step of plain gradient descent, as of a function of the parameters before it."""
+    (x, target), (later, other) = batch(number, 0, rank), batch(number, 1, rank)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss_of(call(x), target), parameters, create_graph=True)
+    moved = [parameter - 0.1 * gradient for parameter, gradient in zip(parameters, gradients, strict=True)]
+    return loss_of(torch.func.functional_call(model, dict(zip(names, moved, strict=True)), (later,)), other)
+
+
+def learn_to_step(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
+    config = settings(stage, gradient_accumulation_steps=1, train_batch_size=4)
+    engine, *_ = deepspeed.initialize(model=tower(), config=config)
+    for number in range(3):
+        engine.backward(inner_step(engine, engine.module, number, rank))
+        engine.step()
+    state = engine.module_state_dict()
+    engine.module.late = nn.Linear(2, 2)
+    with refused("model-parameters-changed", "late.weight"):
+        engine(batch(0, 0, rank)[0])
+    return state
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tensors_stand_for_parameters_in_a_functional_call(ranks: WorkerPool, stage: int) -> None:
+    model = tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=LR, warmup_num_steps=3)
+    for number in range(3):
+        for rank in range(2):
+            (inner_step(model, model, number, rank) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    for state in ranks(2).run(learn_to_step, stage):
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-9, atol=1e-12)

@@ -16,7 +16,7 @@ from harness.pool import RankError, WorkerPool
 from harness.refusals import refused
 from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 STEPS, MICRO, LR, WORDS, WIDTH = 3, 4, 0.05, 11, 8
 

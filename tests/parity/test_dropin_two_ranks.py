@@ -21,7 +21,7 @@ from shardwise.compat.deepspeed import utils
 from shardwise.compat.deepspeed.config import TAG_RULES, translate
 from shardwise.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from shardwise.compat.deepspeed.utils import logger
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 

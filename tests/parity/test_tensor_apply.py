@@ -25,7 +25,8 @@ from harness.split_model import (
     put_together,
     split_on_rank,
 )
-from shardwise.config.resolve import ConfigError, TensorConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import TensorConfig
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.runtime.recompute import recompute_forward, run_forward

@@ -27,7 +27,7 @@ from shardwise.attention.backends import Draw, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.custom_op import BACKENDS, attend
 from shardwise.config.arguments import described
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.dropout import probability_hashes
 from shardwise.runtime.torch_private import constant_in_graphs, is_transformed
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.token_ranges import Runs, count_tokens, intersect, shift
 from shardwise.runtime.torch_private import constant_in_graphs, unseen_by_op_modes
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from shardwise.attention.api import backend_for
 from shardwise.attention.backends import AttentionGrads, BackendPlan, SavedForBackward, ScoreModifiers, wide_dtype
 from shardwise.attention.block_layout import BlockLayout, Pattern, pack
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.token_ranges import Runs
 from shardwise.runtime.torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_cpu_flash_attention
 

@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from shardwise.attention.backends import ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, Pattern
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 TILE: Final = 128  # torch's default; its kernels for some GPUs need tiles as large as this
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -22,7 +22,8 @@ from shardwise.attention.structures import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from shardwise.config.resolve import AttentionConfig, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import AttentionConfig
 from shardwise.config.validate import ATTENTION_KEYS, wrong_attention
 
 _STRUCTURES: Final[Mapping[str, type[SparsityConfig]]] = MappingProxyType(

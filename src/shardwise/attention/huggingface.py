@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.attention.cp_hook import ContextHook, SequenceMask, is_sequence_mask, read_sequence_mask
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.hf.masks import (
     OWN_ATTENTION,
     is_module_causal,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.torch_private import constant_in_graphs, is_fake, version
 
 _MODES: Final = ("add", "mul")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 class PaddedInputs(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.class_swap import set_attribute
 
 Model = TypeVar("Model", bound=nn.Module)

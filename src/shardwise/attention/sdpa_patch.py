@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.dropout.apply import DropoutSite, KeyedFunctions, keyed_attention
 from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.runtime.torch_private import constant_in_graphs, is_fake, unseen_by_op_modes, version, view_base

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardwise.attention.block_layout import BlockFunction, BlockLayout, blocks_of_function, pack
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 Attention: TypeAlias = Literal["unidirectional", "bidirectional"]
 Sample: TypeAlias = Callable[[range, int], list[int]]

@@ -43,7 +43,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from shardwise.comm.agreement import Verdict, listed
-from shardwise.config.untrusted_files import OneLineError, UntrustedFileError, mismatch, parse_json
+from shardwise.config.errors import OneLineError
+from shardwise.config.untrusted_files import UntrustedFileError, mismatch, parse_json
 from shardwise.layout.mesh_shape import AXES
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.runtime.state_shards import PARAM, Kind

@@ -40,7 +40,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, named_dtype, read_header
 from shardwise.checkpoint.writer import write_state_shards
-from shardwise.config.untrusted_files import printable
+from shardwise.config.errors import printable
 from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
 from shardwise.runtime.state_shards import FlatSlice, FlatState, StateShard
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.command import as_written, settings, split
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.report.console import Terminal
 
 if TYPE_CHECKING:

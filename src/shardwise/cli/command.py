@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from shardwise.config.errors import with_code
-from shardwise.config.resolve import Config, ConfigError, all_keys
+from shardwise.config.errors import ConfigError, with_code
+from shardwise.config.resolve import Config, all_keys
 from shardwise.launch.environment import RankEnv, detect, lone_rank
 from shardwise.report.console import Terminal, progress, write_line
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import click
 
 from shardwise.cli.command import FILE, Count, OutputFile
+from shardwise.config.errors import printable_lines
 from shardwise.config.resolve import Config
-from shardwise.config.untrusted_files import printable_lines
 from shardwise.config.written_files import write_asked
 from shardwise.report.console import write_line
 

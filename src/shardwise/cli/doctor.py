@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from shardwise.cli.command import Count, Folder, be_rank, settings, split
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks
 from shardwise.report.console import Terminal, progress, write_line

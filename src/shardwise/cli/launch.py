@@ -16,8 +16,9 @@ from typing import Any
 import click
 
 from shardwise.cli.command import FILE, Choice, OutputFile, as_written
-from shardwise.config.resolve import ConfigError, read_toml, shown_value
-from shardwise.config.untrusted_files import printable, read_text
+from shardwise.config.errors import ConfigError, printable
+from shardwise.config.resolve import read_toml, shown_value
+from shardwise.config.untrusted_files import read_text
 from shardwise.config.written_files import write_asked
 from shardwise.launch.checks import folder_here, host, python_file
 from shardwise.launch.hosts import exported, read_hostfile, run_by_ssh, secrets

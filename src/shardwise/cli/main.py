@@ -36,10 +36,9 @@ from shardwise.cli.report import report
 from shardwise.cli.timeline import timeline
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
-from shardwise.config.errors import system_code
+from shardwise.config.errors import ConfigError, OneLineError, system_code
 from shardwise.config.other_tools import setting_of
-from shardwise.config.resolve import Config, ConfigError, all_keys
-from shardwise.config.untrusted_files import OneLineError
+from shardwise.config.resolve import Config, all_keys
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.signals import exit_with_parent
 from shardwise.report.console import refuse

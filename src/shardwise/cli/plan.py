@@ -16,7 +16,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shardwise.cli.command import Amount, Choice, Count, OutputFile, Seconds, as_written, settings, show_dry_run, split
-from shardwise.config.resolve import Config, ConfigError, is_config
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, is_config
 from shardwise.config.written_files import write_asked
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
 from shardwise.report.console import Terminal, progress, write_line

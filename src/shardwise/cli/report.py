@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from shardwise.cli.command import FILE, OutputFile, as_written
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.config.untrusted_files import read_json
 from shardwise.config.written_files import write_asked
 from shardwise.report import page

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks
 from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu, parse_cluster

@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from shardwise.cli.command import FILE, OutputFile, as_written, settings, split
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.config.written_files import write_asked
 from shardwise.report import page, timeline_text

@@ -15,7 +15,8 @@ import click
 from rich.console import Console
 
 from shardwise.cli.command import Count, as_written, settings, show_dry_run, split
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
 from shardwise.report.console import LastingStream, Terminal, progress, refuse

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.command import FILE, Count, as_written, be_rank, settings, split
-from shardwise.config.errors import with_code
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, with_code
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.report.console import Terminal, progress, write_line
 

@@ -20,7 +20,7 @@ from shardwise.comm.collectives import AsyncWork, Comm, CommResources, RankPlace
 from shardwise.comm.mesh import DOWN, UP, Mesh
 from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import RING_BYTES, MeshShape
 from shardwise.runtime.precision import sum_chunks
 from shardwise.runtime.streams import StreamName

@@ -26,7 +26,8 @@ from torch import Tensor
 from shardwise.comm.agreement import Agreement, listed
 from shardwise.comm.collectives import Comm
 from shardwise.comm.records import Collective, CollectiveNote, CommError
-from shardwise.config.resolve import ConfigError, ResolvedConfig, RunConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ResolvedConfig, RunConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.torch_private import pytree
 
@@ -126,14 +127,14 @@ class BatchCheck:
 
 def hash_of_bits(flat: Tensor) -> Tensor:
     """Return a number, 0-d on the tensor's device, that changes with the bits of a contiguous 1-D tensor."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.view(words[min(flat.itemsize, 8)])  # complex128 has no integer of its size
+    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = flat.view(dtypes[min(flat.itemsize, 8)])  # complex128 has no integer of its size
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, bits.numel(), _HASH_CHUNK):
         # A plain weighted sum of equal values with many low zero bits, such as ones, may be that of zeros.
-        part = bits[start : start + _HASH_CHUNK].long() * _HASH_FACTORS[0]
-        part += torch.arange(start, start + part.numel(), device=total.device) * _HASH_FACTORS[1]
-        total += (part.bitwise_xor_(part >> 29) * _HASH_FACTORS[0]).sum()
+        chunk = bits[start : start + _HASH_CHUNK].long() * _HASH_FACTORS[0]
+        chunk += torch.arange(start, start + chunk.numel(), device=total.device) * _HASH_FACTORS[1]
+        total += (chunk.bitwise_xor_(chunk >> 29) * _HASH_FACTORS[0]).sum()
     return total
 
 
@@ -142,9 +143,9 @@ def have_same_bits(comm: Comm, flats: Sequence[Tensor], name: str) -> bool:
     if comm.world_size == 1 or comm.is_simulated:
         return True
     hashes = [int(hash_of_bits(flat)) % _MAX_EXACT for flat in flats]
-    both = torch.tensor([*hashes, *(-each for each in hashes)], dtype=torch.float64, device=comm.device)
-    most = comm.max_scalars(both, name)
-    return most[: len(flats)] == [-each for each in most[len(flats) :]]
+    bounds = torch.tensor([hashes, [-value for value in hashes]], dtype=torch.float64, device=comm.device)
+    most, least = torch.tensor(comm.max_scalars(bounds.view(-1), name), dtype=torch.float64).view(2, -1)
+    return torch.equal(most, -least)
 
 
 def _judge_names(notes: Mapping[int, str]) -> str:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Comm
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.arguments import NO_CLASS
-from shardwise.config.errors import CodedError, EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import CodedError, ConfigError, EngineError
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import pytree
 

@@ -21,7 +21,8 @@ from shardwise.comm.collectives import Comm, CommFactory, CommResources
 from shardwise.comm.consistency import CallCheck
 from shardwise.comm.records import CommLog
 from shardwise.comm.store import PatientStore
-from shardwise.config.resolve import ConfigError, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import (
     CONTEXT_AXES,

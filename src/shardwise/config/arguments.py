@@ -12,15 +12,15 @@ at, and an iterator is never read. Numbers of numpy become Python's, and other k
 >>> keep("3")
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: keep: last='3' is a str; give an int of at least 1, or None
+shardwise.config.errors.ConfigError: keep: last='3' is a str; give an int of at least 1, or None
 >>> keep(0)
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: keep: last=0 is out of range; give an int of at least 1, or None
+shardwise.config.errors.ConfigError: keep: last=0 is out of range; give an int of at least 1, or None
 >>> keep(lasst=1)
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: keep: there is no argument lasst; did you mean last?
+shardwise.config.errors.ConfigError: keep: there is no argument lasst; did you mean last?
 """
 
 from __future__ import annotations
@@ -509,7 +509,7 @@ def _is_named(kind: type, words: str) -> bool:
 
 
 def _error(code: str, message: str) -> Exception:
-    from shardwise.config.resolve import ConfigError  # it uses this module itself
+    from shardwise.config.errors import ConfigError
 
     return ConfigError(code, message)
 

@@ -10,7 +10,7 @@ group starts, and `resolve` turns what the user wrote into the one immutable con
 >>> Config.from_dict({"zero": {"stege": 3}})
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: zero.stege is not a config key; did you mean zero.stage?
+shardwise.config.errors.ConfigError: zero.stege is not a config key; did you mean zero.stage?
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Never, Self, 
 from pydantic import BaseModel, ValidationError
 
 from shardwise.config.arguments import OWN_RULE, checked
+from shardwise.config.errors import ConfigError, steering
 from shardwise.config.other_tools import setting_of
 from shardwise.config.sections import (
     MAX_MICRO_BATCHES,
@@ -53,14 +54,7 @@ from shardwise.config.sections import (
     TiersConfig,
     ZeroConfig,
 )
-from shardwise.config.untrusted_files import (
-    OneLineError,
-    UntrustedFileError,
-    parse_json,
-    parse_toml,
-    read_json,
-    steering,
-)
+from shardwise.config.untrusted_files import UntrustedFileError, parse_json, parse_toml, read_json
 from shardwise.config.untrusted_files import read_toml as read_foreign_toml
 from shardwise.config.validate import (
     wrong_attention,
@@ -81,7 +75,6 @@ __all__ = [
     "CheckpointConfig",
     "CompileConfig",
     "Config",
-    "ConfigError",
     "ContextConfig",
     "DataConfig",
     "Dtype",
@@ -127,10 +120,6 @@ _MAX_SHOWN = 120
 # A path of Linux has at most so many bytes, and no other text is as long.
 _MAX_TEXT_BYTES = 4095
 _MAX_NAMED = 100
-
-
-class ConfigError(OneLineError):
-    """A config cannot be run; the message states the value, the rule and the fix on one line."""
 
 
 class Config(Section):
@@ -328,7 +317,7 @@ def resolve_batch(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
     >>> resolve_batch(BatchConfig(global_size=10, micro_size=4), num_data_ranks=2)
     Traceback (most recent call last):
         ...
-    shardwise.config.resolve.ConfigError: batch.global_size=10 is not a multiple of 8 = micro_size 4 x 2 ranks; \
+    shardwise.config.errors.ConfigError: batch.global_size=10 is not a multiple of 8 = micro_size 4 x 2 ranks; \
 nearest: 8, 16
     """
     total, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation

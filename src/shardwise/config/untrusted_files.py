@@ -12,8 +12,6 @@ This module is below every other one, because configs, checkpoints, the planner 
 Traceback (most recent call last):
     ...
 shardwise.config.untrusted_files.UntrustedFileError: config.json is nested deeper than 64 levels; fetch it again
->>> print(printable("a\\x1b[31m red\\nname"))
-a\\x1b[31m red\\nname
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardwise.config.errors import CodedError
+from shardwise.config.errors import OneLineError
 from shardwise.config.near_paths import near
 
 if TYPE_CHECKING:
@@ -42,52 +40,17 @@ MAX_BYTES: Final = 4 * 2**20
 # The limit for a file of a tokenizer: those of vocabularies of a quarter of a million tokens have some 35 MB.
 MAX_TOKENIZER_BYTES: Final = 256 * 2**20
 _MAX_TOML_BYTES: Final = 2**16
-# The limit for a message: a longer one loses its middle, which is part of some value.
-_MAX_LINE: Final = 2000
 # An empty list takes 3 bytes of text and 60 of memory: no tool writes files with many of them in little text.
 _BYTES_A_LIST: Final = 12
 _MANY_LISTS: Final = 100_000
 _KINDS: Final = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 _NO_BRACKETS: Final = re.compile(r'"(?:[^"\\]++|\\.)*+\\?"?|[^][{}"]++', re.DOTALL)
-# Control characters, and those that reorder, hide, are invisible or cannot be written.
-_NEVER: Final = (
-    "[\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
-    "\u3164\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
-)
-# Some scripts, and pictures of several parts, need joiners, between characters that are not ASCII.
-_JOINER, _JOINED = "[\u200c\u200d]", "[^\x00-\x7f\u200c\u200d]"
-_STEERING: Final = re.compile(f"{_NEVER}|(?<!{_JOINED}){_JOINER}|{_JOINER}(?!{_JOINED})")
 # A dotted key nests without brackets, and Python takes n cubed steps for n parts.
 _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 
 
-class OneLineError(CodedError, ValueError):
-    """Has a message of one line in which nothing steers a terminal, whatever a foreign file contains."""
-
-    # Not in __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.
-    def __str__(self) -> str:
-        line = printable(super().__str__())
-        return line if len(line) <= _MAX_LINE else f"{line[: _MAX_LINE // 2]} ... {line[-_MAX_LINE // 2 :]}"
-
-
 class UntrustedFileError(OneLineError):
     """A file cannot be used; the message names it and says what is wrong and what would help."""
-
-
-def steering(text: str) -> str:
-    """Return the first character of a text that no path, log or terminal should have; empty where there is none."""
-    match = _STEERING.search(text)
-    return match[0] if match else ""
-
-
-def printable(text: str) -> str:
-    """Return the text with characters that no terminal should get written as Python writes them."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def printable_lines(text: str) -> str:
-    """Return what `printable` does, with the ends of lines as they are."""
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def open_regular(path: str | Path, folder: str | Path | None = None) -> int:

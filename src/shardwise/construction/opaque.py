@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 def quant_state(parameter: Tensor) -> Any:

@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError, Dtype, PrecisionConfig, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, Dtype, PrecisionConfig, ResolvedConfig
 from shardwise.construction.opaque import bytes_shape, check_opaque, is_opaque
 from shardwise.construction.stage_order import Modules, find_stage_units
 from shardwise.hf.losses import shifts_labels

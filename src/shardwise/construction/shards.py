@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.consistency import have_same_bits
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.keyed_rng import other_use
 from shardwise.runtime.param_guard import READABLE, ReleasedParameterError, set_parameter_class
 from shardwise.runtime.torch_private import HAS_COMPATIBLE_TYPE, plain_torch_functions, pytree, set_data
@@ -156,11 +156,11 @@ def gathered_shards(parameters: Sequence[nn.Parameter], source: int | None) -> I
 
 def _refuse_other_writes(parameters: Sequence[nn.Parameter]) -> None:
     """Raise on all ranks where they have written different values into parameters of which each keeps its slice."""
-    shared = [(values_of(each), each) for each in parameters if not isinstance(each, ShardedParameter)]
     by_comm: dict[Comm, list[Tensor]] = {}
-    for values, each in shared:
-        if isinstance(values, ParamShard):
-            by_comm.setdefault(values.comm, []).append(each.detach().contiguous().view(-1))
+    for parameter in parameters:
+        values = values_of(parameter)
+        if isinstance(values, ParamShard) and not isinstance(parameter, ShardedParameter):
+            by_comm.setdefault(values.comm, []).append(parameter.detach().contiguous().view(-1))
     if not all(have_same_bits(comm, flats, "what ranks have written") for comm, flats in by_comm.items()):
         raise other_writes([])
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.facts import ParamEntry, StageUnit
 
 Modules = Mapping[str, nn.Module]

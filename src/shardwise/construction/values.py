@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.construction.shards import KeyedValues, ParamShard, make_plain, mark, shard_of, values_of
 from shardwise.runtime.keyed_rng import check_initializers, draw_module
 

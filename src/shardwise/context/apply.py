@@ -22,7 +22,8 @@ from shardwise.attention.block_layout import BlockLayout, keep_last
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError, ContextConfig, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ContextConfig, ResolvedConfig
 from shardwise.context.attention import ContextAttention
 from shardwise.context.batch import (
     POSITIONS,

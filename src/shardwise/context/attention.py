@@ -27,7 +27,8 @@ from shardwise.attention.api import autocast, backend_for
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.custom_op import BACKENDS
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError, ContextConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ContextConfig
 from shardwise.context.custom_op import ContextCustomOps
 from shardwise.context.plan_cache import PlanCache
 from shardwise.context.ulysses import check_heads, check_team, team_size

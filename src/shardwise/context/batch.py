@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.hf.losses import count_targets
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import pytree

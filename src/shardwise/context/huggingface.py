@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from shardwise.attention.cp_hook import sequence_mask
 from shardwise.attention.huggingface import attends_causally
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.context.batch import main_input, take_tokens
 from shardwise.hf.losses import CAUSAL, IGNORED, NUM_ITEMS, PER_TOKEN, takes_shifted_labels
 from shardwise.layout.token_ranges import Runs, TokenSplit

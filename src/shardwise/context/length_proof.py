@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.context.batch import main_input
 from shardwise.context.locality import Inputs, Splitting, check_tokens_apart, copy_again
 from shardwise.runtime.float64 import float64_throughout

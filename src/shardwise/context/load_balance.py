@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.attention.block_layout import BlockLayout, Pattern
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.context.plan import find_moves, require_whole
 from shardwise.context.visibility import VisibilityIndex
 from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, join, zigzag

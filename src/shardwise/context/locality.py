@@ -22,8 +22,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 from shardwise.context.batch import main_input
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.runtime.float64 import float64_throughout

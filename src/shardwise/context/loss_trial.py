@@ -12,7 +12,7 @@ else without values, to see whether each decision is the one that it takes for t
 >>> check_loss_by_token(of_sequences, torch.rand(2, 6, 3), torch.rand(2, 6), 6)  # doctest: +ELLIPSIS
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: loss_fn is no sum or mean over tokens, ...
+shardwise.config.errors.ConfigError: loss_fn is no sum or mean over tokens, ...
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.loss import LossFn, LossSum, read_loss
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.dropout.still import StillFunctions
 from shardwise.runtime.forward_state import kept_generators
 from shardwise.runtime.symbolic_size import SymbolicSizes

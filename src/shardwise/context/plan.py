@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.context.visibility import VisibilityIndex
 from shardwise.layout.token_ranges import Runs, TokenSplit, count_tokens, intersect, join
 

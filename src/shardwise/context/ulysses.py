@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError, ContextConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ContextConfig
 from shardwise.context.messages import RecvBuffer, put
 from shardwise.layout.token_ranges import Runs, count_tokens, join, local
 

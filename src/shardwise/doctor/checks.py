@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.doctor.calibrate import Measurements
 from shardwise.doctor.system_info import RANK_NAMES, SLOW_SETTINGS, DiskInfo, GpuInfo, NetworkInfo, SystemInfo
 from shardwise.launch.environment import detect

@@ -24,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.launch.host import cgroup_limit_bytes, quota_cores, usable_cores
 from shardwise.launch.local import ALLOC_CONF_NAMES
 from shardwise.runtime.memory_tracker import first_line

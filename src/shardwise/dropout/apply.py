@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
 from shardwise.dropout.numbers import TensorPlace

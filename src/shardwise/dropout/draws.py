@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.dropout.hash_rng import (
     Hashes,
     HashGrid,

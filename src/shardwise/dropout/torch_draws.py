@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.dropout.numbers import MANTISSA_BITS, TensorPlace
 from shardwise.runtime.forward_state import note_generator
 from shardwise.runtime.torch_private import PRIVATE_DRAWS

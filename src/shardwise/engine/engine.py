@@ -18,7 +18,8 @@ from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
 from shardwise.comm.loss import LossSum
 from shardwise.config.arguments import FOLDER_NAME, checked
-from shardwise.config.resolve import ConfigError, Dtype
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights

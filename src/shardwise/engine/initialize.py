@@ -28,7 +28,8 @@ from shardwise.comm.consistency import RankFacts, agree_on_setup
 from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError, ResolvedConfig, TiersConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, ResolvedConfig, TiersConfig
 from shardwise.construction.opaque import beside_parameters
 from shardwise.construction.scan import check_plain, scan_model, with_own_dtype
 from shardwise.engine.build import EngineInputs

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.tensor_plan import LayerSplit, TensorPlan, is_within
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.runtime.torch_private import unseen_by_op_modes

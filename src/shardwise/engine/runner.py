@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.context.batch import TokenShard, main_input
 from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.comm.consistency import have_same_bits
 from shardwise.comm.records import CommError
 from shardwise.config.arguments import check, checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.construction.shards import gathered_shards, other_writes
 from shardwise.engine.parts import EngineParts
 from shardwise.layout.mesh_shape import GRADIENT_AXES, MeshShape
@@ -146,8 +146,7 @@ def _refuse_other_writes(parts: EngineParts, groups: Sequence[ParamGroup]) -> No
     """Raise on all ranks where they have written different values, and none was named whose values count."""
     is_same = have_same_bits(parts.comms.data, [group.full for group in groups], "what ranks have written")
     if parts.holds_anywhere(not is_same, "whether ranks have written different values"):
-        names = [place.name for group in groups for place in group.spec.params]
-        raise other_writes(names)
+        raise other_writes([param.name for group in groups for param in group.spec.params])
 
 
 def _refuse_written_data(groups: Sequence[ParamGroup]) -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.loss import LossSum, NonFiniteLossError, check_loss, first_nonfinite_module
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
@@ -323,7 +322,9 @@ def zero_grad(parts: EngineParts, keeps_forwards: bool = True) -> None:
 
 def follow_zero_grad(parts: EngineParts) -> None:
     """Forget the gradients since the last step, if there are any, for `zero_grad()` of the model or optimizer."""
-    if parts.sharding.watch.refuses and (parts.state.num_backwards > 0 or parts.sharding.has_foreign_gradients):
+    if "clear" in parts.sharding.watch.minds and (
+        parts.state.num_backwards > 0 or parts.sharding.has_foreign_gradients
+    ):
         zero_grad(parts)
 
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.collectives import Comm
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
 from shardwise.layout.tensor_plan import TensorLayout, is_within

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 IGNORED: Final = -100  # the target that transformers' losses leave out
 NUM_ITEMS: Final = "num_items_in_batch"

@@ -8,7 +8,7 @@ passed may be written into any text: what a text's language would read in it is 
 >>> host("-oProxyCommand=id", "--hosts")
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: --hosts: '-oProxyCommand=id' is no host; write NAME, USER@NAME or an address, \
+shardwise.config.errors.ConfigError: --hosts: '-oProxyCommand=id' is no host; write NAME, USER@NAME or an address, \
 of A-Z, a-z, 0-9, '.', '_' and '-', with no '-' first
 """
 
@@ -20,7 +20,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import shown_value
 
 MOST_NODES: Final = 100_000
 MOST_RANKS: Final = 9_999

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from shardwise.config.errors import with_code
-from shardwise.config.resolve import ConfigError, shown_value
-from shardwise.config.untrusted_files import OneLineError, printable_lines, read_text
+from shardwise.config.errors import ConfigError, OneLineError, printable_lines, with_code
+from shardwise.config.resolve import shown_value
+from shardwise.config.untrusted_files import read_text
 from shardwise.launch import checks, hosts
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.local import default_num_ranks

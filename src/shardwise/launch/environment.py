@@ -11,7 +11,7 @@ is not a launcher and changes nothing.
 >>> detect({"RANK": "0"})
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: RANK is set but WORLD_SIZE is not; start with torchrun, which sets all, \
+shardwise.config.errors.ConfigError: RANK is set but WORLD_SIZE is not; start with torchrun, which sets all, \
 or unset RANK
 """
 
@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import shown_value
 from shardwise.launch import checks
 
 Launcher = Literal["local", "torchrun", "slurm", "none"]

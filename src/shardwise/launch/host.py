@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 ROOT: Final = Path("/")
 # cgroup v1 writes "no limit" as a number near 2**63.

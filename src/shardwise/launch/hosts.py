@@ -19,8 +19,8 @@ from secrets import token_hex
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.config.resolve import ConfigError, shown_value
-from shardwise.config.untrusted_files import printable
+from shardwise.config.errors import ConfigError, printable
+from shardwise.config.resolve import shown_value
 from shardwise.launch import checks
 
 EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")

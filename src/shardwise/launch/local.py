@@ -26,8 +26,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from shardwise.config.resolve import ConfigError
-from shardwise.config.untrusted_files import printable_lines
+from shardwise.config.errors import ConfigError, printable_lines
 from shardwise.config.written_files import open_end, write_whole
 from shardwise.launch import checks
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S

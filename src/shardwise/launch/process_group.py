@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.store import PatientStore, StoreSilentError, ask_in_time
-from shardwise.config.errors import CodedError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import CodedError, ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
 from shardwise.runtime.memory_tracker import first_line
 

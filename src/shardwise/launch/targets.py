@@ -24,7 +24,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import shown_value
 from shardwise.launch import checks
 from shardwise.launch.hosts import remote_line, secrets, ssh_command
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
 
-from shardwise.config.resolve import ConfigError, MeshConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import MeshConfig
 
 
 class Coordinate(NamedTuple):

@@ -25,7 +25,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Final
 
-from shardwise.config.resolve import ConfigError, Tier
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Tier
 from shardwise.layout.codec import BLOCK_NUMEL, SMALL_NUMEL, is_encoded
 from shardwise.layout.facts import FusedDim, ParamEntry
 from shardwise.layout.precision import PrecisionPolicy

@@ -15,7 +15,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from shardwise.config.resolve import ConfigError, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.facts import ModelFacts, ParamEntry
 from shardwise.layout.layout import Layout, assign_tiers_by_rank, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape, check_rank

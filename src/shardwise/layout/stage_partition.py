@@ -31,7 +31,8 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Final, Literal
 
-from shardwise.config.resolve import ConfigError, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.layout import states_of
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.facts import FusedDim, ParamEntry
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit, check_divides
 

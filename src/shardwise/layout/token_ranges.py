@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 Runs = tuple[tuple[int, int], ...]
 

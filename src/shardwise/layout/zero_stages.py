@@ -18,7 +18,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Final
 
-from shardwise.config.resolve import ConfigError, TiersConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import TiersConfig
 
 
 class Placement(Enum):

@@ -3,7 +3,7 @@
 >>> apply_attention(nn.Linear(2, 2), AttentionConfig(kind="fixed"))  # doctest: +ELLIPSIS
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: attention.kind=fixed is for ...
+shardwise.config.errors.ConfigError: attention.kind=fixed is for ...
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 from shardwise.attention.cp_hook import ContextHook, DenseVisibility
 from shardwise.attention.from_config import structure_of
 from shardwise.attention.huggingface import attends_causally, structure_given, use_sparse_attention
-from shardwise.config.resolve import AttentionConfig, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import AttentionConfig
 
 
 def check_attention(model: nn.Module, section: AttentionConfig) -> None:

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import AttentionConfig, ConfigError
+from shardwise.config.errors import ConfigError, EngineError
+from shardwise.config.resolve import AttentionConfig
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of, attention_density

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 @torch.no_grad()

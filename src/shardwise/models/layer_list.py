@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from shardwise.config.arguments import OWN_RULE, checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 class LayerSpec:

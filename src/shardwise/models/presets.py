@@ -5,7 +5,7 @@ Not weights: a preset is a shape, and training starts from drawn parameters.
 >>> preset("llama-8b")
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: llama-8b is not a preset; did you mean llama-3-8b?
+shardwise.config.errors.ConfigError: llama-8b is not a preset; did you mean llama-3-8b?
 >>> decoder_config(ModelConfig(preset="tiny", num_layers=2), max_seq_len=128).num_layers
 2
 """
@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from shardwise.config.resolve import AttentionConfig, ConfigError, ModelConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import AttentionConfig, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
 from shardwise.models.decoder import DecoderConfig
 

@@ -16,9 +16,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from shardwise.config.errors import CodedError
+from shardwise.config.errors import CodedError, ConfigError
 from shardwise.config.model_files import check_model_config, runs_own_code
-from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, UntrustedFileError, open_regular, read_json
 
 CONFIG_NAME: Final = "config.json"

@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.config.errors import ConfigError
 from shardwise.config.model_files import check_model_config
-from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import DecoderConfig

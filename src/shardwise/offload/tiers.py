@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.config.resolve import ConfigError, Tier, TiersConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Tier, TiersConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 
 _BLOCK_NUMEL: Final = 256 * 1024  # of which a core's cache holds the four tensors of a step
 

@@ -29,7 +29,8 @@ from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from shardwise.config.resolve import ConfigError, OptimizerConfig, shown_value
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import OptimizerConfig, shown_value
 from shardwise.optim.elementwise import AdEMAMix, ElementWise, Lion, Options, StepTensors
 from shardwise.optim.muon import IS_MATRIX, MOMENTUM, MuonWithAdamW
 

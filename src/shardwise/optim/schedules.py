@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from shardwise.config.resolve import Config, ConfigError, SchedulerConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, SchedulerConfig
 
 
 def learning_rate_factor(config: SchedulerConfig, total_steps: int) -> Callable[[int], float]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.pipeline.pytree_codec import take_apart
 from shardwise.runtime.param_guard import ReleasedParameterError
 from shardwise.runtime.torch_private import hook_dicts

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.loss import LossFn
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError, MeshConfig, PipelineConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, MeshConfig, PipelineConfig
 from shardwise.config.sections import Positive
 from shardwise.construction.scan import scan_model
 from shardwise.runtime.batch_errors import refuse_misfit

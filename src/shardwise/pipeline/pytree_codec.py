@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.torch_private import container_types, pytree_node
 
 # Of the nodes of a tree, a tensor is 0, a plain value a list of one, and a container a list of three.

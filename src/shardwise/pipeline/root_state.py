@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import Agreement
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.pipeline.attribute_reads import AttributeReads, Site, site_of
 from shardwise.runtime.class_swap import accessing_frame, watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, PassRecord, put_attributes, registered_buffers

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agreement import Agreement
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.pipeline.attribute_reads import AttributeReads, own_classes, site_of
 from shardwise.pipeline.root_state import FIX, NO_PIPELINE, digest, is_same, mark
 from shardwise.runtime.class_swap import Call, accessing_frame, set_attribute, watch_attributes

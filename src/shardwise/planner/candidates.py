@@ -23,7 +23,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.optim.rules import num_states
 from shardwise.planner.configs import KEYS
 from shardwise.planner.job import PlanJob, Strategy

@@ -15,7 +15,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.planner.hardware import Cluster
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config.resolve import Config, ConfigError, ModelConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
@@ -220,7 +221,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     >>> pins_of(["mesh.tq=4"])
     Traceback (most recent call last):
         ...
-    shardwise.config.resolve.ConfigError: mesh.tq is nothing that the planner chooses; did you mean mesh.tp?
+    shardwise.config.errors.ConfigError: mesh.tq is nothing that the planner chooses; did you mean mesh.tp?
 
     Raises:
         ConfigError: the planner chooses no such key, or the config has no such value.

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.planner.candidates import SearchSpace
 from shardwise.planner.job import PlanJob
 from shardwise.planner.results import Estimate, money_words

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError, create_model
 
-from shardwise.config.resolve import ConfigError, read_toml
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import read_toml
 from shardwise.config.sections import NotNegative, Section
 from shardwise.config.untrusted_files import mismatch
 from shardwise.planner.profile import Profile

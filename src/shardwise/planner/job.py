@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shardwise.config.resolve import Config, ConfigError, Dtype, LoraConfig, Reduce, Tier
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, Dtype, LoraConfig, Reduce, Tier
 from shardwise.config.sections import MAX_LAYERS
 from shardwise.layout.precision import GatherCodec, StatesDtype
 from shardwise.models.decoder import DecoderConfig

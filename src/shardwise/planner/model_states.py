@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError, Tier
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, Tier
 from shardwise.config.sections import Positive
 from shardwise.construction.scan import scan_model
 from shardwise.layout.facts import ModelFacts, ParamEntry

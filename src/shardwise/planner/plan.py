@@ -15,9 +15,9 @@ from typing import Final
 from rich.console import Console
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError, printable_lines
+from shardwise.config.resolve import Config
 from shardwise.config.sections import Positive
-from shardwise.config.untrusted_files import printable_lines
 from shardwise.planner.configs import config_of
 from shardwise.planner.explain import Reasons, expert_notes, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import shown_value
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 from shardwise.config.written_files import write_whole
 

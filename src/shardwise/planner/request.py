@@ -7,7 +7,7 @@
 >>> read_model("lama-7b")
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: lama-7b is not a preset; did you mean llama-7b?
+shardwise.config.errors.ConfigError: lama-7b is not a preset; did you mean llama-7b?
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config.resolve import Config, ConfigError, Dtype, is_config, read_toml
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, Dtype, is_config, read_toml
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, preset
 from shardwise.optim.rules import optimizer_kind

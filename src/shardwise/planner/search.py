@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.optim.rules import num_states

@@ -19,7 +19,8 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.config.resolve import ConfigError, LoraConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import LoraConfig
 from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.stage_partition import UnitCost, partition_stages
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit

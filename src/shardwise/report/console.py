@@ -19,8 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from shardwise.config.errors import with_code
-from shardwise.config.untrusted_files import printable, printable_lines
+from shardwise.config.errors import printable, printable_lines, with_code
 
 EVERY_S: Final = 5.0
 _FIRST_SHARE: Final = 0.4

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from shardwise.config.resolve import Config, ConfigError, resolve_batch
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, resolve_batch
 from shardwise.config.validate import wrong_schedule_size
 from shardwise.report import page
 from shardwise.report.page import absent, fact

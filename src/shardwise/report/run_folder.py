@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.config.untrusted_files import UntrustedFileError, open_regular, read_json
 from shardwise.report import page
 from shardwise.report.chrome_trace import read_chrome_trace

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 def subclass_module(

@@ -14,7 +14,8 @@ from typing import Final
 import torch
 from torch import nn
 
-from shardwise.config.resolve import ConfigError, PrecisionConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import PrecisionConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.class_swap import set_attribute, subclass_module
 

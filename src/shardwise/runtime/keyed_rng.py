@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.torch_private import pytree
 
 # What draws parameters; and that of transformers, which pads biases, but changes no values.

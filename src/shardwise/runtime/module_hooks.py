@@ -19,8 +19,14 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import (ConfigError)
+<<<<<<< HEAD
 from shardwise.runtime.torch_private import in_backward, in_transform, pytree, uncompiled
+=======
+from shardwise.runtime.forward_state import ForwardState
+from shardwise.runtime.selective_saving import IN_PART, selective_contexts
+from shardwise.runtime.torch_private import in_backward, in_transform, outside_transforms, pytree, uncompiled
+>>>>>>> h3
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
@@ -67,7 +73,8 @@ def hook_unit(
         nonlocal attributes, known
         if called is not module:
             return None  # a copy of the module: it has the hooks, but parameters of its own
-        events.pre_forward(unit)
+        with outside_transforms():
+            events.pre_forward(unit)
         if not torch.is_grad_enabled() or in_backward() or in_transform():
             return None
         changed, inputs = _report_input_gradients(args, kwargs, events, unit)
@@ -81,7 +88,9 @@ def hook_unit(
         if called is not module or in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
         if in_transform():  # of torch.func, which runs backwards of its own, if any
-            events.post_forward(unit, [], backward_follows=None if torch.is_grad_enabled() else False)
+            follows = None if torch.is_grad_enabled() else False
+            with outside_transforms():
+                events.post_forward(unit, [], follows)
             return
         leaves = _leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

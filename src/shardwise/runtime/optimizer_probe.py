@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.torch_private import step_hooks, unseen_by_op_modes
 from shardwise.runtime.user_hooks import reads_first_argument
 

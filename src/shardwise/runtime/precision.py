@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError, PrecisionConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import PrecisionConfig
 from shardwise.layout.precision import TORCH_DTYPES, StoredDtype
 from shardwise.runtime.torch_private import is_fake, pytree
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.config.errors import CodedError
-from shardwise.config.resolve import CompileConfig, ConfigError, ResolvedConfig
+from shardwise.config.errors import CodedError, ConfigError
+from shardwise.config.resolve import CompileConfig, ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.forward_state import ForwardState
 from shardwise.runtime.module_hooks import replace_forward

@@ -15,7 +15,12 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+<<<<<<< HEAD
 from torch._ops import OpOverload as OpOverload
+=======
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
+>>>>>>> h3
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
@@ -46,6 +51,11 @@ def in_backward() -> bool:
 def in_transform() -> bool:
     """Say whether this thread is inside one of `torch.func`'s transforms; public torch has no such query."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context outside of `torch.func`'s transforms, which let no op write into memory from before them."""
+    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
 def in_op_mode() -> bool:

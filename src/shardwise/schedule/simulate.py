@@ -27,7 +27,7 @@ from itertools import islice, repeat
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.schedule.actions import (
     COLLECTIVES,
     COMPUTATIONS,

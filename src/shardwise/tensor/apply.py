@@ -15,7 +15,8 @@ from typing import Final, cast
 from torch import nn
 
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError, TensorConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import TensorConfig
 from shardwise.dropout import ShardRegion, may_drop_by_function
 from shardwise.layout import tensor_plan
 from shardwise.layout.tensor_plan import LayerSplit, TensorLayout, TensorPlan, is_within

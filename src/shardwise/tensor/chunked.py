@@ -34,7 +34,8 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.dropout import KeyedDraws, Tokens
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.streams import StreamName
 
 

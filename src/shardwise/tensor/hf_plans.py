@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.tensor_plan import PROVED, ProvedPlan, SplitDropout, TensorPlan, kinds_of
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.batch_errors import check_indices
 from shardwise.runtime.class_swap import subclass_module
 from shardwise.runtime.param_guard import used_by_owner

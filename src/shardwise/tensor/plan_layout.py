@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.arguments import checked
-from shardwise.config.errors import CodedError
-from shardwise.config.resolve import ConfigError, ResolvedConfig
+from shardwise.config.errors import CodedError, ConfigError
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.config.sections import Ranks
 from shardwise.construction.scan import scan_model
 from shardwise.context.apply import check_context

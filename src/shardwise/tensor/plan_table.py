@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.tensor_plan import (
     LayerSplit,
     LayerStyle,

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.context.apply import copy_alone
 from shardwise.context.batch import by_name, for_proof
 from shardwise.context.huggingface import describe_mask, is_huggingface

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 _ROLES: Final[Mapping[str, str]] = MappingProxyType(
     {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}

@@ -24,8 +24,8 @@ from shardwise.checkpoint.commit import leftovers, rename_later, step_folders, s
 from shardwise.checkpoint.find import IN_RUN, newest_whole
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import LENIENT_FIX
-from shardwise.config.errors import system_code, with_code
-from shardwise.config.resolve import BatchConfig, Config, ConfigError, RunConfig, TiersConfig, read_toml
+from shardwise.config.errors import ConfigError, system_code, with_code
+from shardwise.config.resolve import BatchConfig, Config, RunConfig, TiersConfig, read_toml
 from shardwise.config.untrusted_files import UntrustedFileError, open_regular, read_json
 from shardwise.config.written_files import write_whole
 from shardwise.engine.checkpoint_api import saves_from_files

@@ -30,8 +30,9 @@ from typing import Any, Final, NamedTuple, NoReturn, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.config.errors import ConfigError
 from shardwise.config.near_paths import near
-from shardwise.config.resolve import ConfigError, DataConfig
+from shardwise.config.resolve import DataConfig
 from shardwise.train.chat import is_chat, whole_text
 
 PIECE_CHARS = 1 << 18

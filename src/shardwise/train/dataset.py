@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardwise.config.resolve import BatchConfig, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import BatchConfig
 from shardwise.models.decoder import IGNORED_TARGET
 
 PROMPT_TOKENS: Final = 24

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.compat.deepspeed.config import translate
-from shardwise.config.resolve import Config, ConfigError, is_config
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, is_config
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import is_huggingface, read_json

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from shardwise.checkpoint.hf.config_files import wanted_of
 from shardwise.checkpoint.hf.importer import check_numbers
 from shardwise.checkpoint.manifest import CheckpointError, agreed
-from shardwise.config.errors import system_code
+from shardwise.config.errors import ConfigError, system_code
 from shardwise.config.near_paths import near
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.construction.context import init
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize

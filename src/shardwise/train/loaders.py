@@ -21,7 +21,7 @@ from pydantic import Field
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardwise.config.arguments import check, checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.config.sections import NotNegative
 from shardwise.engine.engine import Engine
 from shardwise.train.dataset import sample_order, sample_positions

@@ -16,7 +16,8 @@ import torch
 
 from shardwise.checkpoint.commit import step_folders
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.resolve import Config, ConfigError, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.launch.host import usable_bytes
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape

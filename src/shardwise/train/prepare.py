@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwise.config.errors import system_code
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError, system_code
+from shardwise.config.resolve import Config
 from shardwise.config.untrusted_files import mismatch, open_regular, read_json
 from shardwise.config.written_files import create, write_whole
 from shardwise.launch.host import num_cores

@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import ConfigError, batch_equation
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import batch_equation
 from shardwise.config.sections import Positive, PositiveFloat
 from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine

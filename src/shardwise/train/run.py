@@ -31,8 +31,8 @@ from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
 from shardwise.comm.agreement import Agreement
 from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
-from shardwise.config.errors import CodedError, with_code
-from shardwise.config.resolve import Config, ConfigError, ResolvedConfig
+from shardwise.config.errors import CodedError, ConfigError, with_code
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.config.written_files import end_with, is_full, open_end
 from shardwise.launch.environment import RankEnv

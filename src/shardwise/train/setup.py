@@ -28,17 +28,8 @@ from torch import nn
 from shardwise.attention.from_config import structure_of
 from shardwise.checkpoint.commit import candidates
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.errors import system_code
-from shardwise.config.resolve import (
-    CompileConfig,
-    Config,
-    ConfigError,
-    PrecisionConfig,
-    ResolvedConfig,
-    Tier,
-    read_toml,
-    set_key,
-)
+from shardwise.config.errors import ConfigError, system_code
+from shardwise.config.resolve import CompileConfig, Config, PrecisionConfig, ResolvedConfig, Tier, read_toml, set_key
 from shardwise.config.written_files import write_whole
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers

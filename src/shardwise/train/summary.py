@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.untrusted_files import printable_lines
+from shardwise.config.errors import printable_lines
 from shardwise.runtime.format import format_bytes, format_clock, format_s
 from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.train.checkpoints import SavedCheckpoint, go_on_command

@@ -25,8 +25,8 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from shardwise.config.errors import ConfigError
 from shardwise.config.near_paths import near
-from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, read_bytes
 from shardwise.config.written_files import write_whole
 

@@ -26,7 +26,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.resolve import Config, ConfigError, ResolvedConfig, Tier, batch_equation
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, ResolvedConfig, Tier, batch_equation
 from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape, check_rank

@@ -19,7 +19,8 @@ from typing import Any, Final, Self
 
 from torch import nn
 
-from shardwise.config.resolve import Config, ConfigError, ContextConfig, PrecisionConfig, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, ContextConfig, PrecisionConfig, ResolvedConfig
 from shardwise.construction.scan import find_units
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.runtime.keyed_rng import derive_seed, init_parameters, keyed_generator
 

@@ -23,7 +23,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.resolve import Config, ConfigError, ResolvedConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import launch_local
 from shardwise.launch.process_group import LaunchError, start_process_group

@@ -20,7 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize

@@ -39,10 +39,10 @@ from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.loss import LossFn
 from shardwise.comm.records import Collective
 from shardwise.config.arguments import check, checked
+from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import (
     BatchConfig,
     Config,
-    ConfigError,
     MeshConfig,
     OptimizerConfig,
     PipelineConfig,

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Chunk as Rectangle
 from shardwise.layout.slicing import LocalTensor, intersect

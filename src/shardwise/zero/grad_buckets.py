@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.comm.encoded import EncodedSum
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.grad_sums import GradSum, SumRanks
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec

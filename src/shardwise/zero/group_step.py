@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 from shardwise.offload.step_pipeline import StepChunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task

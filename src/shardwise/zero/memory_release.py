@@ -42,8 +42,7 @@ from typing import Final, Literal, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 from shardwise.offload.nvme import SwapFolder
 from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.offload.storage import DeviceStorage, HostStorage, StateStorage

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.optim.muon import MuonWithAdamW

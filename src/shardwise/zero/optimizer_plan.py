@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.config.arguments import described
-from shardwise.config.resolve import ConfigError, OptimizerConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import OptimizerConfig
 from shardwise.layout.layout import Layout
 from shardwise.optim.muon import IS_MATRIX, MuonWithAdamW
 from shardwise.optim.rules import build_optimizer, matrix_state_names, optimizer_kind, rule_of_kind

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.state_shards import FlatState, TensorFlatState, is_flat
 from shardwise.zero import state_access
 from shardwise.zero.state_access import GRAD, MASTER, EngineState, ParamLocation, find_held

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.consistency import hash_of_bits
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.construction.opaque import as_bytes
 from shardwise.construction.shards import make_plain
 from shardwise.construction.values import ParamInitializer

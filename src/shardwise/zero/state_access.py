@@ -20,7 +20,7 @@ This is not for training loops: a read of a sharded state sends twice the tensor
 >>> engine.read("wieght")
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: the model has no parameter 'wieght'; did you mean weight?
+shardwise.config.errors.ConfigError: the model has no parameter 'wieght'; did you mean weight?
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardwise.comm.loss import LossAccumulator
 from shardwise.comm.merged import exchange_texts, merge_parts
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.arguments import described
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
 from shardwise.runtime.optimizer_probe import first_states
 from shardwise.runtime.state_shards import FlatState, is_flat

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.precision import StatesDtype
 from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel

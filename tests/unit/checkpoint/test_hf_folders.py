@@ -38,7 +38,7 @@ from shardwise.checkpoint.hf.importer import open_folder, read_config
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
 from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.slicing import Chunk, Rect
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.runtime.float64 import float64_throughout

@@ -11,7 +11,8 @@ import pytest
 from harness.refusals import refused
 from shardwise.cli import main as cli
 from shardwise.cli.verify import conclude, describe, read_model
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.verify import run as running
 from shardwise.verify.job import VerifyJob, make_job
 from shardwise.verify.run import verify

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise.compat.deepspeed as deepspeed
 from shardwise.compat.deepspeed import checkpointing
 from shardwise.compat.deepspeed.runtime.activation_checkpointing import checkpointing as other_path
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from shardwise.compat.deepspeed import names
 from shardwise.compat.deepspeed.config import read_config
 from shardwise.compat.deepspeed.finder import MissingNameError, placeholder
 from shardwise.compat.deepspeed.runtime import lr_schedules
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 

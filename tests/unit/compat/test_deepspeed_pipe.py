@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 def chain(num_blocks: int, **options: Any) -> PipelineModule:

@@ -23,7 +23,7 @@ from shardwise.compat.deepspeed.ops.sparse_attention import (
     sparsity_config,
     sparsity_config_of,
 )
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 NAMES = ("Dense", "Fixed", "Variable", "BigBird", "BSLongformer", "LocalSlidingWindow")
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from harness.refusals import refused
+from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import (
     BatchConfig,
     Config,
-    ConfigError,
     MeshConfig,
     RunConfig,
     all_keys,

@@ -6,9 +6,10 @@ from harness.refusals import refused
 from shardwise.checkpoint.commit import begin, commit
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.cli import main as cli
+from shardwise.config.errors import ConfigError
 from shardwise.config.near_paths import near
 from shardwise.config.other_tools import SETTING_OF
-from shardwise.config.resolve import Config, ConfigError, all_keys, read_toml
+from shardwise.config.resolve import Config, all_keys, read_toml
 from shardwise.train.corpus import open_corpus
 from shardwise.train.job_model import model_folder
 from shardwise.train.setup import resolve_job

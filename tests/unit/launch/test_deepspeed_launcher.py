@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.paths import SOURCE
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.deepspeed import main, select_slots
 from shardwise.launch.hosts import read_hostfile

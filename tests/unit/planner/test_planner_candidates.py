@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.candidates import (
     ParallelismCandidate,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import Config, ConfigError, Tier
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, Tier
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import GatherCodec, StatesDtype
 from shardwise.models import Decoder, DecoderConfig

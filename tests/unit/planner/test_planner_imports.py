@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.imports.huggingface import is_deepspeed, read_huggingface, shape_of
 from shardwise.planner.imports.megatron import read_megatron

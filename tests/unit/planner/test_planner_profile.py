@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.profiles import PROFILE as MEASURED
 from harness.refusals import refused
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.planner.hardware import cluster_of, find_gpu
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, find_profile, profile_path, write_profile
 

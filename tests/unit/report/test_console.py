@@ -16,7 +16,8 @@ from rich.console import Console
 
 import shardwise
 from shardwise.cli.main import main
-from shardwise.config.untrusted_files import UntrustedFileError, printable, steering
+from shardwise.config.errors import printable, steering
+from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.launch.exit_report import RankExit, report
 from shardwise.launch.local import _say
 from shardwise.report.console import Escaped, LogFormatter, Terminal, progress, refuse, write_line

@@ -15,7 +15,8 @@ from harness.refusals import refused
 from shardwise.checkpoint.commit import begin, commit
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.comm.records import CommError
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.launch.signals import StopFlag
 from shardwise.train import metrics as sinks
 from shardwise.train import run

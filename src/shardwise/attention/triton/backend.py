@@ -15,7 +15,7 @@ from shardwise.attention.backends import AttentionGrads, BackendPlan, Draw, Save
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.triton.lut import HeadGroups
 from shardwise.attention.triton.plan import plan_of, tables_in
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 MOST_HEAD_DIM: Final = 256
 

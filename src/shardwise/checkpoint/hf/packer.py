@@ -29,7 +29,7 @@ from shardwise.checkpoint.hf.config_files import CONFIG_NAME
 from shardwise.checkpoint.hf.exporter import discard_export, finish_export, refuse_taken, temporary_folder
 from shardwise.checkpoint.hf.importer import INDEX_NAME, read_config
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.models import pretrained
 
 Weights = Literal["int8", "int4"]

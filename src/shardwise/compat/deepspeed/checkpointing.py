@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from shardwise.compat.deepspeed.config import read_config, translate
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.utils import logger
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 __getattr__ = answers(__name__)
 

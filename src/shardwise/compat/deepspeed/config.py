@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from shardwise.compat.deepspeed.hjson import to_json
 from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
-from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, resolve_batch, set_key, shown_value
 from shardwise.config.sections import BatchConfig
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 from shardwise.config.validate import ATTENTION_KEYS

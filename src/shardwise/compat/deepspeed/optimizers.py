@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from shardwise.compat.deepspeed.keys import KEYS, key_of
 from shardwise.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, marked
 from shardwise.compat.deepspeed.runtime import lr_schedules
-from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import shown_value
 from shardwise.optim.rules import optimizer_kind
 
 _FUSED: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})

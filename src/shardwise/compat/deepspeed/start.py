@@ -22,7 +22,8 @@ from shardwise.compat.deepspeed.runtime.pipe.engine import PipelineEngine
 from shardwise.compat.deepspeed.runtime.pipe.module import PipelineModule
 from shardwise.compat.deepspeed.runtime.zero.attributes import mark
 from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, leaf_modules, logger, set_log_level_from_string
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config
 from shardwise.engine.initialize import initialize as initialize_engine
 
 _TP_SIZE: Final = "_deepspeed_tp_size"  # of a model, what `tp_model_init` was given

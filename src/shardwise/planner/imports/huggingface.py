@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.config.errors import ConfigError
 from shardwise.config.model_files import check_model_config
-from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
 from shardwise.planner.job import Experts, ModelShape, ModelSource

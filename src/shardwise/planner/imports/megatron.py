@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 
 import yaml
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.planner.job import Experts, ModelShape, ModelSource
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.config.arguments import checked
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.config.sections import Ranks
 from shardwise.construction.scan import check_plain
 from shardwise.layout.tensor_plan import (

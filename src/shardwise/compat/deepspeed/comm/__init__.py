@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp as ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.compat.deepspeed.finder import answers
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.launch.process_group import ensure_process_group, join_named
 
 _OF_TORCH: Final = MappingProxyType(

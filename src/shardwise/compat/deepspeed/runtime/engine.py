@@ -30,8 +30,7 @@ from shardwise.compat.deepspeed.runtime.loss_scaler import LossScalerBase, scale
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
-from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
@@ -226,9 +225,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self.optimizer: Any = None if evaluates else inner.optimizer if has_own else DeepSpeedOptimizer(self)
         self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
-        watch = inner.parts.sharding.watch
-        watch.refuses = False  # as with DeepSpeed, it does nothing
-        watch.refuses_clipping = self.zero_optimization_stage() == 0  # where it clips, as ZeRO's have no gradients
+        # As in DeepSpeed, both do nothing; but where no state is sharded, torch's functions clip there.
+        inner.parts.sharding.watch.minds = frozenset() if self.zero_optimization() else frozenset({"clip"})
         # Where losses are scaled it is `scale` that divides, so that both kinds of backwards overflow at one scale.
         scaler = inner.parts.scaler
         is_scaled = scaler.is_dynamic or scaler.scale != 1.0

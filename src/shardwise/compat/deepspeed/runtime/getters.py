@@ -13,7 +13,7 @@ from shardwise.compat.deepspeed.config import TAG_RULES, dtype_of
 from shardwise.compat.deepspeed.finder import MissingNameError
 from shardwise.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from shardwise.compat.deepspeed.utils import groups, logger
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import DATA_AXES, GRADIENT_AXES, TENSOR_AXES
 from shardwise.layout.precision import TORCH_DTYPES
 

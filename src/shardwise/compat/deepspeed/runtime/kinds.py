@@ -17,7 +17,8 @@ import torch.distributed as dist
 from shardwise.compat.deepspeed.config import given_sums, read_config, translate
 from shardwise.compat.deepspeed.finder import MissingNameError
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizer
-from shardwise.config.resolve import Config, ConfigError, resolve_batch
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import Config, resolve_batch
 
 _MADE: Final = "is made by deepspeed.initialize alone; call it, and give it the optimizer that this would wrap"
 

@@ -14,7 +14,7 @@ from torch import dtype as torch_dtype
 from torch import get_default_dtype, set_default_dtype
 
 from shardwise.compat.deepspeed.finder import answers
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 ENGINE: Final = "_deepspeed_engine"  # of a model, a weak reference
 PLACE: Final = "_deepspeed_place"  # of a parameter: that reference, and its name

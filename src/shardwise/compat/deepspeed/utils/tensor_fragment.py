@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.utils import PLACE
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.zero.own_parts import read_own_part, write_own_part
 
 __getattr__ = answers(__name__)

@@ -26,9 +26,7 @@ from shardwise.checkpoint.manifest import StoredTensor
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
 from shardwise.compat.deepspeed.finder import answers
-from shardwise.config.errors import with_code
-from shardwise.config.resolve import ConfigError
-from shardwise.config.untrusted_files import OneLineError, printable_lines
+from shardwise.config.errors import ConfigError, OneLineError, printable_lines, with_code
 from shardwise.config.written_files import write_whole
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM

@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch.optim import Adam, AdamW, Optimizer
 
 from shardwise.compat.deepspeed.finder import answers
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 __getattr__ = answers(__name__)
 

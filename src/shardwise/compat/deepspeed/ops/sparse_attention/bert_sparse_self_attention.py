@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.attention.module import SparseSelfAttention
 from shardwise.attention.structures import SparsityConfig
 from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import FixedSparsityConfig
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 
 class BertSparseSelfAttention(nn.Module):

@@ -13,7 +13,7 @@ from shardwise.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from shardwise.compat.deepspeed.runtime.pipe.module import HELD
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipelineParallelGrid
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 __getattr__ = answers(__name__)
 

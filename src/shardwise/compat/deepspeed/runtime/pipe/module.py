@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 from shardwise.construction.context import init
 from shardwise.models import layer_list
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise.compat.deepspeed.comm import init_distributed
 from shardwise.compat.deepspeed.finder import answers
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 __getattr__ = answers(__name__)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.config.resolve import ConfigError
+from shardwise.config.errors import ConfigError
 
 _REDUCTIONS = ("mean", "sum")
 
