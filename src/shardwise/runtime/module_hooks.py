@@ -19,14 +19,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.config.errors import (ConfigError)
-<<<<<<< HEAD
-from shardwise.runtime.torch_private import in_backward, in_transform, pytree, uncompiled
-=======
-from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.selective_saving import IN_PART, selective_contexts
+from shardwise.config.errors import ConfigError
 from shardwise.runtime.torch_private import in_backward, in_transform, outside_transforms, pytree, uncompiled
->>>>>>> h3
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)

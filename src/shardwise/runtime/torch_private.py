@@ -15,12 +15,8 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-<<<<<<< HEAD
-from torch._ops import OpOverload as OpOverload
-=======
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload
->>>>>>> h3
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad

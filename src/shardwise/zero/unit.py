@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from shardwise.config.errors import (ConfigError)
+from shardwise.config.errors import ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.worker import Task
@@ -280,13 +280,8 @@ class GradientWatch:
         receiver: of what happens to guarded parameters.
 
     Attributes:
-<<<<<<< HEAD
         classes: of guarded parameters, and of those that are watched.
-        refuses: what would clear gradients is taken, or refused; False where scripts are used to its doing nothing.
-        refuses_clipping: torch's functions that clip are refused; False as for `refuses`.
-=======
         minds: of "clear" and "clip", what torch's functions may not do in vain; scripts may be used to that.
->>>>>>> h3
     """
 
     def __init__(
@@ -295,14 +290,9 @@ class GradientWatch:
         self.classes = parameter_classes(receiver, self.on_read, self.on_write)
         self._model = weakref.ref(model)
         self._zero_grad = zero_grad
-<<<<<<< HEAD
         self._mode: Literal["off", "on", "paused"] = "off"
         self._has_warned = False
-        self.refuses = self.refuses_clipping = True
-=======
-        self._is_on = self._has_warned = self._is_paused = False
         self.minds = frozenset({"clear", "clip"})
->>>>>>> h3
 
     def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
         """Watch the parameters of groups that are stored whole, or stop."""
@@ -337,12 +327,7 @@ class GradientWatch:
             raise ConfigError(
                 "gradients-clipped-outside",
                 "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
-<<<<<<< HEAD
-                "them, sharded, and clips them itself; set optimizer.clip_norm, or gradient_clipping in DeepSpeed's "
-                "JSON",
-=======
                 "them, sharded, and clips them itself; set optimizer.clip_norm (DeepSpeed's gradient_clipping)",
->>>>>>> h3
             )
         if "clear" in self.minds and reader.f_code is _ZERO_GRAD_CODE:
             self._clear(reader.f_locals.get("self"))
@@ -368,17 +353,10 @@ class GradientWatch:
         Raises:
             ConfigError: it would be lost.
         """
-<<<<<<< HEAD
-        is_lost = self._mode == "on" and parameter.requires_grad and (self.refuses or value is not None)
-        if is_lost and (model := self._model()) is not None:
-            name = next((name for name, each in model.named_parameters() if each is parameter), "")
-            write = f"use engine.write({name!r}, value, 'grad') or safe_set_full_grad"
-=======
-        is_lost = self._is_on and parameter.requires_grad and ("clear" in self.minds or value is not None)
+        is_lost = self._mode == "on" and parameter.requires_grad and ("clear" in self.minds or value is not None)
         if is_lost and (model := self._model()) is not None:
             name = next((name for name, each in model.named_parameters() if each is parameter), "")
             write = f"use engine.write({name!r}, value, 'grad'), or safe_set_full_grad"
->>>>>>> h3
             fix = "call engine.zero_grad()" if value is None else write
             raise ConfigError(
                 "gradient-assigned",
