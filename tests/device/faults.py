@@ -32,7 +32,7 @@ class Fault:
 
 
 def unwaited(method: str, *others: Plant) -> Plant:
-    """Nobody waits for a collective."""
+    """A collective is not waited for."""
     plain = getattr(NcclComm, method)
 
     def start(self: NcclComm, *args: Any, **kwargs: Any) -> AsyncWork:

@@ -143,7 +143,10 @@ class PipelineRunner:
         execution = self._prepare(self._evaluations[len(batches)], batches, losses)
         parts.timeline.is_recording = False
         self._perform(execution)
-        self._forward.compare_left(parts.check_batch.agreement)
+
+    def end_evaluation(self) -> None:
+        """Compare what the stages' units have left, once all ranks have come to the evaluation's sum."""
+        self._forward.compare_left(self._parts.check_batch.agreement)
 
     def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""

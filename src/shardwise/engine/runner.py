@@ -49,6 +49,9 @@ class StepRunner(Protocol):
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
         """Count the losses of batches, each as for `engine(batch)`, into `losses`, forward only."""
 
+    def end_evaluation(self) -> None:
+        """Do what follows the sum of an evaluation's losses, to which all ranks have come."""
+
 
 @dataclass(frozen=True)
 class RankBatch:
@@ -236,6 +239,9 @@ class SequentialRunner:
         for batch in batches:
             losses.add(self.forward(batch))
 
+    def end_evaluation(self) -> None:
+        """Do nothing."""
+
 
 def micro_batches(parts: EngineParts, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> Sequence[Any]:
     """Return the micro-batches of a step as a sequence; a dict or a tensor is one.
@@ -299,6 +305,7 @@ def evaluate(parts: EngineParts, runner: StepRunner, batches: Sequence[Any] | Ma
     loss_sum, count = parts.state.stops.take(
         losses.sum_over_ranks("evaluation", parts.state.stops.to_sum(parts.comm.rank))
     )
+    runner.end_evaluation()
     if (error := losses.count_error(count, "evaluation")) is not None:
         raise error
     if count == 0 and parts.comm.rank == 0:

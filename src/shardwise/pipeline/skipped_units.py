@@ -388,8 +388,8 @@ def _is_container(value: Any) -> bool:
     """Say whether code may leave something in a value; a cache of transformers has an entry for each block."""
     if isinstance(value, (Tensor, *CONSTANTS)):
         return False
-    is_object = hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "transformers"))
-    return isinstance(value, list | dict | set | deque) or is_object
+    has_attributes = hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "transformers"))
+    return isinstance(value, list | dict | set | deque) or has_attributes
 
 
 def _containers(value: Any, depth: int = _DEPTH) -> Iterator[Any]:

@@ -40,7 +40,9 @@ def losses_of(*others: list[float]) -> LossAccumulator:
 
 
 def comms_of(comm: FakeComm) -> Any:
-    return SimpleNamespace(data=comm, model=comm, all=comm, tensor=SimpleNamespace(rank=0))
+    return SimpleNamespace(
+        data=comm, model=comm, all=comm, tensor=SimpleNamespace(rank=0), context=SimpleNamespace(world_size=1)
+    )
 
 
 def total_of(loss: float, count: float) -> LossSum:

@@ -4,6 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.style import Style
 
 from shardwise.report import timeline_text
 from shardwise.report.panel import TerminalPanel, fill
@@ -79,7 +80,9 @@ def test_kinds_have_their_colours_and_a_plain_console_has_none():
     panel = TerminalPanel("title", simulate(ONE_F_ONE_B, cost))
     text = timeline_text.draw([panel], 80)
     colours = {
-        text.plain[span.start : span.end].strip(): span.style.bgcolor.name for span in text.spans if span.style.bgcolor
+        text.plain[span.start : span.end].strip(): span.style.bgcolor.name
+        for span in text.spans
+        if isinstance(span.style, Style) and span.style.bgcolor
     }
     assert colours["F0"] == fill(ActionKind.FORWARD)
     assert colours["B0"] == fill(ActionKind.BACKWARD)
