@@ -226,7 +226,6 @@ def copy_alone(model: nn.Module, rule: SplitRule, shapes: Shapes = _AS_THEY_ARE)
     """Return a copy for a proof in which attention is a function of one token; None if it cannot be copied.
 
     Args:
-        rule: by which sequences are split.
         shapes: of whole parameters, by name, where this rank has parts of them.
 
     Raises:

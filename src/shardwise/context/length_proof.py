@@ -86,7 +86,6 @@ class LengthProofs:
 
     Attributes:
         copied: by `copy_for_proof`, with `attend_alone` for its attention.
-        splitting: of the sequences.
         numbers_of_a_token: how many numbers modules return for a token of a sequence of a length.
         cuts_inputs: whether a rank's inputs have its tokens alone.
         proved: sizes of inputs that were proved before, and of which inputs; of any, where that is None.
