@@ -41,7 +41,6 @@ class WholeParameters:
         plan: by which the model is split.
         draws: of the model. Code that sees whole tensors draws for whole ones.
         splits_sequence: whether the plan's stacks are split along the sequence.
-        sharding: that has the parameters.
     """
 
     def __init__(

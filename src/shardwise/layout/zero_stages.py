@@ -94,7 +94,7 @@ def effective_stage(
 
 
 def secondary_ranks(given: int, num_shards: int, stage: ZeroStage) -> int:
-    """Return how many ranks `zero.secondary_shard` makes share; 0 where all would, or the stage gathers nothing for use.
+    """Return how many ranks `zero.secondary_shard` has share; 0 where all would, or the stage gathers nothing for use.
 
     Raises:
         ConfigError: they do not divide the shard group.
