@@ -476,7 +476,7 @@ def keyed_attention(
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Compute the last dim's softmax of scores [..., L, S]; rows that are all masked give 0, as in torch's attention."""
+    """Compute softmax over the last dim of [..., L, S]; rows that are all masked give 0, as in torch's attention."""
     if attn_mask is None:
         return scores.softmax(-1)
     if attn_mask.dtype == torch.bool:

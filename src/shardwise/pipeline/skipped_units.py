@@ -48,7 +48,6 @@ class _StageNote:
     """Says what the forwards of a stage have shown.
 
     Attributes:
-        num_forwards: how many there were.
         writes: what its units have written, by label: the last forward that did, and a digest if that is the first.
         containers: arguments of its units in which these leave something that they do not return.
         reads: what its code has read of units that it skips.
@@ -70,7 +69,6 @@ class SkippedUnits:
     Args:
         names: of the units' modules, in the order of their calls.
         ranges: the indices of each stage's units.
-        held: the stages of this rank.
     """
 
     def __init__(
