@@ -118,7 +118,7 @@ class RingPlan:
     """Says what a rank does for one attention, with the ranks that have the same heads, one of each team.
 
     Attributes:
-        ranks: those that take part, as ranks of `comm`, by team.
+        ranks: of each team, the rank of `comm` that has these heads.
         own: the tokens that this rank has.
     """
 

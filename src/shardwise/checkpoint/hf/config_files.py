@@ -84,7 +84,7 @@ def wanted_of(model: nn.Module) -> list[WantedState]:
 
 
 def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """Return, by name, the files of a folder that say what `describe` returned; none where its config is not known.
+    """Return, by name, the files of a folder for a model that `describe` described; none where its config is not known.
 
     Args:
         dtype: safetensors' name of the weights' dtype.
