@@ -129,6 +129,6 @@ FAULTS = (
     Fault("a collective is on the wrong stream", "stage 3, recompute none", gathers_on_another_stream),
     Fault("a reload of inputs is not waited for", "activations on the host", deaf(activations)),
     Fault("a copy from the host is not waited for", "everything on the host", deaf(storage)),
-    Fault("a message is not waited for", "cp ring", unwaited("exchange")),
+    Fault("a message is not waited for", "Muon", unwaited("exchange")),
     Fault("a sum in parts is not waited for", "tp, chunks that overlap", unwaited("start_sum")),
 )

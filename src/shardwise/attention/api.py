@@ -283,10 +283,9 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
 def drawn(q: Tensor, layout: BlockLayout, p: float) -> Draw:
     """Draw the bits of one dropout: keyed in an engine's forward, from torch's generator for the CPU elsewhere.
 
-    Queries after cached keys draw by their true positions; queries of several documents are numbered through.
+    Queries q [B, H, Nq, D] after cached keys draw by true positions; those of several documents are numbered through.
 
     Args:
-        q: [B, H, Nq, D].
         p: the rate; more than 0 and less than 1.
 
     Raises:

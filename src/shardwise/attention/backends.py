@@ -24,9 +24,7 @@ class Draw:
     x * (2 * x + 1) < threshold, and then scaled by 1 / (1 - p).
 
     Attributes:
-        factors: [B, H, Nq], int32, odd.
-        offsets: [B, H, Nq], int32.
-        columns: [Nk], int32.
+        factors: int32 [B, H, Nq], all odd; `offsets` are any int32 [B, H, Nq], `columns` int32 [Nk].
         p: the rate; more than 0 and less than 1.
     """
 
@@ -46,7 +44,6 @@ class ScoreModifiers:
     """Holds what acts on scores besides the layout, in this order: scale, bias, key padding, softmax, dropout.
 
     Attributes:
-        scale: factor of q k^T.
         key_padding: [B, Nk], bool, True for a real token; no query sees the others. None for no padding.
         bias: [1 or B, 1 or H, Nq, Nk], floating, added to the scaled scores; None for no bias.
         draw: the bits of dropout on the probabilities; None for no dropout.
@@ -66,7 +63,6 @@ class BackendPlan:
 
     Attributes:
         tensors: of the plan, on the device where they are used.
-        numbers: integers of the plan.
     """
 
     tensors: tuple[Tensor, ...]
@@ -78,9 +74,7 @@ class SavedForBackward:
     """Holds the tensors that a forward keeps for its backward, besides extras and plan.
 
     Attributes:
-        q: [B, H, Nq, D].
-        k: [B, K, Nk, D].
-        v: [B, K, Nk, D].
+        q: [B, H, Nq, D]; k and v are [B, K, Nk, D].
         out: [B, H, Nq, D], in the dtype of q; 0 in rows that see no key.
         lse: [B, H, Nq], the log-sum-exp (base e) of the scores in fp32, fp64 for fp64; -inf in rows that see no key.
     """
@@ -123,9 +117,7 @@ class Backend(Protocol):
         """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D] where that is free, and log-sum-exp [B, H, Nq].
 
         Args:
-            q: [B, H, Nq, D].
-            k: [B, K, Nk, D].
-            v: [B, K, Nk, D].
+            q: [B, H, Nq, D]; k and v are [B, K, Nk, D].
             plan: of the layout, made by `plan`.
         """
 
@@ -139,13 +131,12 @@ class Backend(Protocol):
         needs_bias: bool,
         is_wide: bool = False,
     ) -> AttentionGrads:
-        """Compute the gradients of the inputs.
+        """Compute the gradients of the inputs from `grad_out` [B, H, Nq, D].
 
         The saved output and log-sum-exp may be those of attention over more keys than these: the result is then what
         these keys add to the gradients of the whole.
 
         Args:
-            grad_out: [B, H, Nq, D].
             grad_lse: [B, H, Nq], gradient of the log-sum-exp; None where it has none.
             needs_bias: compute the gradient of the bias too.
             is_wide: return the gradients of q, k and v in the dtype in which sums run, else in their own dtypes.

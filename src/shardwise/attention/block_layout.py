@@ -453,8 +453,7 @@ def cut(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Select rows and columns of blocks [heads, num_blocks, num_blocks]: a view where both are contiguous.
 
     Args:
-        rows: int64, ascending indices.
-        columns: int64, ascending indices.
+        rows: int64 indices that ascend, and so are the columns.
     """
     if all(len(indices) and int(indices[-1] - indices[0]) == len(indices) - 1 for indices in (rows, columns)):
         return blocks[:, int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]

@@ -58,9 +58,7 @@ class ContextHook(Protocol):
         """Compute the attention of the tokens of this rank.
 
         Args:
-            q: [B, H, n, D], of the rank's tokens, ascending.
-            k: [B, K, n, D].
-            v: [B, K, n, D].
+            q: [B, H, n, D], of the rank's tokens, ascending; k and v are [B, K, n, D].
             layout: of the whole sequence, for one head or H.
             lengths: tokens of its documents; the split of tokens over ranks may depend on them, and on nothing else of
                 a batch.
@@ -125,11 +123,7 @@ def is_sequence_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
 
 
 def read_sequence_mask(mask: Tensor) -> SequenceMask:
-    """Read a mask of `sequence_mask`; a fake packed mask, which has no values, counts as one document without padding.
-
-    Args:
-        mask: [B, 1, 1, S].
-    """
+    """Read a mask [B, 1, 1, S] of `sequence_mask`; a fake packed one, without values, is one unpadded document."""
     numbers = mask[:, 0, 0]  # [B, S]
     if mask.dtype == _PADDED:
         return SequenceMask((numbers.shape[1],), numbers.bool())

@@ -34,9 +34,6 @@ class TileBatch:
     """Holds the tiles that one call of a kernel computes.
 
     Attributes:
-        first_kv: the first KV head.
-        num_kv: KV heads.
-        first_head: the first query head.
         group: query heads of each KV head.
         rows: [T, block rows], blocks of queries.
         columns: [T, key blocks], blocks of keys.
@@ -92,7 +89,6 @@ def into_blocks(tensor: Tensor, slots: BlockTable, block: int) -> Tensor:
 
     Args:
         tensor: [B, H, N, ...], any dtype.
-        slots: the place of each token.
     """
     if slots.token_of.numel():
         tensor = tensor.index_select(2, slots.token_of.clamp(min=0))
@@ -133,10 +129,9 @@ def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
 
 def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
-    """Write one number for each of a call's rows to its place.
+    """Write one number for each of a call's rows to its place in `blocks` [B, H, num_blocks, block].
 
     Args:
-        blocks: [B, H, num_blocks, block], written.
         values: [L, T, R], in the dtype of blocks.
     """
     height = call.rows.shape[1]
@@ -161,7 +156,6 @@ def tokens_of(slots: BlockTable, blocks: Tensor, block: int) -> Tensor:
     """Return the tokens [T, blocks of a tile x block] in the slots of blocks; 0 in gaps.
 
     Args:
-        slots: the place of each token.
         blocks: [T, blocks of a tile], int64.
     """
     in_slots = (blocks[..., None] * block + torch.arange(block)).flatten(1)
@@ -184,7 +178,6 @@ class ScoreSource:
     """Provides the masks and dropout factors of calls.
 
     Attributes:
-        extras: modifiers of the scores.
         is_padded: for each sample, whether some of its keys are padding.
         real: bool [B, 1, num_blocks, block], which keys are real; None without key padding.
         draw: factors and offsets [B, H, num_blocks, block], columns [1, 1, num_blocks, block]; None without dropout.

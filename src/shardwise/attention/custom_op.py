@@ -43,9 +43,7 @@ def attend(
     """Compute the output [B, H, Nq, D] and the log-sum-exp [B, H, Nq] of checked arguments; differentiable once.
 
     Args:
-        q: [B, H, Nq, D].
-        k: [B, K, Nk, D].
-        v: [B, K, Nk, D].
+        q: [B, H, Nq, D]; k and v are [B, K, Nk, D].
         layout: of Nq queries and Nk keys, and 1 or H heads.
     """
     out, lse = torch.ops.shardwise.block_sparse_attention(q, k, v, *_given(q, k, extras, layout, backend))

@@ -52,7 +52,7 @@ def dense_layout_of_documents(lengths: Sequence[int], *, causal: bool) -> BlockL
     """Return the layout of packed documents in which a token sees its own document, or all of it up to itself.
 
     Args:
-        lengths: tokens of each document.
+        lengths: tokens of each document, in the order in which they are packed.
         causal: a token sees none after it.
 
     Raises:
@@ -79,11 +79,7 @@ def is_dense(layout: BlockLayout) -> bool:
 
 
 def partial_backend(layout: BlockLayout, q: Tensor, extras: ScoreModifiers) -> str:
-    """Choose the back end, one of `custom_op.BACKENDS` or "flex", for attention over some of the keys.
-
-    Args:
-        q: [B, H, Nq, D].
-    """
+    """Choose the back end, one of `custom_op.BACKENDS` or "flex", for q [B, H, Nq, D] over some of the keys."""
     fits = q.device.type == "cpu" and has_cpu_flash_attention() and _is_bare(extras) and is_dense(layout)
     return backend_for(q.device.type, "dense" if fits else None)
 

@@ -41,11 +41,8 @@ def flex_attention_of(
     """Compute attention of a layout on a GPU; both results are differentiable in q, k, v and the bias.
 
     Args:
-        q: [B, H, Nq, D].
-        k: [B, K, Nk, D]; H is a multiple of K.
-        v: [B, K, Nk, D].
+        q: [B, H, Nq, D]; k and v are [B, K, Nk, D], and H is a multiple of K.
         layout: of Nq queries and Nk keys, with 1 head or H.
-        extras: without dropout.
 
     Returns:
         Output [B, H, Nq, D] and log-sum-exp [B, H, Nq] in fp32; 0 and -inf in rows that see no key.

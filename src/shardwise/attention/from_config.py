@@ -41,7 +41,6 @@ def structure_of(section: AttentionConfig, num_heads: int, *, causal: bool = Tru
     """Return the structure of a section; None for dense attention, which needs none.
 
     Args:
-        section: `attention` of a config.
         causal: a token sees none after it.
 
     Raises:

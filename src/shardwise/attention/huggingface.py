@@ -336,9 +336,7 @@ def sparse_attention_forward(
     """Compute attention with the signature that transformers calls.
 
     Args:
-        query: [B, H, Nq, D].
-        key: [B, K, Nk, D], whose heads are not repeated.
-        value: [B, K, Nk, D].
+        query: [B, H, Nq, D]; key and value are [B, K, Nk, D], and their heads are not repeated.
         attention_mask: of `padding_mask` or `cp_hook.sequence_mask`; None where all tokens are real.
         options: `scaling`, `dropout`, `is_causal`, `position_bias`, `cu_seq_lens_q` and others.
 

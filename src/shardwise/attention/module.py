@@ -37,8 +37,8 @@ class SparseSelfAttention(nn.Module):
     Args:
         sparsity_config: a structure, such as `FixedSparsityConfig`. In DeepSpeed's strict mode its layout is, as
             there, that of `max_seq_length`, cropped, and lengths must be multiples of its block.
-        key_padding_mask_mode: "add" the mask to scores, or "mul": keys where it is 0 are not seen.
-        attn_mask_mode: the same for `attn_mask`.
+        key_padding_mask_mode: "add" the mask to scores, or "mul": keys where it is 0 are not seen; `attn_mask_mode`
+            says the same of `attn_mask`.
         max_seq_length: in strict mode, the most tokens.
 
     Raises:
@@ -89,8 +89,7 @@ class SparseSelfAttention(nn.Module):
         """Compute attention over the structure's blocks.
 
         Args:
-            query: [B, H, N, D].
-            key: [B, H or a divisor of it, N, D].
+            query: [B, H, N, D]; key and value have H heads, or a divisor of it.
             rpe: [1 or B, 1 or H, N, N], leading dims may be left out; added to the scaled scores. None for none.
             key_padding_mask: [B, N], or with dims of 1 between; None for no padding.
             attn_mask: [N, N], or with dims of 1 before; None for no mask.

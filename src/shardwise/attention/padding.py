@@ -26,12 +26,10 @@ class PaddedInputs(NamedTuple):
     """Holds inputs of whole blocks in the order of DeepSpeed's `pad_to_block_size`; None for inputs that were left out.
 
     Attributes:
-        pad_len: tokens added to each sequence.
-        input_ids: [B, N].
+        pad_len: tokens added on the right of each sequence.
         attention_mask: [B, N], 0 for added tokens.
         token_type_ids: [B, N], 0 for added tokens.
         position_ids: [B or 1, N], 0 for added tokens: every model has this position.
-        inputs_embeds: [B, N, D].
     """
 
     pad_len: int
@@ -57,11 +55,8 @@ def pad_to_block_size(
     DeepSpeed pads positions with `pad_token_id`; here they get 0.
 
     Args:
-        input_ids: [B, N].
+        input_ids: [B, N], as `token_type_ids`; `position_ids` are [B or 1, N], and `inputs_embeds` [B, N, D].
         attention_mask: [B, N], 1 or True for a real token; if None, it is made where tokens are added.
-        token_type_ids: [B, N].
-        position_ids: [B or 1, N].
-        inputs_embeds: [B, N, D].
         model_embeddings: from token ids [B, n] to embeddings [B, n, D], for `inputs_embeds`.
 
     Raises:

@@ -28,11 +28,10 @@ def extend_position_embedding(model: Model, max_position: int) -> Model:
     buffers `position_ids` and `token_type_ids` are changed to match.
 
     Args:
-        model: changed in place.
         max_position: tokens of the longest sequence from now on.
 
     Returns:
-        the model.
+        the model, changed in place.
 
     Raises:
         ConfigError: it has no learned positions, or as many already.

@@ -19,7 +19,6 @@ class Scores:
     """Holds what acts on the scores of tiles.
 
     Attributes:
-        scale: factor of q k^T.
         mask: added to the scaled scores, [1 or L, T, R, C], -inf where a key is not seen; None where all are.
         factor: multiplies probabilities, after the softmax; [L, T, R, C]; None without dropout.
     """
@@ -43,9 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     """Compute output [L, T, R, D] and log-sum-exp [L, T, R], in the dtype in which sums run.
 
     Args:
-        q: [L, T, R, D].
-        k: [L, T, C, D].
-        v: [L, T, C, D].
+        q: [L, T, R, D]; k and v are [L, T, C, D].
         scores: scale, mask and dropout of the scores [L, T, R, C].
     """
     q, k, v = _wide(q, k, v)
@@ -60,10 +57,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
 def backward(
     grad_out: Tensor, delta: Tensor, qkv: tuple[Tensor, Tensor, Tensor], lse: Tensor, scores: Scores
 ) -> TileGrads:
-    """Compute the gradients.
+    """Compute the gradients of q, k and v from `grad_out` [L, T, R, D].
 
     Args:
-        grad_out: [L, T, R, D].
         delta: [L, T, R], sum(out * grad_out) of each row, less the gradient of the log-sum-exp.
         lse: [L, T, R]; inf in rows that see no key.
     """

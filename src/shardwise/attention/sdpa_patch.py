@@ -86,7 +86,6 @@ def sparse_sdpa_module(
     supported; call `block_sparse_attention` there.
 
     Args:
-        module: changed in place.
         structure: a layout, or an object that has one for each length.
 
     Returns:

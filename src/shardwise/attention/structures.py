@@ -44,7 +44,7 @@ class SparsityConfig:
     """Defines what all structures share: this is their base class.
 
     Attributes:
-        num_heads: query heads.
+        num_heads: query heads; there may be fewer of keys and values.
         block: tokens of a block; 64 and 128 are fastest.
         different_layout_per_head: heads draw their own random blocks, and have global patterns of their own.
         strict_deepspeed: DeepSpeed's layouts and errors, quirks included.

@@ -128,7 +128,6 @@ def check_tag(tag: str, keeps_all: bool) -> None:
 
     Args:
         tag: of the user's; empty where the step names the folder.
-        keeps_all: whether older checkpoints stay.
     """
     if tag and not _TAG.fullmatch(tag):
         raise CheckpointError(
@@ -168,7 +167,6 @@ def commit(temporary: Path, root: Path, manifest: Manifest, tag: str = "") -> Pa
 
     Args:
         temporary: from `begin`; the files in it are on disk already.
-        root: as given to `begin`.
         manifest: of what is in the temporary folder.
         tag: as given to `begin`; an older checkpoint of this tag is deleted.
 
@@ -264,7 +262,6 @@ def steps_to_delete(steps: Iterable[int], keep_last: int | None, keep_every: int
     """Return which of these steps' checkpoints are not to be kept, oldest first.
 
     Args:
-        steps: of whole checkpoints.
         keep_last: how many of the newest to keep; None keeps all.
         keep_every: also keep the steps that are multiples of it; None keeps no others.
 

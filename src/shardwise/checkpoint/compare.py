@@ -33,10 +33,9 @@ _BITS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ChangedState:
-    """Names a key whose values in the two checkpoints differ.
+    """Names a key, with dots between its levels, whose values in the two checkpoints differ.
 
     Attributes:
-        key: with dots between its levels.
         a: its value in the first; None where that has no such key.
         b: its value in the second; None where that has no such key.
     """
@@ -51,8 +50,6 @@ class ChangedValues:
     """Describes a state of a tensor whose elements differ.
 
     Attributes:
-        state: which of its states.
-        numel: how many elements it has.
         num_different: how many differ in their bits; where the dtypes differ, in their values.
         max_abs: the largest |a - b| of these; nan if an element is nan in one checkpoint.
     """
@@ -70,8 +67,6 @@ class StateDifference:
 
     Attributes:
         tensors: tensors and states that one of them lacks; changed shapes, dtypes, numbers, aliases and such.
-        values: states whose elements differ.
-        config: changed keys of the config.
         run: other changes: step, contents, trajectory, the user's extra.
         num_states: how many states both have in one shape; the values of these were compared.
     """
@@ -182,7 +177,6 @@ def compare_values(a: Tensor, b: Tensor) -> tuple[int, float]:
     """Return how many elements differ, and the largest |a - b| of these.
 
     Args:
-        a: 1-D.
         b: 1-D, as long as `a`; if it has the dtype of `a`, bits are compared, else values, and nan equals nan.
 
     >>> compare_values(torch.tensor([1.0, 2.0, math.nan, 0.0]), torch.tensor([1.0, 2.5, math.nan, -0.0]))

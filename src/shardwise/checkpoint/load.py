@@ -50,7 +50,6 @@ class LoadReport:
     """Says what a load has read and left out.
 
     Attributes:
-        path: the checkpoint that was loaded.
         step: optimizer steps taken when it was saved.
         missing: parameters and buffers of the model that it lacks; they are unchanged.
         skipped: a line for each part of it that was not used.
@@ -105,7 +104,6 @@ class LoadPlan:
 
         Args:
             state_shards: those given to `plan_load`, or some of them.
-            progress: called time and again.
 
         Raises:
             DamagedError: a file is not what was written; some state shards may have been filled by then.

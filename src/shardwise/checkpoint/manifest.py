@@ -111,11 +111,9 @@ def agreed(verdict: Verdict, is_plain: bool = False) -> str:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Describes one rectangle of a tensor in a file.
+    """Describes one rectangle of a tensor in a file of the folder.
 
     Attributes:
-        rect: the rectangle of the tensor.
-        file: its name in the folder.
         offset: of its first byte, from the start of the file; its elements follow one another row-major.
         crcs: the CRC-32 of each `BLOCK_BYTES` of its bytes, the last block being what is left; empty where they are
             unknown, as in files that another library has written.
@@ -131,11 +129,10 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredState:
-    """Describes one state of a tensor: pieces that cover it once, or one number.
+    """Describes one state of a tensor: pieces that cover it once, in any order, or one number.
 
     Attributes:
         dtype: safetensors' name of it, such as BF16; for a number also `int` or `float`.
-        pieces: in no particular order.
         value: of a state that is one number; None for a tensor.
         codec: how the elements are encoded; `identity` is the only one yet.
     """
@@ -152,9 +149,7 @@ class StoredTensor:
 
     Attributes:
         name: the first of its fully qualified names in the unmodified model.
-        aliases: its other names.
         states: by name; `param` has its values.
-        trainable: whether it had gradients.
     """
 
     name: str
@@ -170,17 +165,16 @@ class Manifest:
     """Lists all that a whole checkpoint has, and where; see the module's example.
 
     Attributes:
-        step: optimizer steps taken.
+        step: optimizer steps taken when it was saved.
         tensors: parameters, buffers, and tensors that belong to one rank alone.
         files: bytes of each file, by name.
-        contents: which states it contains.
         config: the resolved config of the run.
         layout: how the states were sharded over the ranks that wrote it, for people; no load depends on it.
         trajectory: other state of the run: optimizer options, scheduler, loss scale, world size.
-        extra: the user's own values.
+        extra: what the user gave to `save`.
         model: the model's class, and the content of a Hugging Face config.json where the model has one.
         saved_at: date and time of day, UTC, ISO 8601.
-        library: the version that wrote it.
+        library: the version of this library that wrote it.
     """
 
     step: int

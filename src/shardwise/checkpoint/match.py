@@ -38,8 +38,7 @@ class WantedState:
     """Describes a parameter or buffer of the model: its names, its whole shape, and what its numbers are.
 
     Attributes:
-        name: the first of its names.
-        aliases: its other names.
+        name: the first of its names; `aliases` are the others.
         kind: as `number_kind` says it; empty to take any.
     """
 

@@ -68,7 +68,6 @@ class Verification:
 
     Attributes:
         manifest: None where it cannot be read; then no file was read.
-        damages: file by file.
         num_read_bytes: bytes of files that were read.
     """
 
@@ -333,7 +332,6 @@ def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rec
     """Yield the elements of a rectangle, row-major, as 1-D tensors of `CHUNK_NUMEL` elements; the last may be shorter.
 
     Args:
-        tensor: as the manifest has it.
         rect: the rectangle of the whole tensor.
     """
     flat = _StoredState(reader, tensor, state, rect)

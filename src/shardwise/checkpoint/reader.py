@@ -80,7 +80,6 @@ class ChunkReader:
         """Fill pieces of a local tensor, casting to its dtype.
 
         Args:
-            tensor: as the manifest has it.
             pieces: the wanted ones, each a rectangle of the whole tensor at an offset of `target`.
             target: 1-D and contiguous, of any dtype, on any device.
 
@@ -114,11 +113,7 @@ class ChunkReader:
             self._read_source(_ChunkSource.of(sources[rect], stored.dtype, label), meet[rect])
 
     def damages(self, tensor: StoredTensor, state: str, piece: StoredChunk) -> Iterator[DamagedError | None]:
-        """Read all of a stored piece, and yield for each of its blocks what is wrong with it; None where nothing is.
-
-        Args:
-            tensor: as the manifest has it.
-        """
+        """Read all of a stored piece, and yield for each of its blocks what is wrong with it; None where nothing is."""
         source = _ChunkSource.of(piece, tensor.states[state].dtype, f"{tensor.name} {state}")
         memory = memory_of(self._buffer(torch.device("cpu")))
         for start in range(0, source.num_bytes, BLOCK_BYTES):

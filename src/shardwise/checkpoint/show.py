@@ -180,12 +180,7 @@ def describe_layout(manifest: Manifest) -> str:
 
 
 def render_verification(folder: Path, found: Verification, took_s: float) -> RenderableType:
-    """Render what is damaged, and in the last line whether anything is.
-
-    Args:
-        found: what `verify` returned.
-        took_s: seconds that it took.
-    """
+    """Render what is damaged, and in the last line whether anything is."""
     lines: list[RenderableType] = [Text(f"{damage}") for damage in found.damages[:MAX_SHOWN]]
     lines += _more(len(found.damages), "damages")
     read = f"{_speed(found.num_read_bytes, took_s, 'read ')}"
@@ -201,12 +196,9 @@ def render_verification(folder: Path, found: Verification, took_s: float) -> Ren
 
 
 def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool = False) -> RenderableType:
-    """Render what differs, kind by kind, and in the last line whether anything does.
+    """Render what differs between two checkpoints, kind by kind, and in the last line whether anything does.
 
     Args:
-        a: the folder of the first checkpoint.
-        b: that of the second.
-        found: what `compare` returned.
         show_all: list everything, not only the first `MAX_SHOWN` of each kind.
     """
     limit = None if show_all else MAX_SHOWN
@@ -245,7 +237,6 @@ def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_
     Args:
         source: the folder of the old checkpoint.
         files: bytes of each new file, by name.
-        took_s: seconds that it took.
     """
     num_bytes = sum(files.values())
     sizes = dict.fromkeys(decimal(size(files.values())) for size in (min, max)) if files else ()
@@ -255,12 +246,7 @@ def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_
 
 
 def render_exported(source: Path, exported: Exported, took_s: float) -> RenderableType:
-    """Render what `export_checkpoint` has written.
-
-    Args:
-        exported: what was written.
-        took_s: seconds that it took.
-    """
+    """Render what `export_checkpoint` has written."""
     what = (
         f"{_count(exported.num_tensors, 'tensor')}, {exported.dtype}, {_speed(exported.num_bytes, took_s, 'written ')}"
     )

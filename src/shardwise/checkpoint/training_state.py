@@ -404,8 +404,6 @@ def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kin
     """Return the state shard of a tensor that this rank holds whole.
 
     Args:
-        name: the first of its names.
-        tensor: of any shape.
         is_written: whether this rank writes it in a save.
     """
     shape = tuple(tensor.shape)

@@ -144,7 +144,7 @@ class PlainMode:
     backwards that a script calls on tensors.
 
     Attributes:
-        is_on: they may come.
+        is_on: whether a step may have such losses.
         scale: of the gradient of such a loss in the step's mean; None where the script scales the loss itself.
         count: of what each rank's losses of a step are the mean; 1 / data ranks makes the step's loss their sum.
         is_next_scaled: the script has scaled the loss of its next backward on a tensor.
@@ -227,11 +227,7 @@ class LossAccumulator:
         self._rows.append(torch.stack([total.total.detach().double(), total.count.double()]))
 
     def count_error(self, count: float, where: str) -> EngineError | None:
-        """Return the error for a sum of counts over the ranks that has one which no loss can have; None if it has none.
-
-        Args:
-            count: that `sum_with` has returned.
-        """
+        """Return the error for a sum of counts from `sum_with` with one that no loss can have; None if it has none."""
         if math.isfinite(count):
             return None
         own = ", ".join(f"{float(each):g}" for _, each in self._rows) or "none"
@@ -300,13 +296,10 @@ class LossAccumulator:
         self._is_plain, self.normaliser = True, scale
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
-        """Sum loss, count, a vector of further values and numbers of the host over the ranks.
+        """Sum loss, count, a vector of further values (fp64, on the device) and numbers of the host over the ranks.
 
         What has no count and no loss, or a mean over nothing, adds nothing. The count is NaN on all ranks where one of
         them has counted what no loss can have: a number below 0, NaN, or 0 beside a loss.
-
-        Args:
-            values: fp64, on the device.
         """
         return self._comms.all.sum_scalars(self._before(values), name, known)
 

@@ -122,7 +122,7 @@ class CommGroups:
     `replicas` (1, 3). With dp_shard=2 x cp=2, its `shards` are all four and its `context` is (0, 1).
 
     Attributes:
-        data: the ranks that average gradients.
+        data: `shards` and `replicas` together: the ranks that average gradients.
         shards: the ranks that share the sharded states.
         reductions: the same ranks as `shards`; on CUDA over a communicator of its own.
         replicas: the ranks that hold the same shard.

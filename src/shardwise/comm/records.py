@@ -228,11 +228,7 @@ class CommLog:
         return self._add(op, name, group, buffer.numel(), buffer.dtype, wire_bytes)
 
     def add_rows(self, op: str, name: str, group: RankGroup, rows: Tensor) -> Collective:
-        """Record a collective of some ranks of a group, this one among them, that sends each of the others a row.
-
-        Args:
-            rows: [p, b] for p ranks.
-        """
+        """Record a collective of p ranks of a group, this one included, that sends the others `rows` [p, b]."""
         wire_bytes = (rows.shape[0] - 1) * rows.shape[1] * rows.element_size()
         return self._add(op, name, group, rows.numel(), rows.dtype, wire_bytes)
 

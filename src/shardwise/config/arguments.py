@@ -64,7 +64,7 @@ class _RefusedError(Exception):
         code: says which kind of rule that is.
         place: of the value inside the argument, such as "[2]"; empty for the argument itself.
         value: what is there, where there is a place.
-        words: what may be there.
+        words: what may be there, as a message says it.
     """
 
     def __init__(self, code: str, place: str = "", value: Any = None, words: str = "") -> None:
@@ -280,10 +280,9 @@ class _Trivial(Protocol):
 
 
 def rule_of(annotation: Any, marks: Sequence[Any] = ()) -> Rule | None:
-    """Return the rule that an annotation states; None where anything goes.
+    """Return the rule that an annotation, resolved and no text, states; None where anything goes.
 
     Args:
-        annotation: resolved, not a text.
         marks: what an `Annotated` around it has.
     """
     origin, parts = get_origin(annotation), get_args(annotation)
@@ -334,9 +333,6 @@ def _limits(marks: Sequence[Any]) -> dict[str, float]:
 
 def check(function: str, name: str, value: Any, annotation: Any) -> None:
     """Check a value as `checked` does, where a function knows it only midway, such as what an iterator gave.
-
-    Args:
-        annotation: what it must be.
 
     Raises:
         ConfigError: it is something else.

@@ -88,9 +88,6 @@ def open_regular(path: str | Path, folder: str | Path | None = None) -> int:
 def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> bytes:
     """Read a regular file.
 
-    Args:
-        max_bytes: that it may have.
-
     Raises:
         OSError: as `open_regular`, or the file is larger.
     """
@@ -102,9 +99,6 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path 
 
 def read_text(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> str:
     """Read a regular file of UTF-8 text.
-
-    Args:
-        max_bytes: that it may have.
 
     Raises:
         UntrustedFileError: it cannot be opened, is too large, or is not UTF-8 text.

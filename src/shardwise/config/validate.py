@@ -35,7 +35,6 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
     """Yield a code and a message (value, rule and fix on one line) for each tier that cannot be or would do nothing.
 
     Args:
-        tiers: where each state is stored.
         zero: its stage decides which states can be moved.
         recompute: offloaded activations are the inputs of recomputed blocks.
     """
@@ -79,7 +78,6 @@ def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig)
     """Yield a code and a message where secondary shards would do nothing.
 
     Args:
-        tiers: where parameters are stored.
         precision: encoded sums of gradients run within the ranks that share secondary shards first, in every stage.
     """
     key = f"zero.secondary_shard={zero.secondary_shard}"
@@ -122,9 +120,7 @@ def wrong_pipeline(
     ' set compile.enabled=false, or pipeline.schedule=1f1b'
 
     Args:
-        mesh: of which `pp` matters.
-        zero: its stage and `lockstep`.
-        compile_config: whether blocks are compiled.
+        mesh: only `pp` of it matters, and of `zero` only the stage and `lockstep`.
     """
     if mesh.pp == 1:
         defaults = PipelineConfig()

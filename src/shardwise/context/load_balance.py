@@ -54,11 +54,7 @@ class Balance(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Cost:
-    """Holds the cost of tokens, summed over heads, as sums over all tokens before each: int64 [num_tokens + 1].
-
-    Attributes:
-        queries: pairs of each query.
-    """
+    """Holds the keys that queries see, of all heads, as sums over all tokens before each: int64 [num_tokens + 1]."""
 
     queries: Tensor
     num_heads: int

@@ -47,7 +47,6 @@ class SplitRule:
     """Says by which rule of a config ranks have parts of a sequence, and what is said where a model does not keep it.
 
     Attributes:
-        key: of the config, as it is written.
         exception: where tokens of a sequence may meet.
         fix: what to do in place of the split.
         apart_code: of the error that tokens are computed from others.
@@ -65,11 +64,7 @@ CONTEXT_RULE: Final = SplitRule("mesh.cp", "beside attention", NO_CONTEXT, "cp-t
 
 
 class Splitting(Protocol):
-    """Is how a copy of a model computes all of a sequence, or a rank's part of it, in a proof.
-
-    Attributes:
-        degree: number of parts, of as many tokens each.
-    """
+    """Is how a copy of a model computes all of a sequence, or one of `degree` parts of it, in a proof."""
 
     rule: SplitRule
     degree: int
@@ -122,9 +117,7 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Replace attention by a function of each token's own query, key and value.
 
     Args:
-        q: [B, H, n, D].
-        k: [B, K, n, D].
-        v: [B, K, n, D].
+        q: [B, H, n, D]; k and v are [B, K, n, D].
     """
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     place = torch.linspace(-1.0, 1.0, q.shape[-1], dtype=q.dtype)  # turning both by one angle would not show in q k
@@ -344,7 +337,11 @@ def _run(
     loss_weight: Tensor | None,
     is_watched: bool,
 ) -> _Run:
-    """Return what a model returns, and the inputs and outputs of each module, in the order in which forwards end."""
+    """Return what a model returns, and the inputs and outputs of each module, in the order in which forwards end.
+
+    Args:
+        around: what `Splitting.one_run` gives, entered while the model runs.
+    """
     records: list[_Record] = []
     under_way: list[tuple[str, list[Tensor]]] = []
     watching = watch_calls(

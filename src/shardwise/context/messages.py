@@ -18,8 +18,7 @@ def blank(like: Tensor, num_rows: int, *, num: int, dtype: torch.dtype | None = 
     """Return a message [num_rows, num, B, H, D] without values.
 
     Args:
-        like: [B, H, n, D].
-        dtype: that of `like` where None.
+        like: [B, H, n, D], whose dtype a message has where `dtype` is None.
     """
     samples, heads, _, head_dim = like.shape
     return like.new_empty(num_rows, num, samples, heads, head_dim, dtype=dtype)
@@ -40,15 +39,7 @@ def pack(tensors: Sequence[Tensor], rows: Runs) -> Tensor:
 
 
 def copy_run(message: Tensor, first: int, tensors: Sequence[Tensor], start: int, stop: int) -> None:
-    """Copy neighbouring rows of several tensors into a message.
-
-    Args:
-        message: [rows, tensors, B, H, D].
-        first: of its rows, where they go.
-        tensors: [B, H, n, D] each.
-        start: the first of the n.
-        stop: the one after the last.
-    """
+    """Copy rows [start, stop) of tensors [B, H, n, D] to a message [rows, tensors, B, H, D], from row `first` on."""
     for index, tensor in enumerate(tensors):
         message[first : first + stop - start, index].copy_(tensor[:, :, start:stop].permute(2, 0, 1, 3))
 
@@ -59,12 +50,7 @@ def unpack(message: Tensor) -> list[Tensor]:
 
 
 def put(into: Tensor, rows: Runs, values: Tensor) -> None:
-    """Copy rows.
-
-    Args:
-        into: [n, ...].
-        values: [rows, ...].
-    """
+    """Copy values [rows, ...] into these rows of `into` [n, ...]."""
     before = 0
     for start, stop in rows:
         into[start:stop].copy_(values[before : before + stop - start])
@@ -72,12 +58,7 @@ def put(into: Tensor, rows: Runs, values: Tensor) -> None:
 
 
 def add(into: Tensor, rows: Runs, values: Tensor) -> None:
-    """Add rows.
-
-    Args:
-        into: [B, H, n, D].
-        values: [B, H, rows, D].
-    """
+    """Add values [B, H, rows, D] to these rows of `into` [B, H, n, D]."""
     before = 0
     for start, stop in rows:
         into[:, :, start:stop] += values[:, :, before : before + stop - start]

@@ -33,9 +33,7 @@ def attend_in_steps(
     """Return output [B, H, n, D], in memory [B, n, H, D], and log-sum-exp [B, H, n] of this rank's queries.
 
     Args:
-        q: [B, H, n, D].
-        k: [B, K, n, D].
-        v: [B, K, n, D].
+        q: [B, H, n, D]; k and v are [B, K, n, D].
         extras: what acts on the scores of the whole sequence.
     """
     found = MergedOutput(q)
@@ -52,12 +50,7 @@ def attend_in_steps(
 def differentiate_in_steps(
     grad_out: Tensor, saved: SavedForBackward, extras: ScoreModifiers, ring_plan: RingPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's q, k and v, in the wide dtype.
-
-    Args:
-        grad_out: [B, H, n, D].
-        saved: inputs and outputs of `attend_in_steps`.
-    """
+    """Return the gradients of this rank's q, k and v, in the wide dtype, from `grad_out` [B, H, n, D]."""
     grads = LocalGrads(saved)
     before: GradReturn | None = None
     for step, arrival in _arrivals(saved.k, saved.v, ring_plan):
@@ -125,7 +118,7 @@ class RingPlan:
     """Says what a rank does for one attention, with the ranks that have the same heads, one of each team.
 
     Attributes:
-        ranks: of `comm`, by team.
+        ranks: of each team, the rank of `comm` that has these heads.
         own: the tokens that this rank has.
     """
 

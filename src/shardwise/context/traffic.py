@@ -35,7 +35,6 @@ class AttentionSizes:
     """Gives the sizes of one attention on a rank, before any heads are exchanged.
 
     Attributes:
-        num_heads: query heads.
         element_bytes: of q, k, v and the output.
         wide_bytes: of log-sum-exps, and of gradients that are summed.
     """

@@ -24,11 +24,7 @@ from shardwise.layout.token_ranges import Runs, count_tokens, join, local
 
 
 def team_size(section: ContextConfig, degree: int) -> int:
-    """Return the number of neighbouring ranks that exchange heads; 1 where none do.
-
-    Args:
-        degree: ranks of the `cp` axis.
-    """
+    """Return the number of neighbouring ranks of the `cp` axis of `degree` that exchange heads; 1 where none do."""
     return section.heads_over or (degree if section.transport == "ulysses" else 1)
 
 
@@ -44,10 +40,7 @@ def heads_of(num_heads: int, size: int, index: int) -> tuple[int, int]:
 
 
 def check_team(section: ContextConfig, degree: int) -> None:
-    """Raise unless the ranks of the axis make teams.
-
-    Args:
-        degree: ranks of the `cp` axis.
+    """Raise unless the `degree` ranks of the `cp` axis make teams.
 
     Raises:
         ConfigError: `heads_over` does not divide them, or is not all of them for ulysses.
@@ -68,12 +61,11 @@ def check_team(section: ContextConfig, degree: int) -> None:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, section: ContextConfig, degree: int, tp: int = 1) -> None:
-    """Raise unless a model's heads can be exchanged over the ranks of the `cp` axis.
+    """Raise unless a model's heads can be exchanged over the `degree` ranks of the `cp` axis.
 
     Args:
         num_heads: query heads of the whole model.
         num_kv_heads: key and value heads of the whole model.
-        degree: ranks of the `cp` axis.
         tp: tensor-parallel ranks, each of which has its part of the heads.
 
     Raises:

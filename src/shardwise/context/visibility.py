@@ -28,8 +28,6 @@ class _Document:
 
     Attributes:
         before: tokens of the documents before it.
-        num_tokens: its own.
-        block: tokens of a block.
         whole: [num_blocks, num_blocks], bool, whether any head's row sees all of a column's keys.
         diagonal: [num_blocks], bool, whether it sees those of its own block that are not after it: only where causal.
     """
@@ -43,11 +41,7 @@ class _Document:
 
 @dataclass(frozen=True, eq=False)
 class VisibilityIndex:
-    """Answers what queries of any head see in a layout; made for one planning, since it is as large as a head's blocks.
-
-    Attributes:
-        documents: one after another.
-    """
+    """Answers what queries of any head see in a layout; made for one planning, as large as a head's blocks."""
 
     documents: tuple[_Document, ...]
 

@@ -86,10 +86,9 @@ class Shapes:
     """Lists the shapes that are measured: those of small decoder layers, and on a GPU those of large ones.
 
     Attributes:
-        blocks: (hidden size, feed-forward size, heads).
+        blocks: (hidden size, feed-forward size, heads) of each decoder layer.
         seq_lens: tokens of one sequence, which is one micro-batch.
         vocab_sizes: of the heads; without them only products are measured.
-        dtypes: in which everything is measured.
     """
 
     blocks: tuple[tuple[int, int, int], ...]
@@ -235,9 +234,9 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
     """Run as one of the ranks: measure with the others, and write each result as soon as it is there.
 
     Args:
-        folder: the folder with `RESULTS`.
+        folder: the folder to whose `RESULTS` results are appended.
         disk: a folder on the disk that is measured.
-        extent: "glance", "quick" or "whole".
+        extent: how much is measured: "glance", "quick" or "whole".
 
     Raises:
         LaunchError: the ranks did not meet.

@@ -211,8 +211,7 @@ class DropoutSite:
     torch does.
 
     Attributes:
-        module: that owns the site.
-        name: of the module, fully qualified.
+        name: fully qualified, of the module that owns the site.
         zone: this rank's part of its tensors; None where they are whole.
         on_thread: the mode in which dropouts by function are replaced, common to a model's sites.
         has_dropped: a dropout of a rate above 0 was called, or another function that draws.

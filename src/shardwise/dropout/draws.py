@@ -74,13 +74,10 @@ class _Forward:
     """One forward, kept until the step ends, since its recomputations draw the same numbers.
 
     Attributes:
-        step: in which it runs.
-        samples: that it computes.
         held: the tokens of each sample's sequence that it computes; None for all.
         sequence: these tokens, or all, and the length; None where it is not known.
         numbers: of the calls of each site, by (site, number that torch's generator drew at the call), or a part's mark.
         num_calls: calls of each site in this pass: a rank with several stages runs the forward once for each.
-        num_passes: how often it has begun.
         num_marks: how many numbers of torch's generator the calls of this pass have drawn.
         is_fake: its tensors are fake; where they are not, fake ones are placeholders of what another stage computes.
     """

@@ -65,9 +65,7 @@ class Hashes:
     """Holds a key's hashes for a tensor; `keyed_mask` defines which elements they keep.
 
     Attributes:
-        factors: odd; [number of rows], int32.
-        offsets: [number of rows], int32.
-        columns: [columns], int32.
+        factors: int32 [number of rows], all odd; `offsets` are int32 [number of rows], and `columns` int32 [columns].
     """
 
     factors: Tensor

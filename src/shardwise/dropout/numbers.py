@@ -31,11 +31,7 @@ _LARGEST: Final = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class SequencePart:
-    """Says which tokens of a sequence a forward computes.
-
-    Attributes:
-        tokens: their places in the sequence.
-    """
+    """Says which tokens of a sequence a forward computes."""
 
     tokens: Runs
     length: int

@@ -455,9 +455,7 @@ def keyed_attention(
 
     Args:
         site: of the module whose forward runs.
-        query: [..., H, L, E].
-        key: [..., H or a divisor of it, S, E].
-        value: [..., as key, S, V].
+        query: [..., H, L, E]; the key is [..., H or a divisor of it, S, E], and the value the same but for V.
         attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores; None for no mask.
         is_causal: position i attends to the first i + 1.
     """
@@ -478,11 +476,7 @@ def keyed_attention(
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Compute softmax over the last dim; a row in which all is masked gives zeros, as in torch's attention.
-
-    Args:
-        scores: [..., L, S].
-    """
+    """Compute softmax over the last dim of [..., L, S]; rows that are all masked give 0, as in torch's attention."""
     if attn_mask is None:
         return scores.softmax(-1)
     if attn_mask.dtype == torch.bool:

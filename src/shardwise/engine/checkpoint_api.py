@@ -75,7 +75,6 @@ class Checkpoints:
         follows_config: optimizer and schedule are the config's, so a load does not change their options.
 
     Attributes:
-        saver: runs the saves.
         may_save_within_step: gradients since the last step do not prevent a save; they are not in it.
     """
 

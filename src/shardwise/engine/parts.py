@@ -184,8 +184,8 @@ class StepState:
     Attributes:
         layout: another one after parameters were frozen.
         batches: of this step, to search them for values that are not finite.
-        num_backwards, num_forwards, num_samples: since the last step.
-        syncs: False inside `without_sync`.
+        num_backwards, num_forwards, num_samples: how many there were since the last step.
+        syncs: whether gradients are summed over ranks: not inside `without_sync`.
         before_update: called after the last backward of a step, such as to measure.
         is_aliased: the user has views of parameters on some rank: updates on the host come at once.
     """

@@ -22,7 +22,7 @@ class StepResult:
     """Holds the result of one optimizer step, over all ranks.
 
     Attributes:
-        step: its number, from 1.
+        step: its number; the first step of a run is 1.
         loss: the mean over everything that counts, over ranks and micro-batches.
         count: how much counted, such as target tokens.
         grad_norm: of the mean gradient, before clipping.

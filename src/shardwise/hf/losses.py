@@ -66,8 +66,7 @@ def count_targets(inputs: Any, shifts_labels: bool | None) -> Tensor | None:
     """Count the targets of a batch over which the model's own loss is a mean, 0-d; None where that is not known.
 
     Args:
-        inputs: of the model, by name.
-        shifts_labels: of `ModelFacts`.
+        inputs: the batch, by the names of the model's arguments.
     """
     given = inputs if isinstance(inputs, Mapping) and shifts_labels is not None else {}
     shifted, labels = given.get("shift_labels"), given.get("labels")
@@ -96,7 +95,6 @@ def check_num_items(model: nn.Module, num_items: Any, num_targets: Tensor | None
     """Check that the loss of a batch that had `num_items_in_batch` can be weighed without it.
 
     Args:
-        num_items: that `take_num_items` has taken.
         num_targets: that `count_targets` counts in the batch.
 
     Raises:

@@ -121,11 +121,10 @@ def _looks_ahead(what: str) -> ConfigError:
 
 
 def _window(function: MaskFunction, tokens: Tensor, numbers: Tensor | None) -> int | None:
-    """Return the window of a mask, in tokens; None where each token sees the first one of its document.
+    """Return a mask's window, in tokens, for int64 queries [1, Nq]; None where each sees its document's first token.
 
     Args:
         function: says which keys a query sees, without padding.
-        tokens: the queries, int64 [1, Nq].
         numbers: of the tokens' documents, int64 [B, N]; None for one document.
     """
     first = torch.zeros_like(tokens)
@@ -141,11 +140,10 @@ def _window(function: MaskFunction, tokens: Tensor, numbers: Tensor | None) -> i
 
 @dataclass(frozen=True)
 class MaskWindow:
-    """Names the shortest window that a model has in its masks only.
+    """Names the shortest window, in tokens that a query sees, that a model has in its masks only.
 
     Attributes:
         module: the class of the attention that is given the mask.
-        num_tokens: that a query sees.
     """
 
     module: str

@@ -49,10 +49,9 @@ _PASSWORD_IN_ADDRESS: Final = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
 def host(text: str, given: str, *, has_user: bool = True) -> str:
-    """Check the name or address of a machine, as ssh and torchrun take it.
+    """Check the name of a machine, `NAME` or `USER@NAME`, or its address, as ssh and torchrun take it.
 
     Args:
-        text: `NAME`, `USER@NAME` or an address.
         given: where it came from, such as a flag.
         has_user: False where a user makes no sense.
     """
@@ -89,12 +88,10 @@ def port(number: int, given: str, code: str = "master-port") -> int:
 
 
 def count(number: int, given: str, least: int, most: int) -> int:
-    """Check a number of things.
+    """Check that a number of things is from `least` to `most`.
 
     Args:
         given: where it came from, such as a flag.
-        least: what it must be.
-        most: what it may be.
     """
     if number < least:
         raise ConfigError("launch-number", f"{_joined(given, number)} is below {least}; give at least {least}")
@@ -153,10 +150,9 @@ def time_limit(text: str, given: str) -> str:
 
 
 def image(text: str, given: str) -> str:
-    """Check the name of a container's image.
+    """Check the name of a container's image, `[REGISTRY[:PORT]/]NAME[:TAG][@DIGEST]`.
 
     Args:
-        text: `[REGISTRY[:PORT]/]NAME[:TAG][@DIGEST]`.
         given: where it came from, such as a flag.
     """
     if len(text) > _LONGEST_IMAGE or not _IMAGE.fullmatch(text):

@@ -174,12 +174,7 @@ def select_slots(pool: Mapping[str, int], include: str = "", exclude: str = "") 
 
 
 def torchrun(options: argparse.Namespace, slots: Slots, node_rank: int, master_addr: str) -> list[str]:
-    """Return the command that starts one host's ranks.
-
-    Args:
-        options: those of the program `deepspeed`.
-        master_addr: where rank 0 runs.
-    """
+    """Return the command that starts one host's ranks by `deepspeed`'s options; rank 0 is at `master_addr`."""
     counts = [len(slot) for slot in slots.values()]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(counts)}", f"--node-rank={node_rank}"]
     command += [f"--nproc-per-node={counts[node_rank]}"]
@@ -198,11 +193,7 @@ def torchrun(options: argparse.Namespace, slots: Slots, node_rank: int, master_a
 def remote_line(
     command: Sequence[str], devices: Sequence[int], options: argparse.Namespace, exports: Mapping[str, str]
 ) -> str:
-    """Return what the shell of a host runs: it goes to this folder and starts the ranks with what is exported.
-
-    Args:
-        options: those of the program `deepspeed`.
-    """
+    """Return what the shell of a host runs: it goes to this folder and starts the ranks with what is exported."""
     first = [f". {shlex.quote(checks.word(options.venv_script, '--venv_script'))}"] if options.venv_script else []
     checked = [checks.word(word, "the argument") for word in command]
     return hosts.remote_line(checked, {**exports, _DEVICES: _joined(devices)}, checks.folder_here(), first)

@@ -120,7 +120,6 @@ def share_of_cores(
 
     Args:
         usable: cores that all ranks of the machine may use.
-        local_rank: of this rank, from 0.
         places: of cores; those without one are taken by number.
     """
     ordered = sorted(set(usable), key=lambda core: (places.get(core, CorePlace(0, core)), core))

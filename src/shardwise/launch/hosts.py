@@ -69,11 +69,7 @@ def secrets(exports: Mapping[str, str]) -> list[str]:
 
 
 def remote_line(command: Sequence[str], exports: Mapping[str, str], folder: str, first: Sequence[str] = ()) -> str:
-    """Return what the shell of a host runs: it goes to a folder and becomes a command.
-
-    Args:
-        folder: where the command runs.
-    """
+    """Return what the shell of a host runs: it goes to a folder and becomes a command."""
     return " && ".join([f"cd {shlex.quote(folder)}", *first, *_exports(exports), f"exec {shlex.join(command)}"])
 
 
@@ -85,7 +81,6 @@ def ssh_command(host: str, line: str, port: int | None = None, sent: Sequence[st
     """Return the command that runs a line on a host.
 
     Args:
-        host: as ssh takes it.
         port: of ssh; None for its own.
         sent: variables that ssh is to send itself, by name; the host's sshd must accept them.
     """

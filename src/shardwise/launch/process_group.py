@@ -48,9 +48,6 @@ def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) 
     The ranks are those of the launcher that the environment names; without one, this process alone. A process group
     that the caller has started is used as it is.
 
-    Args:
-        device_kind: where the tensors will be.
-
     Raises:
         ConfigError: the environment is incomplete, this rank has no GPU, or the port is taken.
         LaunchError: the ranks did not meet within `timeout_s`.
@@ -72,7 +69,6 @@ def join_named(
     Args:
         init_method: torch's URL of where ranks meet; None for MASTER_ADDR and MASTER_PORT.
         rank: of this process; below 0 where the URL or the environment says it, and so is `world_size`.
-        device_kind: where the tensors will be.
 
     Raises:
         LaunchError: the ranks could not meet so.
@@ -98,11 +94,7 @@ def join_named(
 
 
 def join_launched(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
-    """Return the world size as `ensure_process_group` does, but leave a process without a launcher alone.
-
-    Args:
-        device_kind: where the tensors will be.
-    """
+    """Return the world size as `ensure_process_group` does, but leave a process without a launcher alone."""
     if not dist.is_initialized() and detect(os.environ) is None:
         return 1
     return ensure_process_group(device_kind, timeout_s)
@@ -113,7 +105,6 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
 
     Args:
         env: this rank's place; a world of one needs no port, and without a launcher it keeps the GPU that is current.
-        device_kind: where the tensors will be.
         timeout_s: seconds for the ranks to meet, and later for each collective.
 
     Raises:
@@ -192,9 +183,6 @@ def meet(env: RankEnv, store: dist.Store, timeout_s: float) -> dist.Store:
 
     A launcher's count of restarts is its own machine's, and its store may live on from attempt to attempt. So each
     rank shows a number drawn at random, and rank 0 answers that number with the name of the attempt.
-
-    Args:
-        timeout_s: seconds for all to come.
 
     Raises:
         LaunchError: not all came within `timeout_s`.

@@ -48,13 +48,12 @@ class LaunchJob:
 
     Attributes:
         program: what Python gets: `-m MODULE ...` or `SCRIPT.py ...`.
-        num_nodes: machines.
-        num_ranks_per_node: one for each GPU.
+        num_ranks_per_node: one for each GPU of a machine.
         gpu: the GPUs' name, where a cluster asks for it.
         hosts: by name, with the ranks of each; for ssh.
         max_restarts: how often the ranks are started again after a failure.
         time_limit: as Slurm writes it; None for the partition's.
-        port: where the ranks meet.
+        port: where the ranks meet, on the host of rank 0.
         folder: where the program runs, on every host.
         exports: variables that every host gets by ssh.
     """
@@ -100,7 +99,6 @@ class Target:
     """Says how the text of a target is made, checked and started.
 
     Attributes:
-        write: makes the text.
         start: the command that starts it, given the text's file; empty where the lines of hosts are run.
         needs: attributes of the job that must be given, each with the flag that does.
         takes: of the attributes that not every target has a use for, those that it also takes.

@@ -50,7 +50,6 @@ class Codec:
 
     Attributes:
         name: "int8" for codes with a scale a block; "bf16" for rounded values.
-        is_signed: whether values may be negative.
     """
 
     name: Literal["int8", "bf16"]

@@ -51,8 +51,7 @@ class StateSpec:
     """Describe one state of every parameter.
 
     Attributes:
-        name: such as `exp_avg`.
-        role: param, grad or optimizer.
+        name: such as `exp_avg`; its `role` is param, grad or optimizer.
         dtype: of each element, except in wide and opaque groups; see `dtype_in`.
         placement: over the shard group, of all groups but those that keep their parameters whole.
         is_flat: one flat buffer a group, padding included; otherwise, on the device and unless it has a codec, one
@@ -125,7 +124,7 @@ class Layout:
 
     Attributes:
         units: names of the block modules, in module order; the first guess of the order in which they run.
-        groups: the root's group first.
+        groups: the root's first, then those of the units in module order.
         stage: placements over the shard group; see `stage_of` for those of one group.
         precision: dtypes by role; see `precision_of` for those of one group.
         states: every state that is stored between its uses.
@@ -435,10 +434,9 @@ def _cross(across: Counter[tuple[Tier, Tier]], source: Tier, target: Tier, num_b
 
 
 def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[GroupSpec, ...]:
-    """Return the groups, each with the tiers of its states.
+    """Return the groups, which are in forward order, each with the tiers of its states.
 
     Args:
-        groups: in forward order.
         config: a tier for each state, and the largest share of it, by elements, that stays on the device.
     """
     sharded = [group for group in groups if not group.is_replicated]  # what stays whole is small, or frozen

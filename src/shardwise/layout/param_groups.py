@@ -46,8 +46,7 @@ class ParamSpec:
     """Describe a parameter and its place in its group.
 
     Attributes:
-        name: the first of its names.
-        aliases: the others, where it is tied.
+        name: the first of its names; `aliases` are the others, where it is tied.
         shape: of this rank's tensor, the same on every rank of the tensor-parallel group.
         offset: its first element in the flat buffer.
         over_tp: how the whole parameter is split over that group; None for one rank.
@@ -116,12 +115,11 @@ class GroupSpec:
         name: the unit's name, with `:fp32` for the group of its wide parameters, `:frozen` for that of frozen ones,
             `:bytes` for that of opaque ones, `:matrix` for that of matrices and `:whole` for that of small ones.
         unit: the module whose forward uses them; `root` for parameters that are in no block.
-        params: in flat order.
+        params: in the order in which the flat buffer has them.
         trainable: whether the group has gradients and optimizer states.
         num_ranks: ranks that average the gradients; the flat buffer divides evenly among them in every stage.
         num_shards: ranks that share the sharded states.
         is_replicated: every rank holds the parameters whole on its device in every stage.
-        tiers: where its states are stored.
         stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
         is_wide: whether all its states are in fp32 although `precision.param` is narrower.
         alignment: elements; each parameter and each shard begins at a multiple.
@@ -232,7 +230,6 @@ def build_groups(
     Under pipeline parallelism the root has a group for each stage and for each set of stages that share parameters.
 
     Args:
-        units: the blocks, in module order.
         num_shards: ranks that share the sharded states.
         replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
         splits: how each parameter is split over the tensor-parallel group, by its name; None for one rank.
@@ -300,8 +297,7 @@ def whole_below(given: int, stage: ZeroStage, policy: PrecisionPolicy) -> int:
     """Return the elements below which parameters are in groups of their own, which are stored whole.
 
     Args:
-        given: `zero.keep_whole_below`.
-        stage: it counts in stage 3.
+        given: `zero.keep_whole_below`, which counts in stage 3.
         policy: where it encodes collectives, small parameters are left out in every stage: they save nothing.
     """
     return max(given, SMALL_NUMEL) if policy.encodes_collectives else given if stage.unshard_for_use else 0

@@ -35,7 +35,7 @@ class PrecisionPolicy:
     Attributes:
         param: parameters as the model computes with them, and as they are gathered.
         reduce: gradients on the wire; their sums run in `master`, never in less than fp32.
-        accumulate: stored gradients, summed over micro-batches.
+        accumulate: gradients as they are stored, summed over micro-batches.
         master: the optimizer's copy of the parameters, and its states.
         states: how the optimizer's states are stored, if not in `master`.
         gather: how parameters are sent, if not in `param`; see `Layout.gather_codec`.

@@ -113,7 +113,6 @@ class LocalTensor:
     Two ranks may hold the same elements (replicated KV heads), and a buffer several global tensors (`fuse`).
 
     Attributes:
-        global_shape: shape of the global tensor.
         pieces: its rectangles in the order of their offsets; none is empty and no two overlap in the buffer.
         numel: elements of the buffer; those in no piece are padding or belong to another tensor.
 
@@ -151,7 +150,6 @@ class LocalTensor:
         12
 
         Args:
-            global_shape: shape of the global tensor.
             rect: the elements held; an empty one gives a buffer without pieces.
             numel: elements of the buffer; None for as many as `rect` has.
         """
@@ -168,9 +166,7 @@ class LocalTensor:
         ['[0:2, 0:4]', '[2:4, 0:4]', '[4:5, 0:4]']
 
         Args:
-            global_shape: shape of the global tensor.
             dim: the dim that is split, from 0.
-            index: which part, from 0.
 
         Raises:
             ValueError: the tensor has no such dim, or the split no such part.
@@ -223,8 +219,6 @@ def flat_range_to_rects(rect: Rect, start: int, stop: int) -> tuple[Chunk, ...]:
 
     Args:
         rect: any rectangle; the rectangles returned are of the same global tensor.
-        start: first element, counted within `rect`.
-        stop: last element plus one.
 
     Returns:
         The rectangles in order, each at its offset from `start`. The range [2, 10) of a (3, 4) box gives three:
@@ -250,11 +244,6 @@ def flat_range_to_rects(rect: Rect, start: int, stop: int) -> tuple[Chunk, ...]:
 
 def intersect(local: LocalTensor, start: int, stop: int) -> tuple[Chunk, ...]:
     """Return the pieces that a ZeRO shard [start, stop) of the local buffer owns, at offsets from `start`.
-
-    Args:
-        local: the local buffer.
-        start: first element of the shard.
-        stop: last element plus one.
 
     Raises:
         ValueError: the range reaches out of the buffer.
@@ -310,8 +299,7 @@ def rect_to_flat_ranges(rect: Rect, within: Rect, max_gap: int = 0) -> Iterator[
     ([(5, 7), (9, 11)], [(5, 11)])
 
     Args:
-        rect: a rectangle inside `within`.
-        within: the rectangle whose elements are counted.
+        within: the rectangle whose elements are counted; `rect` is inside it.
         max_gap: elements between two ranges that are joined, at most.
     """
     if not rect.numel:

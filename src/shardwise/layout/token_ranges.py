@@ -95,7 +95,7 @@ class TokenSplit:
     """Assign each token of a sequence to the one rank that computes it.
 
     Attributes:
-        kind: contiguous, zigzag or balanced.
+        kind: how tokens were assigned: contiguous, zigzag or balanced.
         shares: the tokens of each rank of the axis, the same number for each.
     """
 

@@ -59,10 +59,9 @@ class WireCodec:
         """Encode values.
 
         Args:
-            values: [..., s] of a floating dtype; s is a multiple of 256.
+            values: [..., s] of a floating dtype; s is a multiple of 256, and so is `start`.
             out: uint8 [..., num_bytes(t)], contiguous, to write into: rows of t values, of which these are
                 [start, start + s).
-            start: a multiple of 256.
 
         Returns:
             `out`, or a new tensor.
@@ -78,12 +77,11 @@ class WireCodec:
         return out
 
     def decode(self, sent: Tensor, out: Tensor, start: int = 0) -> Tensor:
-        """Decode what `encode` has returned.
+        """Decode what `encode` has returned, uint8 [..., num_bytes(t)].
 
         Args:
-            sent: uint8 [..., num_bytes(t)].
-            out: [..., s] of a floating dtype, contiguous, to write the values [start, start + s) of each row into.
-            start: a multiple of 256.
+            out: [..., s] of a floating dtype, contiguous, to write the values [start, start + s) of each row into;
+                `start` is a multiple of 256.
 
         Returns:
             `out`.

@@ -77,7 +77,6 @@ def effective_stage(
     In a pipeline stage 2 is stage 1: gradients are whole until they are reduced, once, after the last micro-batch.
 
     Args:
-        stage: 0 to 3, as `zero.stage`.
         tiers: tier of each state; None for the device.
         is_scheduled: a pipeline schedule runs the stages.
 
@@ -96,10 +95,7 @@ def effective_stage(
 
 
 def secondary_ranks(given: int, num_shards: int, stage: ZeroStage) -> int:
-    """Return the ranks that share secondary shards; 0 where all would, or the stage gathers nothing for use.
-
-    Args:
-        given: `zero.secondary_shard`.
+    """Return how many ranks `zero.secondary_shard` has share; 0 where all would, or the stage gathers nothing for use.
 
     Raises:
         ConfigError: they do not divide the shard group.
@@ -108,10 +104,7 @@ def secondary_ranks(given: int, num_shards: int, stage: ZeroStage) -> int:
 
 
 def node_ranks(given: int, num_shards: int) -> int:
-    """Return the ranks of the shard group on a node; 0 where it has one node, or they are not given.
-
-    Args:
-        given: `zero.secondary_shard`.
+    """Return the ranks of the shard group on a node, from `zero.secondary_shard`; 0 for one node or none given.
 
     Raises:
         ConfigError: they do not divide the shard group.

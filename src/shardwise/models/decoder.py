@@ -134,7 +134,7 @@ class RMSNorm(nn.Module):
     """Computes x / rms(x) * weight over the last dim, in fp32 or wider (Zhang and Sennrich 2019, eq. 4).
 
     Args:
-        eps: added to the mean square.
+        eps: added to the mean square, under the root.
         factory: device and dtype of the weight.
     """
 
@@ -202,11 +202,9 @@ class DecoderAttention(nn.Module):
         self.out = DecoderLinear(query_size, hidden, _residual_std(config), **factory)
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Attend from each token of x [B, S, E] to those up to it.
+        """Attend from each token of x [B, S, E], normalised, to those up to it, with the `rope` of `rope_tables`.
 
         Args:
-            x: [B, S, E], normalised.
-            rope: of `rope_tables`.
             positions: [S], int64, as in `Decoder.forward`; None where this rank has the whole sequence.
         """
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -247,11 +245,9 @@ class DecoderBlock(nn.Module):
         self.ffn = FeedForward(config, **factory)
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Run the layer on the residual stream.
+        """Run the layer on the residual stream x [B, S, E], with the `rope` of `rope_tables`.
 
         Args:
-            x: [B, S, E].
-            rope: of `rope_tables`.
             positions: [S], int64, as in `Decoder.forward`; None where this rank has the whole sequence.
         """
         x = x + self.attention(self.attention_norm(x), rope, positions)  # [B, S, E]
@@ -262,7 +258,6 @@ class Decoder(nn.Module):
     """Runs embedding, blocks, norm and head; `head.weight` is `embed.weight` where embeddings are tied.
 
     Args:
-        config: the shape.
         device: of the parameters; "meta" allocates none; None for torch's default.
         dtype: of all parameters; None for torch's default.
     """
@@ -489,7 +484,6 @@ def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:
     """Return the plan of a decoder, split by heads in attention, by features in feed-forwards, by tokens at both ends.
 
     Args:
-        config: its shape.
         degree: ranks of the tensor-parallel group; where there are fewer KV heads, neighbouring ranks share one.
 
     Raises:

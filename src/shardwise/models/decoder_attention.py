@@ -30,9 +30,7 @@ class Attend(Protocol):
         """Compute attention.
 
         Args:
-            q: [B, H, S, D].
-            k: [B, K, S, D].
-            v: [B, K, S, D].
+            q: [B, H, S, D]; k and v are [B, K, S, D].
             first_head: number of q's first head among the whole model's query heads.
             positions: [S], int64, positions in the sequence of this rank's tokens; None where it has all of them.
 
@@ -111,7 +109,6 @@ def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
     """Return the attention that a config's section chooses.
 
     Args:
-        section: `attention` of the config.
         num_heads: query heads of the whole model.
 
     Raises:
@@ -125,7 +122,6 @@ def attention_density(section: AttentionConfig, num_heads: int, seq_len: int) ->
     """Return the share of all pairs of a query and a key that FLOPs count: 1.0 where dense, else the visible share.
 
     Args:
-        section: `attention` of the config.
         num_heads: query heads of the whole model.
     """
     structure = structure_of(section, num_heads)

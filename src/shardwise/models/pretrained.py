@@ -72,9 +72,8 @@ def load_model(folder: Path, config: Any, name: str, *, trusts_code: bool = Fals
     """Return the causal model of a folder with its weights.
 
     Args:
-        config: that `open_config` has returned.
+        config: as `open_config` returned it; `how` goes to `from_pretrained`.
         trusts_code: whether Python files of the folder may run.
-        **how: is for `from_pretrained`.
 
     Raises:
         ConfigError: transformers cannot load it.

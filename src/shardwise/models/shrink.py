@@ -152,7 +152,6 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
     """Return the values of a Hugging Face `config.json` with small sizes; other values, such as dropout, stay.
 
     Args:
-        values: as `json.loads` returns them.
         scale: the meshes and stages that the sizes must fit.
 
     Raises:

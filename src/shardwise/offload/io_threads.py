@@ -236,20 +236,18 @@ class IoThreads:
         self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="shardwise-write")
 
     def read(self, file: MovedFile, offset_bytes: int, target: Tensor) -> Future[None]:
-        """Fill `target` from a file; return a future that keeps it alive and raises `SwapError`.
+        """Fill `target`, 1-D uint8 on the CPU, from a file; return a future that keeps it alive and raises `SwapError`.
 
         Args:
             offset_bytes: where to start in the file.
-            target: 1-D uint8 on the CPU.
         """
         return self._start(file, offset_bytes, target, is_write=False)
 
     def write(self, file: MovedFile, offset_bytes: int, source: Tensor) -> Future[None]:
-        """Write `source` into a file; return a future that keeps it alive and raises `SwapError`.
+        """Write `source`, 1-D uint8 on the CPU, to a file; return a future that keeps it alive and raises `SwapError`.
 
         Args:
             offset_bytes: where to start in the file.
-            source: 1-D uint8 on the CPU.
         """
         return self._start(file, offset_bytes, source, is_write=True)
 

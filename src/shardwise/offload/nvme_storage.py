@@ -104,8 +104,7 @@ class NvmeStorage:
     """Stores a flat state in a file of its own.
 
     Args:
-        file: at least `padded_bytes(numel, dtype)` long.
-        dtype: the elements' dtype.
+        file: its length is at least `padded_bytes(numel, dtype)`.
         kept: the buffers that are kept after their use.
     """
 

@@ -192,7 +192,6 @@ def strategy_at(candidate: ParallelismCandidate, placement: PlacementCandidate, 
     """Return the strategy of a parallelism candidate and a placement.
 
     Args:
-        placement: where its states are stored.
         base: its precision, chunk of tokens and expert ranks are taken.
     """
     values = candidate._asdict() | placement._asdict()

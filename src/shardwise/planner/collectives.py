@@ -49,7 +49,7 @@ class NetworkLevel:
     Attributes:
         num_ranks: how many this level joins: devices of a domain, domains of a node, or nodes.
         bytes_per_s: what each device sends over it.
-        hop_s: seconds of one message.
+        hop_s: the latency of a message, whatever its size.
     """
 
     num_ranks: int

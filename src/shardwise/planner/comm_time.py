@@ -35,7 +35,7 @@ class TokenExchange:
     """Hold the seconds of the collectives of one unit in one pass of one micro-batch.
 
     Attributes:
-        tensor_s: of tensor and sequence parallelism.
+        tensor_s: of activations, for tensor and sequence parallelism.
         context_s: of keys and values, or of heads.
         experts_s: of tokens that go to experts and come back.
         hidden_tensor: the share of `tensor_s` that may run beside the unit's matrix products.
@@ -77,8 +77,7 @@ class PricedCollective:
 
     Attributes:
         num_ranks, stride: of the group, in rank order.
-        moment: with which pass it comes.
-        count: how many such calls that pass has.
+        count: how many such calls the pass of `moment` has.
         is_alone: whether nothing is computed beside the first of them, or the last in a backward.
     """
 

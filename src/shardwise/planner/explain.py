@@ -55,9 +55,7 @@ class DefaultChoice:
     """Describe a layout that many people would start with.
 
     Attributes:
-        name: by which it is known.
         price: of its fastest micro-batch that fits, or of micro-batches of one sample; None where it cannot be run.
-        missing: what does not fit.
         sentence: why it loses, or that it does not.
     """
 
@@ -74,7 +72,6 @@ class Reasons:
     Attributes:
         wins: why the winner beats the next.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
-        defaults: why popular layouts lose.
         misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
         yours: how the user's own strategy does; empty where there is none.
     """
@@ -104,7 +101,6 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
     """Explain a plan.
 
     Args:
-        plan: as `search` found it.
         pricer: prices its job; None makes a new one.
         yours: the price of the user's own strategy; None where there is none.
     """
@@ -184,7 +180,6 @@ def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> s
     """Say how much memory a strategy lacks, and what makes it fit.
 
     Args:
-        missing: what does not fit.
         change: the change; None where none makes it fit.
     """
     fix = "nothing less of it fits" if change is None else change

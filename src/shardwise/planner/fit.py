@@ -33,10 +33,9 @@ class Fit:
     """Hold the largest of each kind that a way to split a job holds, the other two at their least; None: nothing fits.
 
     Attributes:
-        name: of the way, for people.
-        strategy: the way, over all GPUs.
+        strategy: the way to split a job over all GPUs.
         shape: of the largest model of the family, at the given length and one sample.
-        micro_size: samples of the given model.
+        micro_size: samples of the given model, at the given length.
         seq_len: tokens of a sequence of the given model, one sample.
     """
 
@@ -51,7 +50,6 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     """Return the largest number from `low` to `high` that fits, or None; where one fits, all below it must fit.
 
     Args:
-        fits: says whether a number fits.
         low, high: the least and the most to try.
     """
     if not fits(low):
@@ -121,7 +119,6 @@ def fit(
         seq_len: tokens of a sequence of the largest model.
         shape: the model whose largest micro-batch and sequence are also found; None finds the largest model alone.
         margin_share: share of a device's memory that is to stay free.
-        param: dtype of the parameters.
     """
     for setup in setups(cluster, param):
         yield _largest_of(setup, partial(_holds, cluster, setup.strategy, margin_share), seq_len, shape)

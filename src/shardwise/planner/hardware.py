@@ -53,9 +53,7 @@ class GpuSpec:
     """Describe a device as its data sheet does; a field that is not known is 0 or missing.
 
     Attributes:
-        name: such as `h100`.
         memory_bytes: all that a process can use.
-        memory_bytes_per_s: bandwidth of its own memory.
         peak_flops_per_s: dense, by dtype of the matrix product: fp32, tf32, fp16, bf16, fp8, fp4.
         ceiling_flops_per_s: rate of the best matrix product that was measured, by dtype; a missing dtype takes the
             share of the peak that another reached.
@@ -64,7 +62,7 @@ class GpuSpec:
         has_pairwise_links: whether each link leads to one other device, so that few ranks reach only some of them.
         host_bytes_per_s: bandwidth of its way to the host's memory.
         nic_bytes_per_s: its share of the network, as it is usually built.
-        num_cores: streaming multiprocessors, compute units.
+        num_cores: streaming multiprocessors of NVIDIA's devices, compute units of AMD's.
         price_per_hour: dollars for one rented device; 0 where none is known.
         fitted: constants that are fitted to published runs.
     """
@@ -106,7 +104,6 @@ class Cluster:
     """Describe devices of one kind in nodes of one kind.
 
     Attributes:
-        gpus_per_node: devices that share a host.
         nic_bytes_per_s: a device's share of its node's network.
         profile: what was measured here; where it has a table, that table comes first.
     """
@@ -137,7 +134,7 @@ class CatalogueEntry:
         model: the words that a name must have, and no others but noise, a size and forms.
         sold_gb: the memory that its name gives.
         forms: words that distinguish it from others of its model.
-        sources: where each figure is from.
+        sources: for each figure, where it is from.
     """
 
     gpu: GpuSpec

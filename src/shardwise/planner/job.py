@@ -54,8 +54,7 @@ class ModelShape:
         has_biases: whether all linear layers and norms have biases.
         num_positions: rows of a learned table of positions; 0 for rotary ones.
         window: keys that a query sees at most; None for all before it.
-        experts: instead of a dense feed-forward.
-        name: for people.
+        experts: stand in for the dense feed-forward; None where it is dense.
     """
 
     num_layers: int
@@ -233,15 +232,14 @@ class FrameworkTraits:
     in the midst of the models' sums, so that both need them here.
 
     Attributes:
-        attention: what the kernel saves.
         logits_bytes: bytes that each logit takes at the peak of the loss, all copies together; 0 where they never exist
             whole, None where they and their gradient do in the parameters' dtype, as in our loss.
         splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
-        is_compiled: whether element-wise kernels are fused.
+        is_compiled: whether a compiler has fused element-wise kernels.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
-        has_dropout: whether masks are kept.
+        has_dropout: whether dropout runs, whose masks are kept for the backward.
         expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them. The fullest
             expert has 1.04 to 1.72 times the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even
             out.
@@ -277,8 +275,7 @@ class PlanJob:
     """Describe a training job: a model, its batch and its cluster.
 
     Attributes:
-        seq_len: tokens of a sequence.
-        global_batch: sequences of an optimizer step.
+        global_batch: sequences of `seq_len` tokens in an optimizer step.
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
         states: how the optimizer's moments are stored, as `precision.states`.
@@ -324,8 +321,6 @@ class ModelSource:
         config: the user's own, from which the plan's config starts.
         given: keys that the user's config sets.
         settings: of another tool's strategy, by dotted key of our config.
-        seq_len: tokens of a sequence.
-        global_batch: sequences of an optimizer step.
         longest: the longest sequence that the model is made for, in tokens.
         ep: ranks over which experts are split.
         notes: what was read differently than it was written, or left out, for people.

@@ -27,7 +27,6 @@ def priced(job: PlanJob, strategy: Strategy, pricer: Pricer, memory: MemoryEstim
     """Return the memory and time of one strategy.
 
     Args:
-        job: the job that `pricer` prices.
         memory: what it holds, where that is known already.
     """
     memory = memory or pricer.memory.estimate(strategy)

@@ -359,7 +359,7 @@ def cost_view(
 
     Args:
         num_tokens, budget_usd: of the run, as in `run_cost`.
-        sizes: of `by_num_gpus`.
+        sizes: plans for other numbers of GPUs, from `by_num_gpus`.
     """
     parts: list[RenderableType] = []
     if plan.winner is not None and (text := run_words(plan.winner, num_tokens, budget_usd)):
@@ -422,7 +422,6 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     """Show the largest that a cluster holds, by setup.
 
     Args:
-        fits: what each setup holds.
         seq_len: tokens of a sequence of the largest model.
         shape: the model whose micro-batch and sequence were also found; None where there is none.
     """

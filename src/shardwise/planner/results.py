@@ -184,9 +184,8 @@ class MissingMemory:
     """Say how many bytes a memory lacks.
 
     Attributes:
-        tier: which memory.
         missing_bytes: of a device, or of a node's other memory.
-        pipeline_rank: the rank that lacks most.
+        pipeline_rank: the rank of the pipeline that lacks most.
     """
 
     tier: Tier

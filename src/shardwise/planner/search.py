@@ -70,7 +70,6 @@ class Limits:
     """Say when a search ends.
 
     Attributes:
-        num_best: how many strategies are wanted.
         margin_share: share of a device's memory that is to stay free.
         max_prices: estimates of time, of which one of memory counts as four, after which the search ends though better
             strategies may be left.
@@ -91,7 +90,6 @@ class SearchResult:
         near_misses: the fastest that are faster than the winner, and miss the device's memory by little.
         nearest: where nothing fits, what misses by least, and by how much.
         rejected: how many candidates or strategies were left out, by reason.
-        num_candidates: how many candidates there are.
         num_priced: how many estimates of time or memory were made.
         gap_share: by how much of the winner's time what was not looked at may be faster, within the model.
     """

@@ -31,10 +31,9 @@ from shardwise.schedule.registry import placement_of
 
 @dataclass(frozen=True, kw_only=True)
 class SkeletonParam:
-    """Describe one parameter of a unit.
+    """Describe one parameter of a unit, by its name within it.
 
     Attributes:
-        name: within its unit.
         dim: along which tp splits it into `part`; None where every rank holds all of it.
         is_of_experts: whether it holds one matrix of each expert, side by side along dim 0.
         is_packed: whether its elements are stored in 4 bits each, as bytes (`lora.base = "nf4"`).

@@ -246,10 +246,6 @@ def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
 
 
 def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:
-    """Return the least and the most seconds of a step that four of five runs are expected to take.
-
-    Args:
-        step_s: the predicted seconds.
-    """
+    """Return the least and the most seconds of a step that four of five runs predicted at `step_s` should take."""
     share = SHARES[kind_of(job, strategy)]
     return step_s * (1 - share), step_s * (1 + share)

@@ -106,7 +106,6 @@ class BufferPool:
         """Lease a buffer of `numel` elements with undefined content, until `release`.
 
         Args:
-            numel: elements, at least 0.
             stream: that will use it first; by default the current one on CUDA.
             capacity_bytes: the least size of the buffer, so that larger tensors can use it later.
 

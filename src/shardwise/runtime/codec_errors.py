@@ -27,9 +27,6 @@ class CodecErrors:
 
     Args:
         every: steps between those that are measured; 0 for none.
-
-    Attributes:
-        is_on: whether this step is measured.
     """
 
     def __init__(self, every: int = 0) -> None:

@@ -79,10 +79,7 @@ def format_count(number: float) -> str:
 
 
 def format_rate(value: float, unit: str) -> str:
-    """Format a rate with a decimal prefix.
-
-    Args:
-        value: what happens in a second.
+    """Format a rate per second with a decimal prefix.
 
     >>> format_rate(989e12, "FLOP/s"), format_rate(1.25e9, "B/s"), format_rate(3.0, "B/s")
     ('989 TFLOP/s', '1.25 GB/s', '3.00 B/s')

@@ -58,10 +58,9 @@ _NOT_STATE_PREFIXES: Final = ("_forward_", "_backward_", "_state_dict_", "_load_
 
 @dataclass(eq=False)
 class _Place:
-    """One dict of attributes of a module.
+    """One dict of attributes of the module whose id is `owner`.
 
     Attributes:
-        owner: the id of the module.
         is_rare: the code of the module's class writes nothing here, and no pass has; hooks may.
         is_known: a pass in which the module ran has shown what it writes.
         written: names of the attributes whose contents a pass has changed.
@@ -254,9 +253,6 @@ class Stream:
     """Holds the calls of a stream of random numbers, of Python or of NumPy, that code draws from without naming it.
 
     Attributes:
-        get: returns its state.
-        put: sets its state.
-        seed: begins it from a seed.
         contents: returns what can be compared of a state.
     """
 
@@ -282,8 +278,6 @@ class _PlaceBefore:
     """Holds the attributes of a place before a first pass.
 
     Attributes:
-        place: whose they are.
-        values: by name.
         known: the values whose contents are looked at too.
     """
 

@@ -75,7 +75,6 @@ class TensorBefore(ValueBefore):
     """Holds a tensor, and a copy of its values where there is one.
 
     Args:
-        kept: the copy, or None.
         compares: whether values tell that it was written, beside its version.
     """
 

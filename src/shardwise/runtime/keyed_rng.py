@@ -109,7 +109,7 @@ def check_initializers(model: nn.Module, name: str, used_at: str = "") -> None:
     """Raise if nothing draws a parameter, or other code has used it since.
 
     Args:
-        used_at: the last `other_use`.
+        used_at: where other code has used it; empty where none has.
 
     Raises:
         ConfigError: its module has no `reset_parameters`, nor any module around it an `_init_weights`; or other use.

@@ -50,8 +50,8 @@ class MemorySnapshot:
 
     Args:
         live_bytes: by category, every category present; their sum is `total_bytes`.
-        peak_bytes: the highest total since `MemoryTracker.reset_peak`.
-        peak_live_bytes: by category at that peak; empty on CUDA where no meter was on to see it.
+        peak_live_bytes: by category at the highest total since `MemoryTracker.reset_peak`; empty on CUDA where no meter
+            was on to see it.
         reserved_bytes: that the process holds of the device: on CUDA the allocator's, on the CPU the total.
         fragment_bytes: reserved minus used: the allocator's and the pools' idle bytes.
         metered: whether a meter was on since `MemoryTracker.reset_peak`; the CPU counts activations only under one.

@@ -43,7 +43,6 @@ def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
     that up to a power of two.
 
     Args:
-        num_bytes: at least 0.
         pin_memory: for copies from and to a CUDA device that overlap its work.
 
     Returns:
@@ -62,7 +61,6 @@ def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tens
     """Make zeros in pages of their own, as `host_pages` does: 1-D, with a storage of no more than its elements.
 
     Args:
-        numel: elements, at least 0.
         pin_memory: for copies from and to a CUDA device that overlap its work.
 
     Raises:

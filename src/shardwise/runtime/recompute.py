@@ -107,8 +107,7 @@ def _leave_out_cache(module: nn.Module, plain: Run, places: Sequence[tuple[int, 
     empty is read by the block itself: there it runs plainly.
 
     Args:
-        module: its forward is the recomputed one.
-        plain: its own forward.
+        module: its forward is the recomputed one, and `plain` is its own.
         places: of the caches in its arguments.
 
     Returns:
@@ -275,10 +274,9 @@ class InputStore(Protocol):
 
 
 def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = None) -> Callable[[], None]:
-    """Checkpoint a module's forward.
+    """Checkpoint a module's forward in a mode of `run_forward`.
 
     Args:
-        mode: as `recompute` of `run_forward`.
         store: keeps the inputs; None leaves them where they are.
 
     Returns:
@@ -338,8 +336,6 @@ def run_stored(
     """Run `run_forward`, or its compiled form, with `store` for the inputs that the block keeps.
 
     Args:
-        run: `run_forward`, or its compiled form.
-        forward: the block's own.
         store: keeps the inputs; None leaves them where they are.
     """
     if store is None or recompute == "none" or not torch.is_grad_enabled():
@@ -361,12 +357,11 @@ def run_stored(
 
 
 def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a forward and keep for its backward what `recompute` says.
+    """Run a block's own forward and keep for its backward what `recompute` says.
 
     Torch compiles this function too, so `torch.compile` must know all that it calls.
 
     Args:
-        forward: the block's own.
         recompute: "none" keeps all, "full" its inputs, "selective" products and attention too.
     """
     if recompute == "none" or not torch.is_grad_enabled():
@@ -384,8 +379,7 @@ def run_in_parts(forward: Callable[[int, Tensor], Any], x: Tensor, num_tokens: i
 
     Args:
         forward: is given the number of a part, and the part.
-        x: [B, S, ...].
-        num_tokens: of a part, along dim 1; the last part may have fewer.
+        num_tokens: of a part, along dim 1 of x [B, S, ...]; the last part may have fewer.
 
     Returns:
         the results of the forward, one by one.

@@ -44,7 +44,6 @@ class StateShard:
         pieces: rectangles of the whole tensor in `flat`; what no piece covers is padding.
         written: the pieces that this rank writes in a save. Over all ranks they cover the whole tensor once.
         kind: a parameter; a buffer of the model; or a state of this rank alone, such as that of its generators.
-        trainable: whether the parameter has gradients.
     """
 
     name: str
@@ -68,7 +67,6 @@ class ScalarState:
     """Holds a state of a parameter that is one number, such as Adam's `step`, the same on every rank that holds it.
 
     Attributes:
-        state: the optimizer's name of it.
         dtype: of its 0-d tensor, such as `float32`; `int` or `float` for a Python number.
     """
 

@@ -321,7 +321,6 @@ def wrapper_like(kind: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype
     """Make a tensor of class `kind` that has no data; all authors of tensor subclasses make theirs by this name.
 
     Args:
-        kind: a subclass of `Tensor`.
         device: that it claims to be on.
     """
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
@@ -518,9 +517,7 @@ def cpu_flash_attention(
     """Compute output and log-sum-exp; the public `scaled_dot_product_attention` gives no log-sum-exp.
 
     Args:
-        q: [B, H, Nq, D].
-        k: [B, H, Nk, D].
-        v: [B, H, Nk, D].
+        q: [B, H, Nq, D]; k and v are [B, H, Nk, D].
         mask: added to the scaled scores, in the dtype of q; [1 or B, 1 or H, Nq, Nk]. "causal": the i-th query sees
             the first i keys alone. None: every query sees every key.
     """
@@ -542,12 +539,7 @@ def cpu_flash_attention_backward(
     """Compute the gradients of q, k and v, from an output and log-sum-exp that may be of more keys.
 
     Args:
-        grad_out: [B, H, Nq, D].
-        q: [B, H, Nq, D].
-        k: [B, H, Nk, D].
-        v: [B, H, Nk, D].
-        out: [B, H, Nq, D].
-        lse: log-sum-exp, [B, H, Nq].
+        q: [B, H, Nq, D], as `grad_out` and `out`; k and v are [B, H, Nk, D], the log-sum-exp `lse` is [B, H, Nq].
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     is_causal, mask = isinstance(mask, str), None if isinstance(mask, str) else mask

@@ -37,9 +37,7 @@ class HookedCall:
     """Holds a call of a module as its hooks saw it.
 
     Attributes:
-        args: positional arguments, before any hook.
-        kwargs: by name.
-        output: before any hook.
+        args: positional arguments before any hook, as `kwargs` and `output` are.
         is_changed: whether a hook returned another output.
     """
 

@@ -42,9 +42,6 @@ def weight_sink(x: Tensor) -> WeightGradSink | None:
 def parameter_of_weight(weight: Any) -> tuple[nn.Parameter, bool] | None:
     """Return the parameter that a product's weight is, and whether it is its transpose; None where it is neither.
 
-    Args:
-        weight: 2-D, or anything.
-
     Returns:
         a leaf that requires a gradient.
     """

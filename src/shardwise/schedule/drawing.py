@@ -34,7 +34,6 @@ def drawn(schedule: Schedule, places: Sequence[Position], follows: Follows) -> l
 
     Args:
         places: the first decides what is drawn.
-        follows: `dependencies(schedule)`.
     """
     grid = _ScheduleGrid.of(schedule, follows)
     lines: list[str] = []

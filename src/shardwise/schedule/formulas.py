@@ -70,11 +70,9 @@ def bubble_s(
     F = B = W; the values for other costs are counted from the schedules.
 
     Args:
-        recipe_name: a name of `RECIPES`.
-        virtual_stages: stages a rank, as `pipeline.virtual_stages`.
-        forward_s: F, in seconds.
-        backward_input_s: B, in seconds.
-        backward_weight_s: W, in seconds.
+        recipe_name: a name of `RECIPES`; in its formula p is `num_ranks`, m is `num_micro_batches` and v is
+            `virtual_stages`.
+        forward_s: F of the formulas; B is `backward_input_s`, and W is `backward_weight_s`.
 
     Raises ScheduleError where a formula does not hold, and what `placement_of` raises.
     """
@@ -109,8 +107,6 @@ def bubble_share(
     0.25
 
     Args:
-        recipe_name: a name of `RECIPES`.
-        virtual_stages: stages a rank, as `pipeline.virtual_stages`.
         times: of a micro-batch on each rank, of which the transfer is free.
 
     Raises what `placement_of` raises.
@@ -143,9 +139,6 @@ def least_bubble_share(recipe_name: str, num_ranks: int, num_micro_batches: int,
     (0.125, 0.0)
     >>> least_bubble_share("interleaved", 4, 1, 3), round(least_bubble_share("zb-h2", 4, 1, 1), 3)
     (3.0, 1.8)
-
-    Args:
-        recipe_name: a name of `RECIPES`.
     """
     p, m = num_ranks, num_micro_batches
     if recipe_name == "zb-v":
@@ -174,9 +167,7 @@ def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
     2p; the values for ZB-V with m < 2p - 1 are counted from its schedule.
 
     Args:
-        recipe_name: a name of `RECIPES`.
-        virtual_stages: stages a rank, as `pipeline.virtual_stages`.
-        rank: i, from 0.
+        rank: i of the formulas, from 0; the other symbols are those of `bubble_s`.
 
     Raises what `placement_of` raises, and ScheduleError where there is no such rank or no micro-batch.
     """
@@ -301,6 +292,5 @@ def training_flops_per_token(
         num_matmul_params: N, elements of the matrices that multiply a token: the head's are, an embedding's are not.
         attention_width: L H D, layers times heads times elements of a head.
         num_keys: S, keys that a token attends to, a mean; the paper counts all, a causal mask leaves half.
-        trains: whether the matrices are trained.
     """
     return (6.0 if trains else 4.0) * num_matmul_params + 12.0 * attention_width * num_keys

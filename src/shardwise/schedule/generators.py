@@ -38,9 +38,8 @@ def data_parallel_step(
 
     Args:
         groups: names of the ZeRO groups in execution order, the root group first.
-        unshard_for_use: rule of `Schedule`: a group is unsharded for each forward and for each backward.
-        reduce_each_backward: rule of `Schedule`.
-        unshard_after_step: rule of `Schedule`.
+        unshard_for_use: rule of `Schedule`, as the next two are: a group is unsharded for each forward and for each
+            backward.
         recompute: groups whose forward is run again before their backward (activation checkpointing).
         ends_kept: the root group and the last block are unsharded once, and stay whole from forward to backward.
 

@@ -46,8 +46,8 @@ def lower(
 
     Args:
         schedule: computations only, as a generator writes them.
-        unshard_for_use, reduce_each_backward, unshard_after_step, gather: as `insert_gathers` takes them.
-        fetched, evicted, stepped: as `insert_offload` takes them.
+        unshard_for_use, reduce_each_backward, unshard_after_step, gather: as for `insert_gathers`; the other options
+            are as for `insert_offload`.
 
     Raises ScheduleError where the schedule, or what a pass makes of it, cannot run.
     """

@@ -127,7 +127,6 @@ def placement_of(recipe_name: str, num_ranks: int, virtual_stages: int = 1) -> S
     """Return where the stages of a schedule are.
 
     Args:
-        recipe_name: a name of `RECIPES`.
         virtual_stages: stages a rank; 1 means 2 in a V.
 
     Raises ConfigError as `ScheduleRecipe.placement` and `recipe_of` do.
@@ -139,7 +138,6 @@ def pipeline_step(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
     """Return the computations of one optimizer step, a row for each pipeline rank, of whole stages.
 
     Args:
-        recipe_name: a name of `RECIPES`.
         virtual_stages: stages a rank; 1 means 2 in a V.
 
     Raises ConfigError where the schedule is unknown or has no such number of virtual stages, and ScheduleError

@@ -136,7 +136,6 @@ def simulate(
     """Give a verified schedule its times, and return its actions rank by rank, in the schedule's order.
 
     Args:
-        schedule: as `verify` accepts it.
         cost: returns the seconds of an action on a rank.
         streams: the stream of each kind on a rank.
         meeting_kinds: kinds whose actions wait for each other across the ranks and last as long as the slowest.
@@ -167,7 +166,6 @@ class PipelineSpan:
     Attributes:
         step_s: from the first start on any rank to the last end on any.
         rank_spans_s: from each rank's first start to its last end.
-        busy_s: how long each rank computes.
     """
 
     step_s: float

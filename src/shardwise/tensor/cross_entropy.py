@@ -74,7 +74,7 @@ class TokenLossTerms:
     Attributes:
         ignore_index: the target of tokens that do not count.
         label_smoothing: the share of the target's probability that is spread over the whole vocabulary.
-        z_loss: weight of the squared log-sum-exp.
+        z_loss: weight of the squared log-sum-exp that is added.
     """
 
     ignore_index: int = -100
@@ -95,8 +95,7 @@ def cross_entropy_sum(
 
     Args:
         hidden: [N, E], the same on all ranks.
-        weight: [v, E], this rank's rows.
-        bias: [v], of the same rows; None for none.
+        weight: [v, E], this rank's rows; `bias` is [v], of the same rows, or None.
         targets: [N] int64, the same on all ranks.
         vocab: how the rows are split over the ranks.
         terms: None for the plain cross entropy.

@@ -442,11 +442,10 @@ Kwargs = Mapping[str, Any]
 
 
 def follow(name: str, hidden: Tensor, num_vocab: int, args: Args, kwargs: Kwargs) -> Tensor | tuple[Tensor, ...] | None:
-    """Return the hidden states of an operation's result on the logits, or None where it changes the vocabulary dim.
+    """Return the hidden states [..., E] of an operation's result on the logits; None if it changes the vocabulary dim.
 
     Args:
         name: of a function of torch, or method of a tensor.
-        hidden: [..., E].
         args: of the call, without the logits.
     """
     if name in _DIM_POSITION:

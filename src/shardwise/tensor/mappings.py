@@ -180,9 +180,7 @@ class TpMappings:
         """Return the sum over the ranks of `x @ weight.T`, plus the bias once.
 
         Args:
-            x: [..., in / tp], whole sequences.
-            weight: [out, in / tp].
-            bias: [out]; None for none.
+            x: [..., in / tp], whole sequences; the weight is [out, in / tp], the bias [out] or None.
             is_sequence: whether each rank gets only its slice along dim 1.
         """
         later = DeferredWeightGrad.of(x, weight)
@@ -193,9 +191,8 @@ class TpMappings:
         """Return `x @ weight.T + bias`; for a gathered sequence only the slice is kept for the backward.
 
         Args:
-            x: [..., in], a result of `copy_to_tp` or `gather_sequence`.
-            weight: [out / tp, in].
-            bias: [out / tp]; None for none.
+            x: [..., in], from `copy_to_tp` or `gather_sequence`; the weight is [out / tp, in], the bias [out / tp] or
+                None.
         """
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
             gathered = x.__dict__.get(_GATHERED)

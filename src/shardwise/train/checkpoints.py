@@ -68,8 +68,7 @@ class SavedCheckpoint:
     Attributes:
         root: the folder that they are in.
         num_checkpoints: how many the folder holds, those of earlier runs included.
-        newest: this run's newest checkpoint.
-        num_bytes: its size on disk.
+        newest: this run's newest checkpoint, of `num_bytes` on disk.
     """
 
     root: Path
@@ -334,8 +333,7 @@ def resumed_job(path: str | Path | None, assignments: Sequence[str], resume: str
     """Return the config of a run that goes on from a checkpoint, and where that is; None where there is none.
 
     Args:
-        path: a TOML file, or None; it and the next are as for `job_config`.
-        assignments: the user's `section.key=value`.
+        path: a TOML file, or None; it and `assignments` are as for `job_config`.
         resume: a checkpoint, a folder of checkpoints, or a run's folder; or "auto": the newest in `checkpoint.path`,
             or without one, that of the newest run of this name in `run.dir` that has saved; where there is none, the
             run starts afresh.

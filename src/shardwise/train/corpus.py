@@ -111,9 +111,8 @@ class Piece(NamedTuple):
     """Holds a document, or a part of a long text file, which ends at a line end where it can.
 
     Attributes:
-        text: empty for a chat.
         ends_document: whether it is the last part.
-        chat: a record that a chat template is to write out; None for a text.
+        chat: a record that a chat template is to write out, with an empty `text`; None for a text.
         where: the place of a chat, for messages.
     """
 
@@ -369,9 +368,7 @@ class MegatronCorpus:
     the numbers of sequences and of document bounds (uint64 each); then the arrays, of which these are memory maps.
 
     Attributes:
-        label: as the user gave it.
-        lengths: tokens of each sequence.
-        pointers: bytes before each sequence.
+        lengths: tokens of each sequence; `pointers` are the bytes before each.
         bounds: sequences before each document, and in all.
     """
 

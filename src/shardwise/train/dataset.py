@@ -56,15 +56,12 @@ class PackedDataset:
     """Reads tokens of chats: each sequence is as many whole chats as fit, and padding.
 
     The longest chats are packed first, each where the least space stays (best-fit decreasing). A chat that is longer
-    than a sequence loses its end. Positions begin again with each chat and with the padding, by which transformers'
-    attention keeps them apart.
+    than a sequence loses its end; `num_cut` counts these. Positions begin again with each chat and with the padding, by
+    which transformers' attention keeps them apart.
 
     Args:
         tokens: uint32 [T], with `COUNTS_BIT` where one counts.
         starts: first tokens of the chats, rising.
-
-    Attributes:
-        num_cut: chats that lost their end.
     """
 
     def __init__(self, tokens: NDArray[Any], starts: NDArray[Any], seq_len: int, eot_id: int) -> None:
@@ -210,7 +207,6 @@ def batches_for_step(
         first: the run's samples before this step.
         data_rank: this rank's place among the data ranks; the ranks of one pp x tp x cp cell share it.
         num_data_ranks: how many data ranks share the global batch.
-        seed: the seed of the order.
 
     Returns:
         A list of (tokens, targets), and of packed chats (tokens, targets, positions), each int64 [micro_size, seq_len]

@@ -112,11 +112,9 @@ class DecoderModel:
         return lambda logits, batch: lm_loss(logits, batch[1])
 
     def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
-        """Return the prompt and what the model adds, on every rank the same.
+        """Return the prompt, int64 [1, S], and what a model with whole parameters adds, on every rank the same.
 
         Args:
-            model: with whole parameters.
-            prompt: int64 [1, S].
             num_tokens: so many are added, or fewer where the text ends.
         """
         return generate(

@@ -51,7 +51,7 @@ class EngineDataLoader:
     Args:
         engine: whose mesh and batch sizes count.
         seed: of the order; None keeps the order of the dataset.
-        options: for torch's `DataLoader`.
+        options: further keyword arguments for torch's `DataLoader`.
 
     Attributes:
         num_samples: rows that all ranks together have taken.
@@ -129,7 +129,6 @@ class StreamLoader:
 
     Attributes:
         num_samples: of this pass, that all ranks together have taken.
-        epoch: the number of the pass.
     """
 
     def __init__(self, engine: Engine, stream: Iterable[Any], collate: Callable[[list[Any]], Any]) -> None:

@@ -53,7 +53,7 @@ class StepRecord:
     """Holds the numbers that are kept of one step; losses are nats a token, means over all ranks.
 
     Attributes:
-        step: its number, from 1.
+        step: its number; the first step of a run is 1.
         count: target tokens that counted, over all ranks.
         grad_norm: the global gradient norm before clipping.
         skipped: whether an fp16 overflow left the parameters as they were.

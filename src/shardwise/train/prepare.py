@@ -253,7 +253,6 @@ def check_tokens(path: Path, index: ShardIndex, progress: Progress | None = None
     """Compare the tokens of the shard in folder `path` with their hashes and the vocabulary.
 
     Args:
-        index: what `read_index` returned of it.
         progress: called now and then with bytes read and bytes in all.
 
     Raises:
@@ -471,7 +470,6 @@ def check_blocks(
     ValueError: tokens.bin has a six in its bytes 0 to 7
 
     Args:
-        blocks: what `hash_blocks` returned.
         fault_of: says what else is wrong with a block; "" for nothing.
         progress: called now and then with bytes read and bytes in all.
 

@@ -157,7 +157,6 @@ def render(state: Progress, width: int, height: int = 24, *, is_coloured: bool =
 
     Args:
         height: lines there are; a higher terminal has a higher curve.
-        is_coloured: whether the terminal shows colours.
     """
     width = min(width, _MAX_WIDTH) - 2
     header = labelled()
@@ -314,9 +313,6 @@ class Display:
     Each picture is one write over the picture before, so it neither flickers nor scrolls, and a rank that is killed
     leaves the cursor visible, which rich's Live hides. Do not call `show` after something else has written to the
     terminal.
-
-    Args:
-        state: the first state.
     """
 
     def __init__(self, console: Console, state: Progress) -> None:

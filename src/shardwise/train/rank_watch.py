@@ -53,7 +53,6 @@ class RanksMemory:
     """Holds the memory of all ranks at their peaks within one step.
 
     Attributes:
-        step: its number.
         limit_bytes: what the device of a rank has, or its share of the host's memory; None where it is not known.
         ranks: bytes by category of each rank.
     """
@@ -206,7 +205,6 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
     step 57 took 1.20 s, 3.0 x the median: waited for rank 1, 800 ms longer in what it did before this step
 
     Args:
-        step_s: seconds that it took.
         extras: of each rank, seconds by part beyond the median of that part.
     """
     work = [{name: extra_s for name, extra_s in extra.items() if name != WAIT} for extra in extras]

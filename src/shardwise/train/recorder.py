@@ -49,7 +49,7 @@ class RunRecorder:
     Args:
         state: of the run before its first step.
         folder: for the run's files; None writes none.
-        console: on which rank 0 draws.
+        console: on which rank 0 draws; other ranks draw nothing.
         mfu: returns the share of the devices' peak FLOP/s at a number of tokens a second; None where it is not known.
         is_stopped: once it is true nothing more is drawn, since other messages follow on the terminal.
 
@@ -148,7 +148,6 @@ class RunRecorder:
         """Record the step just taken; every rank calls it after each step.
 
         Args:
-            result: what `engine.train_step` or `engine.step` returned.
             eval_loss: on held-out data after the step, such as `engine.eval_step(batches).loss`; None without one.
         """
         self.see(replace(self._meter.end(result), eval_loss=eval_loss))

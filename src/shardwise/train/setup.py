@@ -92,10 +92,9 @@ def job_config(
     assignments: Sequence[str],
     base: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Return a run's config; later ones win: the job's defaults, `base`, the user's file, the user's assignments.
+    """Return a run's config; later ones win: the job's defaults, `base`, the user's TOML file, the user's assignments.
 
     Args:
-        path: a TOML file, or None.
         base: sections of a saved run's config.
 
     Raises:

@@ -36,11 +36,9 @@ class RunOutcome:
     """Holds a run's outcome, which `render_outcome` draws; what a run has not done is None or empty.
 
     Attributes:
-        state: after the last step.
-        loss_unit: follows a loss.
         stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
         sample: the text that the model wrote.
-        saved: the checkpoints, on rank 0.
+        saved: the checkpoints of the run, on rank 0 alone.
         failure: the error of the last save.
         pipeline: a line about the pipeline's bubble.
         dropped_sinks: a line for each sink that failed.

@@ -43,7 +43,7 @@ class Tokenizer:
 
     Attributes:
         eot_id: the id that ends a document.
-        vocab_size: the largest id + 1.
+        vocab_size: one more than the largest id.
         bos_id: the id that begins a document; None where none does.
     """
 

@@ -296,7 +296,7 @@ def simulate_finalists(
     """Return the prices; those that fill half a device and whose simulation ends in time have the engine's own peak.
 
     Args:
-        prices: the most wanted first.
+        prices: the most wanted first, which is the order of simulations.
         base: the config from which the strategies' configs are made.
         limit_s: seconds after which the processes are ended; 0 starts none.
         announce: called with a few words before each wait.

@@ -65,8 +65,7 @@ def make_batch(spec: ModelSpec, seed: int, step: int, number: int, shape: tuple[
     """Return one micro-batch of random tokens; how many of them count differs between micro-batches.
 
     Args:
-        step: the step, counted from 0.
-        number: the micro-batch's place among those of all data ranks.
+        number: the micro-batch's place among those of all data ranks in a step, which counts from 0.
 
     Returns:
         Tokens and targets, each [B, S] int64, for a decoder; keyword arguments for any other model.

@@ -46,10 +46,9 @@ class StepNumbers(NamedTuple):
     Attributes:
         factor: of the gradient; negative to go up.
         lr: what the update is multiplied by, bias correction included.
-        first: beta1, or SGD's momentum.
+        first: beta1 of Adam, or the momentum of SGD.
         second: beta2, or SGD's share of the gradient in its momentum.
-        eps: added to the root.
-        root: by which Adam's root is divided: its bias correction.
+        root: by which Adam's root is divided before `eps` is added: its bias correction.
         shrink: what is left of a parameter after decoupled weight decay.
         decay: the share of a parameter that is added to its gradient.
     """

@@ -111,8 +111,7 @@ def backward_queries(
     """Compute dQ and, if needed, the gradient of the bias.
 
     Args:
-        out: `GradOfQueries`, written.
-        lists: `LutPointers` of queries.
+        out: the `GradOfQueries` to write, by the `LutPointers` of queries in `lists`.
         bias_mode: 0 for no gradient of the bias, 1 to write it, 2 to add it to the values there.
     """
     head, sample = tl.program_id(1).to(tl.int64) + out.head, tl.program_id(2).to(tl.int64) + out.sample
@@ -206,8 +205,7 @@ def backward_keys(
     """Compute dK and dV of one key and value head, over all the query heads that share it.
 
     Args:
-        out: `GradOfKeys`, written.
-        lists: `LutPointers` of the keys.
+        out: the `GradOfKeys` to write, by the `LutPointers` of keys in `lists`.
     """
     kv, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
@@ -296,11 +294,10 @@ def _grad_of_keys(
 
 @triton.jit
 def merge_sums(sums: tl.tensor, out: tl.tuple, merges: tl.tuple, numbers: tl.tuple, shape: tl.constexpr) -> None:
-    """Add the parts of split tiles, first to last; the grid's second axis counts the heads of `out`.
+    """Add the parts of split tiles, first to last, into `out`, `StridedRows`; the grid's second axis counts its heads.
 
     Args:
         sums: partial sums, fp32 [B, heads, slots, TILE, WIDE_D].
-        out: `StridedRows`, written.
     """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     origin, begin, end, slot, num = item_of(merges.items, tl.program_id(0) * 5, head * merges.group)

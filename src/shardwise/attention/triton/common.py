@@ -111,8 +111,7 @@ def dot(a: tl.tensor, b: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Multiply two matrices; the result [M, N] is fp32, and so are the inputs if shape.UPCAST.
 
     Args:
-        a: [M, K].
-        b: [K, N], in the dtype of a.
+        a: [M, K], in the same dtype as b [K, N].
     """
     if shape.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -129,23 +128,13 @@ def zero_rows(shape: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def head_of(rows: tl.tuple, sample: tl.tensor, head: tl.tensor) -> tl.tuple:
-    """Return the pointer to the first row of a sample's head, and the stride between rows.
-
-    Args:
-        sample: number of the sample, int64.
-        head: number of the head, int64.
-    """
+    """Return the pointer to the first row of a sample's head, both int64 numbers, and the stride between rows."""
     return rows.at + sample * rows.sample + head * rows.head, rows.token
 
 
 @triton.jit
 def row_pointers(rows: tl.tuple, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return pointers [tokens, WIDE_D] to the elements of rows.
-
-    Args:
-        rows: of a head, from `head_of`.
-        tokens: [tokens], numbers of the rows.
-    """
+    """Return pointers [tokens, WIDE_D] to the elements of the numbered rows of a head, which `head_of` gives."""
     begin, stride = rows
     return begin + tokens[:, None].to(tl.int64) * stride + tl.arange(0, shape.WIDE_D)[None, :]
 
@@ -166,8 +155,7 @@ def load_rows(
     """Load rows of tokens, [tokens, WIDE_D]; elements beyond the head size are 0.
 
     Args:
-        rows: of a head, from `head_of`.
-        tokens: [tokens], numbers of the rows.
+        rows: of a head, from `head_of`; their numbers are `tokens` [tokens].
         is_real: [tokens], bool, whether each row exists.
         masked: whether rows that do not exist are 0; without it all exist.
     """
@@ -188,8 +176,7 @@ def store_rows(
     """Store values into the rows of tokens that exist.
 
     Args:
-        rows: of a head, from `head_of`.
-        tokens: [tokens], numbers of the rows.
+        rows: of a head, from `head_of`; their numbers are `tokens` [tokens].
         is_real: [tokens], bool, whether each row exists.
         values: [tokens, WIDE_D], cast to the dtype of the rows.
     """
@@ -269,10 +256,9 @@ def entry_tokens(lists: tl.tuple, entry: tl.tuple, is_partial: tl.constexpr, sha
 
 @triton.jit
 def pairs_seen(lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Say which pairs of a partial entry of lists are seen, [TILE, ENTRY].
+    """Say which pairs of a partial entry (number, begins, ends) of lists are seen, [TILE, ENTRY].
 
     Args:
-        entry: (number, begins, ends).
         pairs: queries, keys and the shift between them.
         is_real: [ENTRY], whether each token of the entry exists.
     """
@@ -289,10 +275,9 @@ def pairs_seen(lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.te
 
 @triton.jit
 def biased(scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple, given: tl.tuple) -> tl.tensor:
-    """Add the bias of each pair to scores in base 2.
+    """Add the bias of each pair to scores [TILE, ENTRY] in base 2.
 
     Args:
-        scores: [TILE, ENTRY].
         pairs: queries, keys and the shift between them.
         is_pair: [TILE, ENTRY], whether both tokens exist.
     """
@@ -339,10 +324,5 @@ def slot_tokens(
 
 @triton.jit
 def slot_pointers(sums: tl.tensor, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return pointers [TILE, WIDE_D] to rows of partial sums.
-
-    Args:
-        sums: pointer to the sums, fp32.
-        tokens: [TILE], int64, from `slot_tokens`.
-    """
+    """Return pointers [TILE, WIDE_D] to rows of partial sums in fp32, of the int64 `slot_tokens` [TILE]."""
     return sums + tokens[:, None] * shape.WIDE_D + tl.arange(0, shape.WIDE_D)[None, :]

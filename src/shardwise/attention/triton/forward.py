@@ -49,8 +49,7 @@ def forward(
     """Compute the output and log-sum-exp of a tile of queries, or the partial sums of a split one.
 
     Args:
-        attended: `ForwardOutputs`, written.
-        lists: `LutPointers` of queries.
+        attended: the `ForwardOutputs` to write, by the `LutPointers` of queries in `lists`.
     """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)

@@ -108,7 +108,7 @@ def query_launches(
     A bias broadcast over samples or heads takes one launch for each of them, which adds to the result so far.
 
     Args:
-        incoming: written by `prepare`.
+        incoming: the output's gradient, with the lse and delta that `prepare` wrote.
         grads: of q, to be written; of the bias, zeros in its shape, or None for no gradient.
     """
     q, (grad, grad_bias) = inputs[0], grads
@@ -147,7 +147,6 @@ def key_launches(
     """Return the launches for dK and dV.
 
     Args:
-        incoming: written by `prepare`.
         grads: of k and v, to be written.
     """
     q, k, _ = inputs

@@ -36,7 +36,6 @@ class TokenAxis:
     """Describes one axis of a document.
 
     Attributes:
-        other: those of the other axis.
         places: the index of the first token of each axis in its tensor.
         of_queries: whether it is the axis of queries.
     """
@@ -49,11 +48,9 @@ class TokenAxis:
 
 @dataclass(frozen=True)
 class Segment:
-    """Describes tokens of one run to which one shift applies.
+    """Describes the tokens [begin, end) of one run to which one shift applies.
 
     Attributes:
-        begin: the first token.
-        end: the token after the last.
         index: the index of `begin` in the tensor.
         shift: the right shift; None where no token is on the other axis too, and each from `least` on is right.
         least: the smallest right shift where `shift` is None.
@@ -68,12 +65,9 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class AlignedChunks:
-    """Lists the tokens of each chunk, cut where a segment ends.
+    """Lists the tokens [begin, end) of each chunk, cut where a segment ends.
 
     Attributes:
-        segment: the number of the segment.
-        begin: the first token.
-        end: the token after the last.
         index: the index of `begin` in the tensor.
     """
 
@@ -232,8 +226,7 @@ class Lut:
         full: [entries, sub-blocks], the begin of each sub-block.
         partial: [entries, 2 * sub-blocks + runs of a tile]: begins, ends, and for each run the bits of sub-blocks seen.
         merges: [groups, split tiles, 5]: origin, begin, end, first slot, slots.
-        run: tokens of a run of a tile.
-        sub_block: tokens of a sub-block.
+        run: tokens of a run of a tile, as `sub_block` is those of a sub-block.
         num_slots: slots for partial sums of a head.
     """
 
@@ -395,8 +388,7 @@ def _items(tokens: Ints, ranges: Ints, limit: int) -> tuple[Ints, Ints, int]:
     """Return the items and merges of all groups, and the number of slots that the largest group needs.
 
     Args:
-        tokens: [tiles, 4]: origin, begin, end, shift.
-        ranges: [groups, tiles, lists, 4].
+        tokens: [tiles, 4]: origin, begin, end, shift; `ranges` are [groups, tiles, lists, 4].
     """
     items, merges = [], []
     for of_group in ranges:

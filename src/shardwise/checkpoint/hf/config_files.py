@@ -84,10 +84,9 @@ def wanted_of(model: nn.Module) -> list[WantedState]:
 
 
 def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """Return, by name, the files of a folder that describe its model; none where the model's config is not known.
+    """Return, by name, the files of a folder for a model that `describe` described; none where its config is not known.
 
     Args:
-        described: what `describe` returned.
         dtype: safetensors' name of the weights' dtype.
     """
     decoder, values = decoder_config(described), described.get("config", {})

@@ -59,8 +59,7 @@ class ExportTensor:
 
     Attributes:
         name: the first of its names in the model.
-        aliases: its other names.
-        copies: of those, the ones that the folder has too; what it leaves out, a reader of the folder ties again.
+        copies: of its aliases, the ones that the folder has too; what it leaves out, a reader of the folder ties again.
         dtype: safetensors' name of the dtype to write.
     """
 
@@ -114,7 +113,6 @@ def plan_export(
     """Assign a model's tensors to the files of a folder, in the model's order.
 
     Args:
-        tensors: in the model's order.
         names: rules for names that differ; see `NameMap.of`.
         max_file_bytes: the most bytes of tensors in a file; a tensor larger than that has a file of its own.
 

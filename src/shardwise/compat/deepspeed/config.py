@@ -31,7 +31,7 @@ class Translation:
     """Hold what a config of DeepSpeed's is here.
 
     Attributes:
-        config: for `Config.from_dict`.
+        config: what `Config.from_dict` takes, with this library's keys.
         notes: lines to say once: what has no effect, what was left "auto", what is unknown.
         refused: a line for each key that is refused; `translate` raises the first.
         given: what the JSON says, by dotted key in the table's spelling, without "auto" and null.

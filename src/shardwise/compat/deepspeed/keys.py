@@ -225,7 +225,7 @@ class Key:
 
     Attributes:
         path: dotted; it ends with `.*` for any key of a section, and with `=value` for one value of a key.
-        action: M, N or R.
+        action: M (means a key or call here), N (has no effect) or R (is refused).
         text: the Shardwise key or call that it means, why it has no effect, or why it is refused and the fix.
         is_dropped: whether DeepSpeed 0.19.8 refuses or ignores it.
     """
@@ -292,10 +292,9 @@ def usual_path(path: str) -> str:
 
 
 def key_of(path: str, value: Any = None) -> Key | None:
-    """Return what a dotted key is, or None where DeepSpeed knows none of that name.
+    """Return what a dotted key is, as `usual_path` spells it, or None where DeepSpeed knows none of that name.
 
     Args:
-        path: as `usual_path` returns it.
         value: for keys of which some values have a row of their own.
     """
     if isinstance(value, str) and (of_value := KEYS.get(f"{path}={value.lower()}")):

@@ -190,7 +190,6 @@ def _size(values: Mapping[str, Any], name: str, source: str, default: int | None
 
     Args:
         default: where it is not there; None to refuse that.
-        least: that it may be.
 
     Raises:
         ConfigError: it is not there, or it is no integer, or less than that.

@@ -22,8 +22,7 @@ class LayerSet:
     """Names linear layers that are split together: `columns` by their outputs, `rows` by their inputs.
 
     Attributes:
-        columns: names, in the order in which they run.
-        rows: names, in the same order.
+        columns: names, in the order in which they run, as are `rows`.
         parts: of every layer along its split dim.
         num_units: number of units, which can be on different ranks.
         dropouts: on tensors between columns and rows.

@@ -42,7 +42,6 @@ class TensorRef:
 
     Attributes:
         index: the same for the same tensor object.
-        shape: its shape.
         is_float: whether a gradient can flow to it.
     """
 
@@ -57,8 +56,7 @@ class TracedOp:
 
     Attributes:
         name: of the aten op without its overload; or linear, dropout, sdpa.
-        arguments: by name, tensors as `TensorRef`.
-        outputs: in order.
+        arguments: by name; a tensor among them is a `TensorRef`.
         module: the innermost one in whose forward it runs; for `linear` the layer.
         is_pointwise: whether every element of the output depends only on the inputs' elements at its place.
     """
@@ -80,11 +78,8 @@ class ModuleCall:
     """Describes one call of a module.
 
     Attributes:
-        module: its name.
-        arguments: those that are tensors, by name.
-        start: the first op that ran in it.
-        stop: the first op after it.
-        outputs: tensors in what it returned.
+        arguments: those that are tensors, by name; `outputs` are the tensors in what it returned.
+        start: the first op that ran in it; `stop` is the first after it.
     """
 
     module: str
@@ -99,10 +94,10 @@ class ModelTrace:
     """Holds the trace of a forward.
 
     Attributes:
-        ops: in order.
+        ops: in the order in which they ran.
         calls: of modules, in the order in which they began.
         parameters: index of a `TensorRef` -> name of the parameter that it is.
-        batch: indices of the batch's tensors.
+        batch: of each tensor of the batch, the index of its `TensorRef`.
         outputs: tensors in what the model returned.
         deciding: modules whose code asked for the values of tensors, and by which op; it got zeros.
     """

@@ -28,13 +28,12 @@ class SparseAttentionUtils:
         """Limit a Hugging Face model's self-attention to the blocks of a structure; its modules stay.
 
         Args:
-            model: of transformers; changed in place.
             max_position: not used; if sequences are longer than the model's positions, call
                 `extend_position_embedding` first, which changes the config too.
-            sparsity_config: the structure; None for `FixedSparsityConfig`.
+            sparsity_config: the structure; None for `FixedSparsityConfig` with the model's heads.
 
         Returns:
-            the model.
+            the model, changed in place.
         """
         config: Any = getattr(model, "config", None)
         heads = getattr(config, "num_attention_heads", 1)  # if it is not a model, `use_sparse_attention` raises
@@ -51,9 +50,9 @@ class SparseAttentionUtils:
         `replace_model_self_attention_with_sparse_self_attention`.
 
         Args:
-            config: of BERT, for `hidden_size` and `num_attention_heads`.
+            config: of BERT, for `hidden_size` and `num_attention_heads`; the latter are also those of the default
+                structure, a `FixedSparsityConfig`.
             layers: modules with an `attention.self` that has `query`, `key` and `value`; changed in place.
-            sparsity_config: the structure; None for `FixedSparsityConfig`.
         """
         for layer in layers:
             sparse = BertSparseSelfAttention(config, sparsity_config)

@@ -38,7 +38,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     """Print the memory that a model needs in stage 2, with and without offload.
 
     Args:
-        additional_buffer_factor: not used; DeepSpeed has it.
+        additional_buffer_factor: has no effect; only DeepSpeed's estimates use it.
     """
     print_needs(model, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
 
@@ -49,7 +49,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     """Print the memory that a number of parameters needs in stage 2, with and without offload.
 
     Args:
-        additional_buffer_factor: not used; DeepSpeed has it.
+        additional_buffer_factor: has no effect; only DeepSpeed's estimates use it.
     """
     print_needs(total_params, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
 
