@@ -495,8 +495,8 @@ class _Passes:
 
     Attributes:
         tracks: the stage's forward has a backward.
-        noted: in the first passes under way.
-        repeated: in a second pass.
+        noted: what they returned in the first passes that are under way.
+        repeated: what a second pass returns of it, in the same order.
     """
 
     tracks: bool = False
