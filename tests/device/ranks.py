@@ -194,6 +194,7 @@ def join() -> None:
     """Meet the other ranks that the environment names, over gloo alone."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     Transport().install()
+    Device.scheduler.go_on_by_itself()
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 Order = Literal["eager", "lazy", "side-first", "compute-first", "random"]
 Task = Callable[[], object]
 COMPUTE = 0
+IDLE_S = 0.25  # of a host that waits
 PATIENCE_S = 60.0  # with other ranks
 
 
@@ -79,6 +80,7 @@ class Scheduler:
         self._native = native
         self._lock = threading.RLock()
         self._queues = [Queue(COMPUTE)]
+        self._num_enqueued = 0
         self._freed: list[tuple[int, list[Mark]]] = []
 
     def restart(self, order: Order, seed: int = 0) -> None:
@@ -119,6 +121,7 @@ class Scheduler:
         with self._lock:
             queue = self._queues[stream]
             queue.tasks.append(task)
+            self._num_enqueued += 1
             if self.order == "eager":
                 self._run_able(queue)
 
@@ -167,6 +170,19 @@ class Scheduler:
         mark = self.record(self._native.current_stream())
         with self._lock:
             self._reach(mark.queue, mark.position)
+
+    def go_on_by_itself(self) -> None:
+        """Let work run, from now on, while the host waits for something else: another rank may need what is sent."""
+
+        def run() -> None:
+            while True:
+                num_before = self._num_enqueued
+                time.sleep(IDLE_S)
+                with self._lock:
+                    while self._num_enqueued == num_before and (able := list(filter(self._may_go_on, self._queues))):
+                        self._run_next(self._choose(able))
+
+        threading.Thread(target=run, daemon=True).start()
 
     def note_foreign(self, call: str) -> None:
         """Count a call of a thread that chose no device: it would make a context on the first GPU."""
