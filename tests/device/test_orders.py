@@ -12,7 +12,10 @@ import pytest
 
 from device.virtual import reason_to_skip
 
-pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
+pytestmark = [
+    pytest.mark.begin,  # what takes long and is one file goes first
+    pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or ""),
+]
 
 TESTS = Path(__file__).parents[1]
 NUM_FAULTS = 12
