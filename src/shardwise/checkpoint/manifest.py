@@ -37,17 +37,19 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import gt
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from shardwise.comm.agreement import Verdict, listed
 from shardwise.config.errors import OneLineError
 from shardwise.config.untrusted_files import UntrustedFileError, mismatch, parse_json
 from shardwise.layout.mesh_shape import AXES
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.runtime.state_shards import PARAM, Kind
+
+if TYPE_CHECKING:  # a folder is listed without torch
+    from shardwise.comm.agreement import Verdict
 
 FORMAT: Final = "shardwise-checkpoint"
 VERSION: Final = 1
@@ -100,7 +102,7 @@ def agreed(verdict: Verdict, is_plain: bool = False) -> str:
     if verdict.is_without_store:
         why = "the store does not answer; the process that holds it, mostly rank 0's or the launcher's, has died or is"
         raise AbsentRankError(first.code, f"{verdict.subject} failed: {why} stopped ({first.text})") from verdict.error
-    others = listed(failure.rank for failure in verdict.failures if failure is not first)
+    others = verdict.ranks_beside(first)
     where = "" if is_plain else f"{verdict.subject} failed on rank {first.rank}: "
     also = f" (and on {others})" if len(verdict.failures) > 1 and not is_plain else ""
     kind = DamagedError if first.kind == DamagedError.__name__ else CheckpointError

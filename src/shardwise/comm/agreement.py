@@ -90,6 +90,10 @@ class Verdict:
         """Say whether this rank could not ask the store."""
         return any(failure.kind == _STORE for failure in self.failures)
 
+    def ranks_beside(self, failure: Failure) -> str:
+        """Return the ranks of all other failures, as words."""
+        return listed(other.rank for other in self.failures if other is not failure)
+
     def checked(self) -> str:
         """Return the text.
 

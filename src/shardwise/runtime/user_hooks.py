@@ -157,10 +157,11 @@ def caches_of(model: nn.Module) -> list[Any]:
     """Return the functions with a cache of `functools` that code of a model's own classes may call by name."""
     classes = {type(module) for module in model.modules() if not type(module).__module__.startswith(_LIBRARIES)}
     caches: dict[int, Any] = {}
-    for function in [member for each_class in classes for member in vars(each_class).values()]:
-        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    for member in [member for each_class in classes for member in vars(each_class).values()]:
+        function = inspect.unwrap(getattr(member, "__func__", member))  # of a staticmethod or classmethod
+        code = function.__code__ if isinstance(function, FunctionType) else None
         called = [] if code is None else [function.__globals__.get(name) for name in code.co_names]
-        caches |= {id(cached): cached for cached in (function, *called) if hasattr(cached, "cache_clear")}
+        caches |= {id(cached): cached for cached in (member, *called) if hasattr(cached, "cache_clear")}
     return [*caches.values()]
 
 
