@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, Placements, PlanPlacements, gathered, parted
-from shardwise.engine.whole_values import WholeParameters, WholeResults
+from shardwise.engine.whole_values import WholeReads, WholeResults
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.class_swap import Call, answer_calls
@@ -40,7 +40,7 @@ class SplitModelValues:
     """
 
     views: HookViews
-    parameters: WholeParameters
+    parameters: WholeReads
     results: WholeResults
 
     def __init__(
@@ -54,7 +54,7 @@ class SplitModelValues:
     ) -> None:
         comm, splits_sequence = mappings.comm, config.tensor.sequence_parallel
         placements = PlanPlacements(tensor.plan, comm, splits_sequence, lambda: mappings.num_local_tokens)
-        self.parameters = WholeParameters(model, tensor, comm, draws, sharding, config.compile.enabled)
+        self.parameters = WholeReads(model, tensor, comm, draws, sharding, config.compile.enabled)
         draws.around.append(self.parameters.shown_in_forward)
         self.views = HookViews(model, placements, self.parameters, mappings.keeps_whole)
         self.results = WholeResults(model, placements, mappings.keeps_whole)
@@ -74,7 +74,7 @@ class HookViews:
         self,
         model: nn.Module,
         placements: PlanPlacements,
-        parameters: WholeParameters,
+        parameters: WholeReads,
         keeps_whole: Callable[[], bool],
     ) -> None:
         self._placements = placements
@@ -132,7 +132,7 @@ class HookViews:
 class _View:
     """Converts what a module is given and returns; its calls may be nested."""
 
-    def __init__(self, name: str, placements: PlanPlacements, parameters: WholeParameters) -> None:
+    def __init__(self, name: str, placements: PlanPlacements, parameters: WholeReads) -> None:
         self._name = name
         self._placements = placements
         self._parameters = parameters

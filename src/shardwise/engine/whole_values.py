@@ -33,7 +33,7 @@ from shardwise.zero.sharding_state import ShardingState
 Known = tuple[str, ParamSplit]
 
 
-class WholeParameters:
+class WholeReads:
     """Lets code read whole parameters where this rank has a part of them, or of their gradients.
 
     Args:
@@ -397,7 +397,7 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 _OWN_FRAMES: Final = (__name__, part_type.__module__, version.__module__)
-_SHOWN: Final = inspect.unwrap(WholeParameters.shown).__code__
+_SHOWN: Final = inspect.unwrap(WholeReads.shown).__code__
 _GET_DATA: Final = getattr(Tensor, "data").__get__  # noqa: B009  # to mypy it is no property
 _SET_DATA: Final = getattr(Tensor, "data").__set__  # noqa: B009
 # Of the parameter itself, whatever its values are.
