@@ -457,16 +457,12 @@ class _Saving(OpMode):
     """Keeps the products of a block's first pass, until something writes into them.
 
     torch's own contexts are public, but not what they have saved, which a write must be able to take back.
-
-    Attributes:
-        num_calls: of each op.
-        results: by op and number of its call: tensors beside their versions then.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls: defaultdict[Any, int] = defaultdict(int)
-        self.results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}
+        self.results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}  # by op and call, with their versions then
         self._calls: dict[int, list[tuple[Any, int]]] = {}  # those whose results have this storage
 
     @classmethod
