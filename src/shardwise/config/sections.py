@@ -1,6 +1,6 @@
 """Defines the sections of the config: keys, types, ranges, defaults and meanings, and nothing that computes.
 
-The text under a key is its description: `shardwise config` and `docs/config.md` are made of it.
+The text under a key is its description, which `shardwise config` and the site's page of keys show.
 
 `shardwise.config.resolve` puts them together and is where these names are imported from.
 
@@ -24,6 +24,8 @@ MAX_PIPELINE_CELLS: Final = 400_000
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tier = Literal["device", "host", "nvme"]
+# Codecs of `shardwise.layout.wire_codec`, and dtypes.
+Gather = Literal["param", "int8", "fp8"]
 Reduce = Literal["param", "fp32", "int8", "int4"]
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 if TYPE_CHECKING:
@@ -176,7 +178,7 @@ class PrecisionConfig(Section):
     states: Literal["master", "bf16", "int8"] = "master"
     """How the optimizer's moments are stored: "master" in the master's dtype, "bf16" rounded, "int8" as codes with a
     scale for each 256 elements. Parameters of fewer than 4,096 elements keep theirs in the master's dtype."""
-    gather: Literal["param", "int8", "fp8"] = "param"
+    gather: Gather = "param"
     """How parameters are sent to where they are used: "param" as they are, "int8" and "fp8" as codes of a byte with a
     scale for each 256 elements. The forward uses the decoded values, the optimizer exact ones."""
     linears: Literal["keep", "fp8", "fp8-emulated"] = "keep"

@@ -302,7 +302,7 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         return
     num_layers = job.shape.num_layers
     splits_weights = not job.traits.is_compiled and space.base.chunk_tokens is None
-    for schedule in space.of("schedule", [name for name, recipe in RECIPES.items() if recipe.is_searched]):
+    for schedule in space.of("schedule", [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]):
         recipe = RECIPES[schedule]
         if recipe.splits_backward and not splits_weights:
             continue

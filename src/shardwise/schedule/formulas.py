@@ -99,14 +99,15 @@ def bubble_share(
 
 
 def least_bubble_share(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """Return a lower bound of the bubble as a share of what a rank computes, for any times of equal stages.
+    """Return a lower bound of the bubble as a share of what a rank computes for any times of equal stages, or 0.
 
     >>> least_bubble_share("interleaved", 4, 8, 3), least_bubble_share("zb-h2", 4, 8, 1)
     (0.125, 0.0)
     >>> least_bubble_share("interleaved", 4, 1, 3), round(least_bubble_share("zb-h2", 4, 1, 1), 3)
     (3.0, 1.8)
     """
-    return recipe_of(recipe_name).least_bubble_share(num_ranks, num_micro_batches, virtual_stages)
+    formula = recipe_of(recipe_name).least_bubble_share
+    return 0.0 if formula is None else formula(num_ranks, num_micro_batches, virtual_stages)
 
 
 def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, rank: int) -> int:

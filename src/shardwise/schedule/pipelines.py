@@ -331,7 +331,7 @@ class ScheduleRecipe:
     m, v and i and returns the most stage activations that a rank holds. `repeats_by_rounds` says that what a rank holds
     repeats itself after a few rounds of micro-batches, of the lengths of `interleaved_rounds`. `least_bubble_share`
     takes p, m and v and returns a lower bound of the bubble as a share of what a rank computes, for any times of equal
-    stages. The planner tries the schedule where it `is_searched`.
+    stages; the planner's search tries the schedules that have one.
     """
 
     name: str
@@ -343,8 +343,7 @@ class ScheduleRecipe:
     repeats_by_rounds: bool = False
     max_in_flight: Callable[[int, int, int, int], int] | None = None
     bubble: Bubble | None = None
-    least_bubble_share: Callable[[int, int, int], float] = lambda p, m, v: 0.0
-    is_searched: bool = False
+    least_bubble_share: Callable[[int, int, int], float] | None = None
 
     @property
     def is_interleaved(self) -> bool:
@@ -407,14 +406,12 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
                 naive_rows,
                 max_in_flight=lambda p, m, v, i: v,
                 bubble=Bubble(lambda p, m, v, f, b, w: m * (p - 1) * (f + b + w)),
-                least_bubble_share=_least_of_whole_backwards,
             ),
             ScheduleRecipe(
-                "gpipe",  # it keeps and waits at least as much as 1f1b, as naive does, so it is not searched
+                "gpipe",  # it keeps and waits at least as much as 1f1b, as naive does: neither is searched
                 gpipe_rows,
                 max_in_flight=lambda p, m, v, i: m * v,
                 bubble=_OF_WHOLE_BACKWARDS,
-                least_bubble_share=_least_of_whole_backwards,
             ),
             ScheduleRecipe(
                 "1f1b",
@@ -423,7 +420,6 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
                 max_in_flight=lambda p, m, v, i: min(m, p - i),
                 bubble=_OF_WHOLE_BACKWARDS,
                 least_bubble_share=_least_of_whole_backwards,
-                is_searched=True,
             ),
             ScheduleRecipe(
                 "interleaved",
@@ -435,7 +431,6 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
                 ),
                 bubble=_OF_WHOLE_BACKWARDS,
                 least_bubble_share=_least_of_whole_backwards,
-                is_searched=True,
             ),
             ScheduleRecipe(
                 "zb-h1",
@@ -447,7 +442,6 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
                 bubble=Bubble(lambda p, m, v, f, b, w: (p - 1) * (f + b - min(w, f)), lambda p, v: p),
                 # A third of 1F1B's were F = B = W; less, since W may be longer than the others.
                 least_bubble_share=lambda p, m, v: max((p - 1) / (4 * m), _least_of_deferred_weights(p, m)),
-                is_searched=True,
             ),
             ScheduleRecipe(
                 "zb-h2",
@@ -460,7 +454,6 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
                     lambda p, m, v, f, b, w: (p - 1) * (f + b - min(2 * w, 2 * f, f + b)), lambda p, v: 2 * p - 1
                 ),
                 least_bubble_share=lambda p, m, v: max(0.0, _least_of_deferred_weights(p, m)),
-                is_searched=True,
             ),
             ScheduleRecipe(
                 "zb-v",
@@ -476,7 +469,6 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
                 ),
                 # Half of the other backwards are to do after the first micro-batch came back.
                 least_bubble_share=lambda p, m, v: _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m),
-                is_searched=True,
             ),
         )
     }

@@ -74,7 +74,7 @@ COMMANDS = {
         "train --dry-run my.toml mesh.tp=2 tensor.sequence_parallel=true --world-size 4",
         *(f"train {arguments}" for arguments in TRAIN_REFUSALS),
     ],
-    "config": ["config --help", "config run.device=cpu"],
+    "config": ["config --help"],
     "presets": ["presets"],
     "plan": [
         "plan --help",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Tier
+from shardwise.config.sections import Gather
 from shardwise.layout.layout import Layout
-from shardwise.layout.precision import GatherCodec, StatesDtype
+from shardwise.layout.precision import StatesDtype
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
@@ -144,10 +146,10 @@ def test_encoded_states_are_counted_to_the_byte(states: StatesDtype, tp: int) ->
     assert CompactLayout(job).at_rest(strategy)["optimizer"] < 0.8 * plain["optimizer"]
 
 
-@pytest.mark.parametrize("gather", ["param", "int8", "fp8"])
+@pytest.mark.parametrize("gather", get_args(Gather))
 @pytest.mark.parametrize(("tp", "stage", "near"), [(1, 0, 0), (1, 1, 0), (2, 2, 0), (1, 3, 0), (2, 3, 2), (1, 3, 1)])
 def test_encoded_gathers_and_secondary_shards_are_counted_to_the_byte(
-    gather: GatherCodec, tp: int, stage: int, near: int
+    gather: Gather, tp: int, stage: int, near: int
 ) -> None:
     shape = replace(preset("tiny"), hidden_size=512, ffn_size=1024, num_layers=3, num_heads=8, num_kv_heads=8)
     shape = replace(shape, head_dim=64, vocab_size=1000)
