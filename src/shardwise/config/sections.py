@@ -353,8 +353,8 @@ class OptimizerConfig(Section):
     """Chooses an optimizer and sets its options."""
 
     name: str = "adamw"
-    """An element-wise optimizer of torch.optim, lion, ademamix, or muon (docs/optimizers.md); "none" freezes all
-    parameters and only evaluates."""
+    """An element-wise optimizer of torch.optim or of Shardwise, such as lion, or muon (docs/optimizers.md); "none"
+    freezes all parameters and only evaluates."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate: factor on a step's update, without a unit. 3e-4 suits small models; large ones take less."""
     betas: Betas = (0.9, 0.95)
