@@ -120,7 +120,7 @@ PLACEHOLDERS = {
     r"simulated in [\d.]+ m?s": "simulated in TIME",
     r"\d[\d.]* m?s \([\d.,]+ .?B/s\)": "TIME (SPEED)",
     r"(?<=/cache/)\w{24}": "HASH",
-    r"(?<=is not element-wise; choose one of )[\w, ]+": "NAMES",
+    r"(?<=is not element-wise; choose one of )[\w, ]+(?= \[)": "NAMES",
     r"/\S*/test_\w+_prints\w*": "FOLDER",
     re.escape(f"shardwise {shardwise.__version__}") + "(?=\n)": "shardwise VERSION",
 }
