@@ -27,7 +27,7 @@ from shardwise.layout.stage_partition import find_partition
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, param_splits
 from shardwise.layout.zero_stages import effective_stage, node_ranks, secondary_ranks
 from shardwise.optim.rules import matrix_state_names
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.pipelines import placement_of
 
 _LOG: Final = logging.getLogger("shardwise")
 

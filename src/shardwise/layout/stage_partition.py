@@ -39,7 +39,7 @@ from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, precision_policy
 from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import matrix_state_names
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.pipelines import placement_of
 
 Balance = Literal["both", "time", "memory"]
 

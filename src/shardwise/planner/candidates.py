@@ -27,10 +27,8 @@ from shardwise.config.errors import ConfigError
 from shardwise.optim.rules import num_states
 from shardwise.planner.configs import KEYS
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.schedule.registry import RECIPES
+from shardwise.schedule.pipelines import RECIPES
 
-# gpipe and naive keep and wait at least as much as 1f1b.
-_SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] = (
     ("none", 1),
     ("selective", 1),
@@ -304,7 +302,7 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         return
     num_layers = job.shape.num_layers
     splits_weights = not job.traits.is_compiled and space.base.chunk_tokens is None
-    for schedule in space.of("schedule", _SCHEDULES):
+    for schedule in space.of("schedule", [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]):
         recipe = RECIPES[schedule]
         if recipe.splits_backward and not splits_weights:
             continue

@@ -28,6 +28,7 @@ from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
 from shardwise.planner.job import SHARDWISE, ModelShape, PlanJob, Strategy
+from shardwise.schedule.pipelines import RECIPES
 
 KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -88,7 +89,7 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
     resolved = config.resolve(world_size)
     sections = resolved.model_dump()
     values = {field: sections[key.partition(".")[0]][key.partition(".")[2]] for key, field in KEYS.items()}
-    if resolved.pipeline.schedule == "zb-v":
+    if RECIPES[resolved.pipeline.schedule].is_v_shaped:
         values["virtual_stages"] = 2
     if resolved.context.transport == "ulysses":
         values["heads_over"] = None

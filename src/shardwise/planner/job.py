@@ -19,8 +19,8 @@ from typing import Final, Literal
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, LoraConfig, Reduce, Tier
-from shardwise.config.sections import MAX_LAYERS
-from shardwise.layout.precision import GatherCodec, StatesDtype
+from shardwise.config.sections import MAX_LAYERS, Gather
+from shardwise.layout.precision import StatesDtype
 from shardwise.models.decoder import DecoderConfig
 from shardwise.planner.hardware import Cluster
 from shardwise.schedule.formulas import training_flops_per_token
@@ -294,7 +294,7 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     states: StatesDtype = "master"
-    gather_codec: GatherCodec = "param"
+    gather_codec: Gather = "param"
     secondary_shard: int = 0
     reduce_feedback: bool = False
     keep_whole_below: int = 0

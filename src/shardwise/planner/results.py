@@ -20,6 +20,7 @@ from shardwise.config.resolve import Tier
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.runtime.format import format_count, three_digits
+from shardwise.schedule.pipelines import recipe_of
 
 MEMORY_CATEGORIES: Final = (
     "params",
@@ -156,7 +157,7 @@ def num_extras(s: Strategy) -> int:
     tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
     extras = (s.pp > 1) + (s.tp > 1) + (s.cp - 1).bit_length()
     extras += s.cp > 1 and (s.heads_over is not None or s.transport != "ring")
-    extras += (s.pp > 1 and s.schedule != "1f1b") + s.schedule.startswith("zb-") + (s.recompute_every > 1)
+    extras += (s.pp > 1 and s.schedule != "1f1b") + recipe_of(s.schedule).splits_backward + (s.recompute_every > 1)
     extras += max(0, (s.virtual_stages - 1).bit_length() - 1)
     extras += sum(tier != "device" for tier in tiers) + tiers.count("nvme")
     return extras + (max(s.params_on_device, s.grads_on_device, s.optimizer_on_device) > 0)

@@ -26,6 +26,7 @@ from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s
+from shardwise.schedule.pipelines import recipe_of
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
 
 _NO_TIME: Final = PassTimes()
@@ -198,13 +199,15 @@ class TimeModel:
 def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
     """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
-    In ZB-V a B that is shorter than F waits until F would end, and the part of W that is longer fills no more.
+    Where a formula needs W <= F <= B, as ZB-V's, a B that is shorter than F waits until F would end, and the part of W
+    that is longer fills no more.
     """
     forward_s, backward_s, weight_s = (
         sum(each) / s.pp
         for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
     )
-    if s.schedule == "zb-v":
+    bubble = recipe_of(s.schedule).bubble
+    if bubble is not None and bubble.needs_ordered_costs:
         backward_s, weight_s = max(backward_s, forward_s), min(weight_s, forward_s)
     try:
         return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)

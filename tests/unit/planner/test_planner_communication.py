@@ -13,8 +13,8 @@ from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.config.resolve import Reduce
+from shardwise.config.sections import Gather
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
-from shardwise.layout.precision import GatherCodec
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
@@ -158,7 +158,7 @@ def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], 
 @pytest.mark.parametrize("gather", ["param", "int8"])
 @pytest.mark.parametrize(("num_micro_batches", "axes"), [(1, {"dp_shard": 64}), (4, {"dp_shard": 16, "pp": 4})])
 def test_secondary_shards_keep_gathers_within_a_node(
-    gather: GatherCodec, num_micro_batches: int, axes: dict[str, int]
+    gather: Gather, num_micro_batches: int, axes: dict[str, int]
 ) -> None:
     job = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=5e9))  # where the network is slow
     model = CommTimeModel(replace(job, secondary_shard=8, gather_codec=gather))
