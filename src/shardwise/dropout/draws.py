@@ -143,6 +143,8 @@ class KeyedDraws:
         self._seed, self._cp = seed, cp
         # Entered inside `at`, in this order; `key_dropouts` adds what replaces torch's draws.
         self.around: list[Opening] = [] if watching is None else [watching]
+        # Called at the end of a forward that has drawn other numbers than those of the calls.
+        self.on_unseen: list[Callable[[], None]] = []
         self.are_whole = False  # the tensors that code sees now are no rank's parts
         self._device = torch.device(device)
         self._forwards: dict[int, _Forward] = {}
@@ -191,6 +193,8 @@ class KeyedDraws:
                 for opening in self.around:
                     stack.enter_context(opening())
                 yield
+                for call in [*self.on_unseen] if self.on_unseen and self.drew_unseen() else ():
+                    call()
         finally:
             self._num_running -= 1
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
