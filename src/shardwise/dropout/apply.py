@@ -80,7 +80,7 @@ def key_dropouts(
     if not compiled:
         checkpoints = CheckpointStates(model, functools.partial(_resumption, on_thread))
         draws.around += (functools.partial(replaced_checkpoints, checkpoints.first), watch.opened)
-        undo += (draws.around.clear, draws.on_unseen.clear)
+        undo.append(draws.stop)
     others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
     for name, module in model.named_modules():
         module_class = type(module)
@@ -95,6 +95,7 @@ def key_dropouts(
         )
         if not is_plain:
             watch.sites.append(module.__dict__[_SITE])
+        watch.has_modules |= is_plain
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[module_class]))
     return undo
@@ -135,10 +136,12 @@ class _DrawWatch:
 
     Attributes:
         sites: of the modules that may draw by function.
+        has_modules: the model has dropout modules, which draw by themselves.
     """
 
     def __init__(self, outside: DropoutSite, shares: str, kinds: dict[type[nn.Module], type[nn.Module]]) -> None:
         self.sites: list[DropoutSite] = []
+        self.has_modules = False
         self._outside, self._shares, self._kinds = outside, shares, kinds
 
     @contextmanager
@@ -187,8 +190,7 @@ class _DrawWatch:
         if is_over and all(type(module) in self._kinds.values() for module in modules):
             for module in modules:
                 swap_class(module, type(module).__mro__[1])
-            self._outside.draws.around.remove(self.opened)
-            self._outside.draws.on_unseen.append(self._wake)
+            self._outside.draws.rest(self.opened, self._wake, self.has_modules)
 
     def _wake(self) -> None:
         for module in filter(None, (site.module() for site in self.sites)):
@@ -196,8 +198,7 @@ class _DrawWatch:
             if own not in self._kinds:
                 self._kinds[own] = _keyed_functions(own)
             swap_class(module, self._kinds[own])
-        self._outside.draws.on_unseen.remove(self._wake)
-        self._outside.draws.around.append(self.opened)
+        self._outside.draws.wake(self.opened)
         self._watch_again()
 
     def _watch_again(self) -> None:

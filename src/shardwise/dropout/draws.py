@@ -143,8 +143,8 @@ class KeyedDraws:
         self._seed, self._cp = seed, cp
         # Entered inside `at`, in this order; `key_dropouts` adds what replaces torch's draws.
         self.around: list[Opening] = [] if watching is None else [watching]
-        # Called at the end of a forward that has drawn other numbers than those of the calls.
-        self.on_unseen: list[Callable[[], None]] = []
+        self._on_unseen: Callable[[], None] | None = None  # called after a forward that has drawn unseen
+        self.is_resting = False  # no module draws by a site
         self.are_whole = False  # the tensors that code sees now are no rank's parts
         self._device = torch.device(device)
         self._forwards: dict[int, _Forward] = {}
@@ -193,12 +193,31 @@ class KeyedDraws:
                 for opening in self.around:
                     stack.enter_context(opening())
                 yield
-                for call in [*self.on_unseen] if self.on_unseen and self.drew_unseen() else ():
-                    call()
+                if self._on_unseen is not None and self.drew_unseen():
+                    self._on_unseen()
         finally:
             self._num_running -= 1
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
                 del self._forwards[seed]
+
+    def rest(self, opening: Opening, on_unseen: Callable[[], None], has_modules: bool) -> None:
+        """Open `opening` around no forward, and call `on_unseen` after one that draws other numbers than its calls.
+
+        Args:
+            has_modules: whether modules draw by sites all the same.
+        """
+        self.around.remove(opening)
+        self._on_unseen, self.is_resting = on_unseen, not has_modules
+
+    def wake(self, opening: Opening) -> None:
+        """Open `opening` around forwards again."""
+        self.around.append(opening)
+        self._on_unseen, self.is_resting = None, False
+
+    def stop(self) -> None:
+        """Open nothing around forwards any more."""
+        self.around.clear()
+        self._on_unseen, self.is_resting = None, False
 
     @contextmanager
     def for_tensors(self, are_whole: bool) -> Iterator[None]:
