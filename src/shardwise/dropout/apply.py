@@ -177,28 +177,28 @@ class _DrawWatch:
         if was_quiet and draws.drew_unseen():
             self._watch_again()
         else:
-            self._rest()
+            self._unwatch()
 
     # [Note: A model that draws nothing]
     # Once whole training forwards have drawn nothing by function, the modules get the classes back that they had, and
     # forwards cost what they cost without the library. torch's generator still begins from the forward's seed, so a
     # draw that comes later is noticed at the end of its forward, and from then on all is watched again.
-    def _rest(self) -> None:
+    def _unwatch(self) -> None:
         """Leave the modules as they are while no forward draws by function."""
         modules = [module for site in self.sites if (module := site.module()) is not None]
         is_over = all(site.is_quiet and site.streams == () for site in (self._outside, *self.sites))
         if is_over and all(type(module) in self._kinds.values() for module in modules):
             for module in modules:
                 swap_class(module, type(module).__mro__[1])
-            self._outside.draws.rest(self.opened, self._wake, self.has_modules)
+            self._outside.draws.unwatch(self.opened, self._begin_again, self.has_modules)
 
-    def _wake(self) -> None:
+    def _begin_again(self) -> None:
         for module in filter(None, (site.module() for site in self.sites)):
             own = type(module)
             if own not in self._kinds:
                 self._kinds[own] = _keyed_functions(own)
             swap_class(module, self._kinds[own])
-        self._outside.draws.wake(self.opened)
+        self._outside.draws.watch(self.opened)
         self._watch_again()
 
     def _watch_again(self) -> None:

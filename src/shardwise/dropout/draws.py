@@ -144,7 +144,7 @@ class KeyedDraws:
         # Entered inside `at`, in this order; `key_dropouts` adds what replaces torch's draws.
         self.around: list[Opening] = [] if watching is None else [watching]
         self._on_unseen: Callable[[], None] | None = None  # called after a forward that has drawn unseen
-        self.is_resting = False  # no module draws by a site
+        self.is_quiet = False  # no module draws by a site
         self.are_whole = False  # the tensors that code sees now are no rank's parts
         self._device = torch.device(device)
         self._forwards: dict[int, _Forward] = {}
@@ -200,24 +200,24 @@ class KeyedDraws:
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
                 del self._forwards[seed]
 
-    def rest(self, opening: Opening, on_unseen: Callable[[], None], has_modules: bool) -> None:
+    def unwatch(self, opening: Opening, on_unseen: Callable[[], None], has_modules: bool) -> None:
         """Open `opening` around no forward, and call `on_unseen` after one that draws other numbers than its calls.
 
         Args:
             has_modules: whether modules draw by sites all the same.
         """
         self.around.remove(opening)
-        self._on_unseen, self.is_resting = on_unseen, not has_modules
+        self._on_unseen, self.is_quiet = on_unseen, not has_modules
 
-    def wake(self, opening: Opening) -> None:
+    def watch(self, opening: Opening) -> None:
         """Open `opening` around forwards again."""
         self.around.append(opening)
-        self._on_unseen, self.is_resting = None, False
+        self._on_unseen, self.is_quiet = None, False
 
     def stop(self) -> None:
         """Open nothing around forwards any more."""
         self.around.clear()
-        self._on_unseen, self.is_resting = None, False
+        self._on_unseen, self.is_quiet = None, False
 
     @contextmanager
     def for_tensors(self, are_whole: bool) -> Iterator[None]:

@@ -174,7 +174,7 @@ def _numbers_for(parts: EngineParts, taken: RankBatch, args: Sequence[Any] = ())
         return nullcontext() if whole is None else whole.parameters.shown_in_forward()
     data_rank, num_data_ranks = parts.data_place
     first_sample = taken.first_sample * num_data_ranks + data_rank * taken.num_samples
-    length = None if parts.draws.is_resting else _length(args or taken.share.inputs)
+    length = None if parts.draws.is_quiet else _length(args or taken.share.inputs)
     return parts.draws.at(
         parts.state.num_steps, taken.number, first_sample, taken.num_samples, taken.share.tokens, length
     )

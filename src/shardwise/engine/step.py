@@ -25,7 +25,6 @@ from shardwise.optim.schedules import advance
 from shardwise.runtime.codec_errors import relative_errors
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.torch_private import in_transform
 from shardwise.zero.optimizer_plan import NamedGroup
 from shardwise.zero.resources import ModelEvents
 from shardwise.zero.state_access import (
@@ -81,8 +80,6 @@ def before_model(parts: EngineParts) -> None:
     if parts.split_values is not None:
         parts.split_values.views.follow()
     if parts.state.num_backwards > 0 or not torch.is_grad_enabled() or parts.status.away is not None:
-        return
-    if in_transform():  # of torch.func, which puts tensors of its own in place of parameters
         return
     parts.sharding.check_model()
     follow_freezing(parts)

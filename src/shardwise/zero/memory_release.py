@@ -49,7 +49,8 @@ from shardwise.offload.storage import DeviceStorage, HostStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import Category, MemoryTracker, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
+from shardwise.runtime.param_guard import ReleasedParameterError, released_type
+from shardwise.runtime.torch_private import set_parameter_class
 from shardwise.zero.flat_buffer import ParamState
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup

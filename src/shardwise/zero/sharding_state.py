@@ -20,7 +20,7 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
-from shardwise.runtime.torch_private import in_backward, on_backward_end
+from shardwise.runtime.torch_private import on_backward_end
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradState
 from shardwise.zero.order import (
@@ -84,6 +84,7 @@ class ShardingState:
         self._unit_of = {unit.name: unit for unit in self.units}
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
+        self._fetches = False  # parameters from another tier, which are read ahead
         self._lent = LentGroups()
         self.watch = GradientWatch(model, weakref.ref(self), resources.events.zero_grad)
         self.parts = ShownParts()
@@ -120,6 +121,7 @@ class ShardingState:
         finally:  # where this fails half way, `close` gives back the groups that there are, and no others
             unit.groups = tuple(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
             self.groups = [group for each in self.units for group in each.groups]
+            self._fetches = any(group.spec.tiers.params != "device" for group in self.groups)
             self.reductions.set_groups(
                 group for each in reversed(self.units) for group in each.groups if group.grads is not None
             )
@@ -155,9 +157,8 @@ class ShardingState:
         """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
         self.watch.turn(is_on, self.reductions.groups)
 
-    def pre_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit, is_recomputed: bool) -> None:
         """Make a unit's parameters available, and start to gather the next unit's."""
-        is_recomputed = in_backward()
         if not is_recomputed:
             self._enter_forward(unit)
         for group in unit.used_groups:
@@ -234,7 +235,8 @@ class ShardingState:
         """Make a unit's parameters available, and start to gather the previous unit's."""
         begins = unit.backward_start_s is None
         if begins:
-            self._begin_backward()
+            if self.phase is not Phase.BACKWARD:
+                self._begin_backward()
             if not unit.is_root:
                 self._enter_block(unit, self.order.enter_backward)
         if torch.is_grad_enabled():
@@ -272,11 +274,11 @@ class ShardingState:
         """
         group, index = self._place_of[id(parameter)]
         assert group.grads is not None, "the parameter is trained"
-        self._begin_backward()
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
         self.has_foreign_gradients |= self.backward.began_in is not Phase.PRE_BACKWARD
         self.reductions.note_gradient(group)
-        group.grads.add(index, gradient, self.backward.will_reduce)
-        if group.grads.arrivals.is_complete:
+        if group.grads.add(index, gradient, self.backward.will_reduce):
             unit = self._unit_of[group.spec.unit]
             if self._is_over(unit):
                 self._close_backward(unit)
@@ -291,7 +293,7 @@ class ShardingState:
         That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first. Where
         inputs cannot be watched, it is when every parameter has its gradient and none of them is frozen.
         """
-        is_complete = all(group.grads is not None and group.grads.arrivals.is_complete for group in unit.groups)
+        is_complete = all(group.grads is not None and group.grads.arrivals.num_missing == 0 for group in unit.groups)
         return not unit.is_root and (unit.has_all_inputs or (is_complete and unit.num_awaited_inputs <= 0))
 
     def _close_backward(self, unit: Unit) -> None:
@@ -460,7 +462,7 @@ class ShardingState:
         for name in self.order.next_units():
             for group in self._unit_of[name].used_groups:
                 group.unshard()
-        for name in self.order.upcoming(NUM_PREFETCHED):
+        for name in self.order.upcoming(NUM_PREFETCHED) if self._fetches else ():
             for group in self._unit_of[name].groups:
                 group.prefetch()
 
@@ -492,8 +494,6 @@ class ShardingState:
                 unit.reshard()
 
     def _begin_backward(self) -> None:
-        if self.phase is Phase.BACKWARD:
-            return
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
         if self.phase is Phase.IDLE and not is_inner:

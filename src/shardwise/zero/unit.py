@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, Final, Literal
 
@@ -25,10 +25,9 @@ from shardwise.runtime.param_guard import (
     ReleasedParameterError,
     parameter_classes,
     released_type,
-    set_parameter_class,
 )
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data
+from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, set_parameter_class
 from shardwise.zero.flat_buffer import ParamState, PartType
 from shardwise.zero.param_group import ParamGroup
 
@@ -116,7 +115,7 @@ class Unit:
     has_all_inputs: bool = False
     has_untracked_forward: bool = False
 
-    @property
+    @cached_property
     def is_root(self) -> bool:
         """Say whether the unit holds what no block does."""
         return self.name == ROOT
