@@ -131,7 +131,6 @@ class _DrawWatch:
 
     Args:
         outside: the site of code around the model's forward: hooks of the model, and the loss.
-        shares: as for `key_dropouts`.
         kinds: class of a module -> the one that draws by its site.
 
     Attributes:
@@ -167,12 +166,8 @@ class _DrawWatch:
             with outside.own_streams():
                 yield
         else:
-            on_thread.mode = KeyedFunctions(outside)
-            try:
-                with on_thread.mode, outside.own_streams():
-                    yield
-            finally:
-                on_thread.mode = None
+            with _drawing(outside), outside.own_streams():
+                yield
         outside.streams = (*streams, *(stream for stream in outside.streams or () if stream not in streams))
         if was_quiet and draws.drew_unseen():
             self._watch_again()
@@ -194,10 +189,10 @@ class _DrawWatch:
 
     def _begin_again(self) -> None:
         for module in filter(None, (site.module() for site in self.sites)):
-            own = type(module)
-            if own not in self._kinds:
-                self._kinds[own] = _keyed_functions(own)
-            swap_class(module, self._kinds[own])
+            module_class = type(module)
+            if module_class not in self._kinds:
+                self._kinds[module_class] = _keyed_functions(module_class)
+            swap_class(module, self._kinds[module_class])
         self._outside.draws.watch(self.opened)
         self._watch_again()
 
@@ -217,7 +212,7 @@ class _DrawWatch:
 def _resumption(on_thread: _OnThread) -> Callable[[], AbstractContextManager[None]]:
     """Return what opens the site that is drawn for now again, in the second pass of code that is no module's."""
     site = None if on_thread.mode is None else on_thread.mode.site
-    return nullcontext if site is None else functools.partial(_resumed, site)
+    return nullcontext if site is None else functools.partial(_drawing, site)
 
 
 @contextmanager
@@ -235,7 +230,8 @@ def _drawing_for(site: DropoutSite | None, on_thread: _OnThread) -> Iterator[Non
 
 
 @contextmanager
-def _resumed(site: DropoutSite) -> Iterator[None]:
+def _drawing(site: DropoutSite) -> Iterator[None]:
+    """Let this thread draw for a site inside the context."""
     on_thread = site.on_thread
     if on_thread.mode is not None:
         with _drawing_for(site, on_thread):
@@ -319,17 +315,14 @@ class DropoutSite:
         return self.draws.hashes(self.name, shape, self.own_zone, device, first_row)
 
     def numbers(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw numbers for a tensor; the arguments are those of `KeyedDraws.numbers`."""
         self.has_dropped = True
         return self.draws.numbers(self.name, kind, shape, dtype, device, self.own_zone)
 
     def place(self, shape: Sequence[int]) -> TensorPlace:
-        """Return where a tensor that the module draws is in the unsplit one."""
         self.has_dropped = True
         return self.draws.place(shape, self.own_zone)
 
     def reseeded(self) -> AbstractContextManager[None]:
-        """Return a context in which torch's generators have the numbers of this call of the site."""
         self.has_dropped = True
         return self.draws.reseeded(self.name)
 
@@ -479,12 +472,8 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
         elif site is None or (site.is_quiet and not has_streams):
             return own.forward(self, *args, **kwargs)
         else:
-            on_thread.mode = KeyedFunctions(site)
-            try:
-                with _own_seed(site), on_thread.mode, site.own_streams():
-                    result = own.forward(self, *args, **kwargs)
-            finally:
-                on_thread.mode = None
+            with _own_seed(site), _drawing(site), site.own_streams():
+                result = own.forward(self, *args, **kwargs)
         if site is not None:
             site.is_quiet = not site.has_dropped
         return result

@@ -317,9 +317,6 @@ class KeyedDraws:
         They cover whole sequences even where tokens are split, since a rank gets keys of other ranks.
 
         Args:
-            site: the name of the module that drops.
-            shape: of the tensor; none of its sizes is 0.
-            zone: this rank's part of the tensor; None where it is whole.
             first_row: index of the first row of its last dim but one.
         """
         key = self._next_key(site)
@@ -331,7 +328,6 @@ class KeyedDraws:
         """Draw numbers other than a dropout's mask for a tensor of the open forward; each call draws new ones.
 
         Args:
-            site: the name of the module that draws.
             dtype: of the numbers; for "bits" int64.
             zone: this rank's part of the tensors of the module; None where they are whole.
         """

@@ -97,22 +97,16 @@ class RankBatch:
 
     @classmethod
     def of(cls, parts: EngineParts, batch: Any, first_sample: int, number: int) -> Self:
-        """Take a batch, which must be the same on ranks that compute it together.
-
-        Args:
-            parts: whose device, dtype and layout count.
-            first_sample: how many samples of this step this rank has before it.
-            number: of its forward in the step, from 0.
-        """
+        """Take a batch, which must be the same on ranks that compute it together."""
         if parts.check_batch.has_others:
             parts.check_batch(batch, is_first_step=parts.state.num_steps == 0)
         if number == 0:
             agree_on_hooks(parts)
         has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
-        given, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
-        given = to_device(given, parts.device)
+        data, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
+        data = to_device(data, parts.device)
         sequences = parts.sequences
-        share = _whole_share(parts, given, has_more) if sequences is None else sequences.share(given, has_more)
+        share = _whole_share(parts, data, has_more) if sequences is None else sequences.share(data, has_more)
         if num_items is not None:
             check_num_items(parts.model, num_items, share.num_targets)
         inputs = to_device(share.inputs, parts.device, parts.param_dtype)
@@ -254,7 +248,6 @@ class SequentialRunner:
         """Do nothing: forwards, backwards and steps can be called one by one."""
 
     def forward(self, batch: Any) -> LossSum:
-        """Run the forward."""
         parts = self._parts
         parts.status.check(params_suffice=not torch.is_grad_enabled())
         parts.timeline.micro_batch = parts.state.num_backwards
@@ -264,7 +257,6 @@ class SequentialRunner:
             return run_model(parts, taken, lambda output: taken.loss(parts, output))
 
     def train(self, batches: Sequence[Any]) -> StepResult:
-        """Take a step."""
         parts = self._parts
         for index, batch in enumerate(batches, 1):
             loss = open_loss(parts, batch, self.forward(batch))
@@ -272,7 +264,6 @@ class SequentialRunner:
         return update(parts, self.forward)
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
-        """Run the forwards; `losses` is given the losses of `batches`."""
         for batch in batches:
             losses.add(self.forward(batch))
 

@@ -165,11 +165,7 @@ def open_loss(parts: EngineParts, batch: Any, total: LossSum | None) -> Tensor:
 
 
 def run_backward(parts: EngineParts, loss: Tensor, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
-    """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar.
-
-    Args:
-        is_boundary: whether the step follows; None where `batch.accumulation` tells.
-    """
+    """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar; see `Engine.backward`."""
     parts.status.check()
     refuse_unless_trainable(parts)
     if parts.losses.plain.is_on and not parts.losses.knows(loss):
@@ -222,11 +218,7 @@ def end_backward(parts: EngineParts) -> None:
 
 
 def begin_backward(parts: EngineParts, is_boundary: bool | None = None) -> None:
-    """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes.
-
-    Args:
-        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
-    """
+    """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes."""
     parts.status.begin_backward()
     parts.timeline.clock.switch("backward")
     parts.sharding.watch_gradients(False)
@@ -432,7 +424,6 @@ def backpropagate(
 
     Args:
         weight: the gradient of the loss, 0-d.
-        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
     """
     check_loss(loss)
     # In a hook of a backward of these engines, such as one that fills a cache of features, it is a part of that one.

@@ -106,9 +106,8 @@ def hook_unit(
         if called is not module or in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
         if in_transform():  # of torch.func, which runs backwards of its own, if any
-            follows = None if torch.is_grad_enabled() else False
             with outside_transforms():
-                events.post_forward(unit, [], follows)
+                events.post_forward(unit, [], None if torch.is_grad_enabled() else False)
             return
         leaves = _leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
