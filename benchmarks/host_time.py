@@ -1,9 +1,9 @@
-"""Host time, kernels and host waits of a training step beside DDP's and FSDP2's, with kernels that cost next to nothing.
+"""Host time, kernels and host waits of a step beside DDP's and FSDP2's, with kernels that cost next to nothing.
 
-On a GPU the host only enqueues. Where it needs longer for a unit than the unit's kernels run, the GPU waits for it. Here
-the tensors are tiny, and collectives return at once (torch's "fake" process group, two ranks), so what is left is host
+On a GPU the host only enqueues. Where it needs longer for a unit than the unit's kernels run, the GPU waits for it.
+Here tensors are tiny, and collectives return at once (torch's "fake" process group, two ranks), so what is left is host
 time: Python, autograd and dispatch. All systems train one decoder in one process and take turns. What the plain model
-takes is subtracted, the optimizer aside. The engine's communicators are those of NCCL, which block nothing.
+takes is subtracted, but for the optimizer. The engine's communicators are those of NCCL, which block nothing.
 
     unit      microseconds of forward and backward a block, beyond the plain block: the slope over depth
     pass      microseconds of a forward and backward, beyond the plain model's
@@ -18,11 +18,11 @@ Time is the thread's on the CPU. Figures are medians over rounds.
     python benchmarks/host_time.py --profile shardwise-3
 """
 
-
 import argparse
 import cProfile
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import platform
@@ -162,7 +162,7 @@ def make_fsdp2(depth: int, dtype: str, reshard: bool, prefetch: bool) -> System:
         fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy)
     blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
-    for before, after in zip(blocks, blocks[1:], strict=False) if prefetch else ():
+    for before, after in itertools.pairwise(blocks) if prefetch else ():
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
     return torch_system(model)
@@ -176,7 +176,7 @@ def make_engine(depth: int, dtype: str, stage: int, overlap: bool = True) -> Sys
             "zero": {"stage": stage, "overlap": overlap},
             "optimizer": {"name": "adamw", "lr": 1e-4, "decay_1d": True, "clip_norm": CLIP_NORM},
             "scheduler": {"name": "constant"},
-            "run": {"device": "cpu", "on_nonfinite": "ignore"},  # a sum that moves nothing may leave anything
+            "run": {"device": "cpu", "on_nonfinite": "skip"},  # a sum that moves nothing may leave anything
         }
     ).resolve(world_size=NUM_RANKS)
     model = make_model(depth)

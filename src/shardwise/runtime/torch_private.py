@@ -277,6 +277,11 @@ def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """Return the 2-norms of tensors of one device, 1-D: on a GPU by a few kernels for all of them."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
 def plain_torch_functions() -> AbstractContextManager[None]:
     """Run the body without calling any tensor subclass's `__torch_function__`, as torch's subclass guide does."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -13,7 +13,7 @@ so it runs in every backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Final
@@ -33,6 +33,7 @@ from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
 from shardwise.runtime.state_shards import FlatState
+from shardwise.runtime.torch_private import norms_of
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges
 
@@ -62,15 +63,18 @@ class NormShare:
         ]
         self._owned = self._share(left_out).owned
 
-    def square_of(self, gradient: Tensor) -> Tensor:
-        """Return the sum of the squares of this rank's gradients, fp64 and 0-d.
+    def counted_of(self, gradient: Tensor) -> list[Tensor]:
+        """Return the parts of this rank's gradients that it counts.
 
         What tensor-parallel ranks share counts on its owner alone.
         """
         gradient = gradient[self._range]
-        parts = [gradient] if self._owned is None else [gradient[low:high] for low, high in self._owned]
-        squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
-        return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
+        return [gradient] if self._owned is None else [gradient[low:high] for low, high in self._owned]
+
+    def square_of(self, gradient: Tensor) -> Tensor:
+        """Return the sum of the squares of what this rank counts, fp64 and 0-d."""
+        parts = self.counted_of(gradient)
+        return norms_of(parts).double().square().sum() if parts else gradient.new_zeros((), dtype=torch.float64)
 
 
 class GradState(Enum):
@@ -232,6 +236,7 @@ class GradBucket:
         self._slice = slice(start, stop) if is_whole else slice(0, spec.shard_numel)  # of what is stored
         self._memory: Tensor | None = None  # of what is stored on the device
         self._sum: Tensor | None = None  # this rank's slice of it
+        self._cut: Sequence[Tensor] | None = None  # views of that, for the pieces of the optimizer
         self._leased: Tensor | None = None  # the bucket, where it is the pool's
         self._stashed: Tensor | None = None
         self._square: Tensor | None = None
@@ -402,6 +407,18 @@ class GradBucket:
         """
         return self._on_device().to(self._master_dtype) if self.holds_sum else None
 
+    def cut(self, gradient: Tensor, places: Sequence[tuple[slice, torch.Size]]) -> Sequence[Tensor]:
+        """Return views of what `gradient` has returned; those of memory that outlives the step are made once.
+
+        Args:
+            places: where the views are and their shapes; the same ones in each call.
+        """
+        if self._cut is not None and gradient is self._sum:
+            return self._cut
+        views = [gradient[where].view(shape) for where, shape in places]
+        self._cut = views if gradient is self._sum else None
+        return views
+
     def _on_device(self) -> Tensor:
         return self._accumulator()
 
@@ -417,7 +434,7 @@ class GradBucket:
 
     def drop(self) -> int:
         """Free the buffers, which hold no gradients; the next backward makes new ones. Returns the freed bytes."""
-        memory, self._memory, self._sum = self._memory, None, None
+        memory, self._memory, self._sum, self._cut = self._memory, None, None, None
         return 0 if memory is None else memory.untyped_storage().nbytes()
 
     def clear(self) -> None:
@@ -432,7 +449,7 @@ class GradBucket:
 
     def close(self) -> None:
         """Free what is stored."""
-        self._memory = self._sum = None
+        self._memory = self._sum = self._cut = None
 
 
 class WholeBucket(GradBucket):
