@@ -33,7 +33,7 @@ from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
 from shardwise.runtime.state_shards import FlatState
-from shardwise.runtime.torch_private import norms_of
+from shardwise.runtime.torch_private import add_all, copy_all, norms_of, zero_all
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges
 
@@ -148,8 +148,8 @@ class GradArrivals:
             for param, was_written in zip(self._params, self._written, strict=True)
             if not was_written
         ]
-        for start, stop in (*self._gaps, *unused):
-            bucket[start:stop].zero_()
+        if gaps := [bucket[start:stop] for start, stop in (*self._gaps, *unused)]:
+            zero_all(gaps)
         self._written = [False] * len(self._params)
 
     def clear(self) -> None:
@@ -238,6 +238,8 @@ class GradBucket:
         self._sum: Tensor | None = None  # this rank's slice of it
         self._cut: Sequence[Tensor] | None = None  # views of that, for the pieces of the optimizer
         self._leased: Tensor | None = None  # the bucket, where it is the pool's
+        # By index, gradients that are not in the bucket yet, and whether they are added there; None where none waits.
+        self._waiting: dict[int, tuple[Tensor, bool]] | None = None if comms.data.waits_on_host else {}
         self._stashed: Tensor | None = None
         self._square: Tensor | None = None
         self._work: AsyncWork | None = None  # the reduction under way
@@ -261,12 +263,41 @@ class GradBucket:
                 "sparse-gradient",
                 f"the gradient of {param.name} is sparse but shards are dense; build the embedding with sparse=False",
             )
+        if self._waiting is not None:
+            if index in self._waiting:  # of the backward before
+                self._write_waiting(will_reduce)
+            self._expect_gradient(will_reduce)
+            self._waiting[index] = gradient, self.arrivals.note(index)
+            if self.arrivals.is_complete:
+                self._write_waiting(will_reduce)
+            return
         bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
         target = bucket[param.offset : param.offset + param.numel]
         if self.arrivals.note(index):
             add_widened(target, gradient.reshape(-1))
         else:
             target.view(param.shape).copy_(gradient)
+
+    # [Note: Gradients wait for their group]
+    # On a GPU each kernel costs the host some microseconds, and a copy for each gradient would be the most of what is
+    # launched beside the model's own kernels. So there the gradients of a group are held until the last one has come,
+    # and go into the bucket by one kernel; the bucket is leased then, and not at the first of them. At the end of a
+    # unit's backward, when its activations are gone, there are so both. A CPU copies each while the cache has it.
+    def _write_waiting(self, will_reduce: bool) -> None:
+        """Put the gradients that wait into the bucket."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        bucket = self._open_bucket(will_reduce)
+        params = self.spec.params
+        for is_there, write in ((False, copy_all), (True, add_all)):
+            found = [(params[index], gradient) for index, (gradient, each) in waiting.items() if each is is_there]
+            if found:
+                targets = [bucket[at.offset : at.offset + at.numel].view(at.shape) for at, _ in found]
+                write(targets, [gradient for _, gradient in found])
+
+    def _expect_gradient(self, will_reduce: bool) -> None:
+        """Prepare for a gradient that is not in the bucket yet."""
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
         if self._leased is None:
@@ -318,6 +349,7 @@ class GradBucket:
     def _close_bucket(self) -> tuple[Tensor, Tensor | None]:
         """Return the bucket, full, and what of it goes back to the pool."""
         self.finish_reduce()
+        self._write_waiting(will_reduce=True)
         bucket = self._open_bucket(will_reduce=True)
         self.arrivals.close_bucket(bucket)
         leased, self._leased = self._leased, None
@@ -430,6 +462,7 @@ class GradBucket:
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that are allocated."""
+        self._write_waiting(will_reduce=False)
         return [buffer for buffer in (self._memory, self._leased, self._stashed) if buffer is not None]
 
     def drop(self) -> int:
@@ -443,6 +476,8 @@ class GradBucket:
         self.await_taken()  # what is still to be added must not be added to what comes next
         self._enter(GradState.EMPTY)
         self._stashed = self._square = None
+        if self._waiting:
+            self._waiting = {}
         self.arrivals.clear()
         leased, self._leased = self._leased, None
         self._release(leased)
@@ -458,6 +493,9 @@ class WholeBucket(GradBucket):
     def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources) -> None:
         super().__init__(spec, layout, resources)
         self._may_be_narrow = self.sums.dtype != self._dtype and resources.comms.data.world_size > 1
+
+    def _expect_gradient(self, will_reduce: bool) -> None:
+        self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
         if self._leased is not None:
