@@ -70,6 +70,19 @@ class AsyncWork:
         return AsyncWork(self.advance, lambda: AsyncWork(finish))
 
 
+@dataclass(frozen=True)
+class ScalarSum:
+    """Holds a few numbers that are reduced over the ranks.
+
+    Attributes:
+        on_device: fp64, 1-D; right for what is enqueued after it.
+        read: returns them on the host, which waits until the device has come to them; not for what is enqueued later.
+    """
+
+    on_device: Tensor
+    read: Callable[[], list[float]]
+
+
 class Launch:
     """Is a collective that a back end is starting: it collects what the host waits for.
 
@@ -419,11 +432,15 @@ class Comm(ABC):
             values: on the device; reduced in place where `known` is empty.
             known: numbers of the host, summed too and returned after the values.
         """
+        return self.start_sum_of_scalars(values, name, known).read()
+
+    def start_sum_of_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> ScalarSum:
+        """Start what `sum_scalars` does; the device may use the sums before the host reads them."""
         return self._reduce_scalars(values, known, dist.ReduceOp.SUM, name)
 
     def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Return the element-wise maximum of a small fp64 vector over the ranks, on the host."""
-        return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
+        return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name).read()
 
     def broadcast(self, buffer: Tensor, name: str, source: int = 0) -> None:
         """Give every rank what one rank holds."""
@@ -500,7 +517,7 @@ class Comm(ABC):
 
     def _reduce_scalars(
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
-    ) -> list[float]:
+    ) -> ScalarSum:
         if known:
             given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
@@ -510,15 +527,21 @@ class Comm(ABC):
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
         started.as_work().wait()  # on CUDA the stream waits, not the host
+        on_host, copied = values, None
         if self.device.type == "cuda":
             on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             on_host.copy_(values, non_blocking=True)
-            copied, values = Event.record(self.device), on_host
-            with self.comm_log.running(call):  # here the host waits
-                copied.wait_on_host()
-        if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
-            return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
-        return values.tolist()
+            copied = Event.record(self.device)
+
+        def read() -> list[float]:
+            if copied is not None:
+                with self.comm_log.running(call):  # here the host waits
+                    copied.wait_on_host()
+            if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
+                return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
+            return on_host.tolist()
+
+        return ScalarSum(values, read)
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Collective:
         return self.checked(self.comm_log.add(op, name, self._ranks, buffer, passes))

@@ -294,6 +294,26 @@ def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """Return the 2-norms of tensors of one device, 1-D: on a GPU by a few kernels for all of them."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def zero_all(tensors: list[Tensor]) -> None:
+    """Fill tensors of one device with zeros, as `norms_of` takes norms."""
+    torch._foreach_zero_(tensors)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one device into others of their shapes, as `norms_of` takes norms."""
+    torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add tensors to others, in place, of one device, as `norms_of` takes norms."""
+    torch._foreach_add_(targets, sources)
+
+
 def plain_torch_functions() -> AbstractContextManager[None]:
     """Run the body without calling any tensor subclass's `__torch_function__`, as torch's subclass guide does."""
     return torch._C.DisableTorchFunctionSubclass()
