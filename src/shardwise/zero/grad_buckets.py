@@ -264,9 +264,9 @@ class GradBucket:
                 self._write_waiting(will_reduce)
             self._expect_gradient(will_reduce)
             self._waiting[index] = gradient, self.arrivals.note(index)
-            if self.arrivals.is_complete:
+            if is_complete := self.arrivals.num_missing == 0:
                 self._write_waiting(will_reduce)
-            return
+            return is_complete
         bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
         target = bucket[param.offset : param.offset + param.numel]
         if self.arrivals.note(index):
