@@ -534,7 +534,7 @@ def find_partition(units: Sequence[StageUnit], config: ResolvedConfig) -> StageP
 def _bytes_per_element(config: ResolvedConfig) -> Callable[[ParamEntry], float]:
     """Return a function: parameter -> bytes stored for each of its elements (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
-    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
+    stage = effective_stage(config.zero, num_shards, config.tiers, is_scheduled=True)
     policy = precision_policy(config.precision)
 
     has_matrices = bool(matrix_state_names(config.optimizer.name))

@@ -24,6 +24,7 @@ from typing import Any, Final
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
+from shardwise.layout.zero_stages import STAGES
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
@@ -120,12 +121,10 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         cluster=cluster,
         traits=traits,
         optimizer=resolved.optimizer.name,
-        keep_whole_below=resolved.zero.keep_whole_below,
         states=resolved.precision.states,
         gather_codec=resolved.precision.gather,
-        secondary_shard=resolved.zero.secondary_shard,
+        zero=resolved.zero,
         reduce_feedback=resolved.precision.reduce_feedback,
-        replicate_frozen=resolved.zero.replicate_frozen,
         lora=resolved.lora,
     )
 
@@ -176,7 +175,7 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
         values["pipeline"]["cut"] = None
     if strategy.cp == 1:
         values["context"] = {**Config().context.model_dump(), "chunk_tokens": strategy.chunk_tokens}
-    if strategy.zero_stage < 3 or strategy.params_tier != "device":
+    if not STAGES[strategy.zero_stage].unshard_for_use or strategy.params_tier != "device":
         values["zero"]["secondary_shard"] = 0
     is_on_nvme = "nvme" in (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier)
     values["tiers"]["nvme_path"] = (base.tiers.nvme_path or "nvme") if is_on_nvme else None

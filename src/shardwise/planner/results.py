@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import Tier
+from shardwise.layout.zero_stages import STAGES
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.runtime.format import format_count, three_digits
@@ -275,7 +276,8 @@ def _data_parts(s: Strategy) -> Iterator[str]:
     if s.zero_stage == 0:
         yield f"DDP over {num_shards * replicas}"
         return
-    each_time = " each micro-batch" if s.zero_stage == 3 and s.pp > 1 and s.gather == "micro-batch" else ""
+    gathers_each_time = STAGES[s.zero_stage].unshard_for_use and s.pp > 1 and s.gather == "micro-batch"
+    each_time = " each micro-batch" if gathers_each_time else ""
     yield f"ZeRO-{s.zero_stage} over {num_shards}" + (f" x {replicas} replicas" if replicas > 1 else "") + each_time
 
 

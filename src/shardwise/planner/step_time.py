@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
@@ -188,7 +189,7 @@ class TimeModel:
         return owned_s + 2 * self.communication.network.collective_s("all_to_all", num_bytes, num_owners)
 
     def _num_optimizer_shards(self, s: Strategy) -> int:
-        return 1 if s.zero_stage == 0 else s.dp_shard * s.cp
+        return s.dp_shard * s.cp if STAGES[s.zero_stage].optimizer is Placement.SHARD else 1
 
     def _straggling_s(self, step_s: float) -> float:
         """Return the delay by the slowest node: the largest of n normal deviates is about sqrt(2 ln n)."""

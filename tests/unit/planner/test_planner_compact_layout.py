@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, Tier
+from shardwise.config.resolve import Config, Tier, ZeroConfig
 from shardwise.config.sections import Gather
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import StatesDtype
@@ -124,7 +124,7 @@ def test_folded_bytes_are_those_of_the_whole_model(
     assume(layout is not None)
     assert layout is not None
     model = ModelShape.of_decoder(shape)
-    job = PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, keep_whole_below=below)
+    job = PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, zero=ZeroConfig(keep_whole_below=below))
     folded = CompactLayout(replace(job, optimizer=optimizer))
     for rank in range(strategy.pp):
         own = layout.of_pipeline_rank(rank)
@@ -159,7 +159,7 @@ def test_encoded_gathers_and_secondary_shards_are_counted_to_the_byte(
     zero, precision = config.zero.model_dump(), config.precision.model_dump()
     sections = {"zero": {**zero, "secondary_shard": near}, "precision": {**precision, "gather": gather}}
     own = plan_layout(Decoder(shape, device="meta"), Config.from_dict({**config.model_dump(), **sections}))
-    folded = CompactLayout(replace(job, gather_codec=gather, secondary_shard=near))
+    folded = CompactLayout(replace(job, gather_codec=gather, zero=ZeroConfig(secondary_shard=near)))
     assert folded.at_rest(strategy) == own.bytes_at_rest()
     assert folded.on_wire(strategy) == own.bytes_on_wire(2)
     if gather == "param" and not near:
@@ -188,8 +188,8 @@ def test_encoded_gradients_are_counted_to_the_byte(zero_stage: int, axes: dict[s
     )
     own = plan_layout(Decoder(shape, device="meta"), config)
     job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
-    folded = CompactLayout(replace(job, reduce_feedback=True, secondary_shard=node))
-    plain = CompactLayout(replace(job, secondary_shard=node))
+    folded = CompactLayout(replace(job, reduce_feedback=True, zero=ZeroConfig(secondary_shard=node)))
+    plain = CompactLayout(replace(job, zero=ZeroConfig(secondary_shard=node)))
     for rank in range(strategy.pp):
         found = folded.at_rest(strategy, rank)
         assert found == own.of_pipeline_rank(rank).bytes_at_rest()
