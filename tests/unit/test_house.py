@@ -33,7 +33,7 @@ ALONE = {
         "runtime/user_hooks.py",
     },
     r"torch\.cuda\.Stream\(": {"runtime/streams.py"},
-    r"\.__class__ = ": {"runtime/class_swap.py", "runtime/param_guard.py"},
+    r"\.__class__ = ": {"runtime/class_swap.py", "runtime/torch_private.py"},
     r"os\.environ|os\.getenv": {"cli/", "launch/"},
 }
 

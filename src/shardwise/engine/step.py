@@ -28,7 +28,6 @@ from shardwise.optim.schedules import advance
 from shardwise.runtime.codec_errors import relative_errors
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.torch_private import in_transform
 from shardwise.zero.optimizer_plan import NamedGroup
 from shardwise.zero.resources import ModelEvents
 from shardwise.zero.state_access import (
@@ -86,8 +85,6 @@ def before_model(parts: EngineParts) -> None:
     if parts.split_values is not None:
         parts.split_values.views.follow()
     if parts.state.num_backwards > 0 or not torch.is_grad_enabled() or parts.status.away is not None:
-        return
-    if in_transform():  # of torch.func, which puts tensors of its own in place of parameters
         return
     parts.sharding.check_model()
     follow_freezing(parts)
@@ -173,11 +170,7 @@ def open_loss(parts: EngineParts, batch: Any, total: LossSum | None) -> Tensor:
 
 
 def run_backward(parts: EngineParts, loss: Tensor, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
-    """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar.
-
-    Args:
-        is_boundary: whether the step follows; None where `batch.accumulation` tells.
-    """
+    """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar; see `Engine.backward`."""
     parts.status.check()
     refuse_unless_trainable(parts)
     if parts.losses.plain.is_on and not parts.losses.knows(loss):
@@ -230,11 +223,7 @@ def end_backward(parts: EngineParts) -> None:
 
 
 def begin_backward(parts: EngineParts, is_boundary: bool | None = None) -> None:
-    """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes.
-
-    Args:
-        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
-    """
+    """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes."""
     parts.status.begin_backward()
     parts.timeline.clock.switch("backward")
     parts.sharding.watch_gradients(False)
@@ -500,7 +489,6 @@ def backpropagate(
 
     Args:
         weight: the gradient of the loss, 0-d.
-        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
     """
     check_loss(loss)
     # In a hook of a backward of these engines, such as one that fills a cache of features, it is a part of that one.

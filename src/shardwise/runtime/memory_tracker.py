@@ -90,7 +90,6 @@ class CudaAllocator:
         self._device = device
 
     def stats(self) -> AllocatorStats:
-        """Read the counters, all zero before CUDA is initialised."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         if not stats:
             return AllocatorStats(0, 0, 0)
@@ -98,7 +97,6 @@ class CudaAllocator:
         return AllocatorStats(allocated["current"], allocated["peak"], reserved["current"])
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 

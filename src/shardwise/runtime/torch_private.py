@@ -51,7 +51,7 @@ def in_transform() -> bool:
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Return a context outside of `torch.func`'s transforms, which let no op write into memory from before them."""
-    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def in_op_mode() -> bool:
@@ -208,6 +208,17 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
             give_hooks(parameter, *hooks_of(parameter))
 
 
+def set_parameter_class(parameter: Tensor, kind: type[Tensor]) -> None:
+    """Change the class of a parameter, or of another tensor; torch sees the same tensor."""
+    parameter.__class__ = kind
+
+
+def set_parameter_classes(parameters: Sequence[Tensor], kinds: Sequence[type[Tensor]]) -> None:
+    """Change the classes of parameters, each to its own."""
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        parameter.__class__ = kind
+
+
 def hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
     """Return a leaf's hooks on its gradient, and those after it was accumulated, as torch has them by their handles."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -346,23 +357,16 @@ def wrapper_like(kind: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Do what `torch.compiler.disable` does, at no cost where nothing is compiled around the call, as for most hooks
-    outside blocks.
-
-    Public torch sets and resets the interpreter's frame hook at every call, a microsecond or two.
-    """
+def never_compiled(function: AnyFunction) -> AnyFunction:
+    """Let compilers leave a function as it is, but not what it calls, as `torch.compiler.disable` would."""
     from torch._dynamo.decorators import skip
 
-    disabled = torch.compiler.disable(function)
-    frame_hook = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    if frame_hook is None:
-        return disabled
+    return cast(AnyFunction, skip(function))
 
-    def call(*args: Any) -> Any:
-        return function(*args) if frame_hook() is None else disabled(*args)
 
-    return skip(call)
+def frame_hook_of_compiler() -> Callable[[], object] | None:
+    """Return what tells the interpreter's frame hook, None where nothing is compiled; None where torch has no such."""
+    return getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
 
 
 def step_hooks(optimizer: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any], Mapping[int, Any]]:

@@ -100,6 +100,7 @@ class GradArrivals:
 
     Attributes:
         used: for each parameter, whether it got a gradient on this rank since the last step.
+        num_missing: how many have got none in the current backward.
     """
 
     def __init__(self, spec: GroupSpec) -> None:
@@ -112,7 +113,7 @@ class GradArrivals:
     def end_backward(self) -> None:
         """Expect a gradient of every parameter again."""
         self._arrived = [False] * len(self._params)
-        self._num_missing = len(self._params)
+        self.num_missing = len(self._params)
 
     def note(self, index: int) -> bool:
         """Note a parameter's gradient; say whether the bucket has one of it, to which this one is added."""
@@ -123,18 +124,13 @@ class GradArrivals:
                 "does; pass use_reentrant=False to torch.utils.checkpoint",
             )
         was_written = self._written[index]
-        self._num_missing -= 1
+        self.num_missing -= 1
         self._written[index] = self._arrived[index] = self.used[index] = True
         return was_written
 
     def mark_used(self, index: int) -> None:
         """Count a parameter as one that got a gradient."""
         self.used[index] = True
-
-    @property
-    def is_complete(self) -> bool:
-        """Say whether the current backward has given every parameter its gradient."""
-        return self._num_missing == 0
 
     @property
     def are_there(self) -> bool:
@@ -250,8 +246,8 @@ class GradBucket:
             raise RuntimeError(f"the gradients of {self.spec.name} cannot go from {before} to {after}")
         self.state = state
 
-    def add(self, index: int, gradient: Tensor, will_reduce: bool) -> None:
-        """Add one parameter's gradient to the bucket.
+    def add(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
+        """Add one parameter's gradient to the bucket; say whether this backward has given all of the group's.
 
         Args:
             gradient: of the parameter's shape, any floating dtype.
@@ -277,6 +273,7 @@ class GradBucket:
             add_widened(target, gradient.reshape(-1))
         else:
             target.view(param.shape).copy_(gradient)
+        return self.arrivals.num_missing == 0
 
     # [Note: Gradients wait for their group]
     # On a GPU each kernel costs the host some microseconds, and a copy for each gradient would be the most of what is

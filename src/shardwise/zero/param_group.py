@@ -322,15 +322,6 @@ class ParamGroup(FlatBuffer):
             self.shard.write(0, written)
         self.writes.accept()
 
-    def check_unchanged(self) -> None:
-        """Take over what other code has written into the parameters; raise where the engine cannot follow.
-
-        Raises:
-            ConfigError: as `ParamWrites.check`.
-        """
-        self.writes.check()
-        self.follow_writes()
-
     def follow_writes(self) -> None:
         if self.state is ParamState.UNSHARDED and self.writes.are_followed:
             with torch.no_grad():
