@@ -77,7 +77,7 @@ class Scheduler:
         self.host_waits: Counter[str] = Counter()
         self.foreign_calls: Counter[str] = Counter()  # of threads that chose no device
         self.may_wait = True  # False: a wait of the host is an error
-        # Is told each wait of the host, who asked for it, and whether the device had come so far already.
+        # Called at each wait of the host: who asked for it, and whether the device had come so far already.
         self.on_wait: Callable[[str, bool], object] = lambda why, is_over: None
         self._native = native
         self._lock = threading.RLock()
