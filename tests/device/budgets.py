@@ -25,6 +25,7 @@ from device.virtual.streams import Scheduler
 from harness.echo import EchoFactory, cancel_deviations
 from shardwise.comm.loss import NonFiniteLossError
 from shardwise.engine.engine import Engine
+from shardwise.train.rank_watch import RankWatch
 
 NUM_WARMUP = 2
 BF16 = {"param": "bf16"}
@@ -81,7 +82,7 @@ def noting_waits(scheduler: Scheduler, engine: Engine) -> Iterator[list[tuple[st
         return stepping
 
     with (
-        mock.patch.object(scheduler, "on_wait", lambda why: waits.append((why, was_enqueued))),
+        mock.patch.object(scheduler, "on_wait", lambda why, _: waits.append((why, was_enqueued))),
         mock.patch.object(engine.parts.sharded, "step", step),
     ):
         yield waits
@@ -123,6 +124,22 @@ def measure(case: Case, scheduler: Scheduler) -> Budget:
     )
     engine.close()
     return budget
+
+
+def watch_ranks(scheduler: Scheduler) -> dict[str, Any]:
+    """Where the host waits while `shardwise train` compares the ranks after a step, for what is still to be done."""
+    scheduler.restart("lazy")
+    engine, batches = open_engine(CASES[0])
+    watch = RankWatch(engine)
+    waits: list[str] = []
+    with mock.patch.object(scheduler, "on_wait", lambda why, is_over: is_over or waits.append(why)):
+        for step in range(3):
+            engine.train_step(batches)
+            waits.clear()
+            watch.see(step, 0.1, None)
+    engine.close()
+    scheduler.restart("eager")
+    return {"name": "ranks compared", "waits": waits}
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
@@ -178,6 +195,7 @@ def main() -> int:
     with working_folder():
         for case in CASES:
             print(json.dumps(asdict(measure(case, scheduler))), flush=True)
+        print(json.dumps(watch_ranks(scheduler)), flush=True)
         for case in (case for case in CASES if case.name in REFUSED):
             for on_nonfinite in ("raise", "skip"):
                 print(json.dumps(refuse(case, scheduler, on_nonfinite)), flush=True)

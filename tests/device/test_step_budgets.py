@@ -55,6 +55,10 @@ def test_gradients_are_copied_a_group_at_a_time(budgets: dict[str, dict[str, Any
     assert budgets["sgd"]["num_copies"] < fewest
 
 
+def test_ranks_are_compared_without_a_wait(budgets: dict[str, dict[str, Any]]) -> None:
+    assert budgets["ranks compared"]["waits"] == []
+
+
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_a_step_that_the_device_refuses_leaves_all_as_it_was(

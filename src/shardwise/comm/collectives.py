@@ -440,7 +440,11 @@ class Comm(ABC):
 
     def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Return the element-wise maximum of a small fp64 vector over the ranks, on the host."""
-        return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name).read()
+        return self.start_max_of_scalars(values, name, known).read()
+
+    def start_max_of_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> ScalarSum:
+        """Start what `max_scalars` does; the host may read them later."""
+        return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
 
     def broadcast(self, buffer: Tensor, name: str, source: int = 0) -> None:
         """Give every rank what one rank holds."""

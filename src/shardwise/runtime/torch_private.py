@@ -294,6 +294,17 @@ def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
+def parameter_ids(model: nn.Module) -> set[int]:
+    """Return the identities of a model's parameters: `named_parameters` takes several times as long to name them."""
+    found: set[int] = set()
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+        modules.extend(each for each in module._modules.values() if each is not None)
+    return found
+
+
 def norms_of(tensors: list[Tensor]) -> Tensor:
     """Return the 2-norms of tensors of one device, 1-D: on a GPU by a few kernels for all of them."""
     return torch.stack(torch._foreach_norm(tensors))

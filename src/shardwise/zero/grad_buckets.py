@@ -259,20 +259,20 @@ class GradBucket:
                 "sparse-gradient",
                 f"the gradient of {param.name} is sparse but shards are dense; build the embedding with sparse=False",
             )
-        if self._waiting is not None:
-            if index in self._waiting:  # of the backward before
-                self._write_waiting(will_reduce)
-            self._expect_gradient(will_reduce)
-            self._waiting[index] = gradient, self.arrivals.note(index)
-            if is_complete := self.arrivals.num_missing == 0:
-                self._write_waiting(will_reduce)
-            return is_complete
-        bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
-        target = bucket[param.offset : param.offset + param.numel]
-        if self.arrivals.note(index):
-            add_widened(target, gradient.reshape(-1))
-        else:
-            target.view(param.shape).copy_(gradient)
+        if self._waiting is None:
+            bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
+            target = bucket[param.offset : param.offset + param.numel]
+            if self.arrivals.note(index):
+                add_widened(target, gradient.reshape(-1))
+            else:
+                target.view(param.shape).copy_(gradient)
+            return self.arrivals.num_missing == 0
+        if index in self._waiting:  # of the backward before
+            self._write_waiting(will_reduce)
+        self._expect_gradient(will_reduce)
+        self._waiting[index] = gradient, self.arrivals.note(index)
+        if self.arrivals.num_missing == 0:
+            self._write_waiting(will_reduce)
         return self.arrivals.num_missing == 0
 
     # [Note: Gradients wait for their group]

@@ -68,7 +68,7 @@ def test_host_groups_are_stepped_in_the_order_of_the_next_forward(monkeypatch: p
 def test_neighbours_are_one_piece_to_a_kernel_and_step_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, states: str
 ) -> None:
-    """Also where the first ends within a block; what is stepped otherwise, or not encoded, lies between others."""
+    """Also where the first ends within a block; others may stand between them that are not encoded."""
     triton_step = pytest.importorskip("shardwise.zero.triton_step")
     step_piece = triton_step.step_piece
     monkeypatch.setattr(streamed, "has_kernel", lambda master: True)
