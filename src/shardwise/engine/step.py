@@ -23,6 +23,7 @@ from shardwise.layout.resolve import layout_of
 from shardwise.layout.zero_stages import Placement
 from shardwise.optim.schedules import advance
 from shardwise.runtime.codec_errors import relative_errors
+from shardwise.runtime.device import numbers_on
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import in_transform
@@ -361,7 +362,7 @@ def _to_mean(parts: EngineParts, count: float) -> float:
 
 def _agree(parts: EngineParts, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
     """Sum over the ranks what all must know; return loss, count, squared norm, and which parameters were used."""
-    square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=parts.device)
+    square = torch.stack(squares).sum() if squares else numbers_on(parts.device, 0.0)
     is_whole = parts.layout.stage.optimizer is Placement.REPLICATE
     if parts.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
         square.zero_()  # others hold the same gradient: it counts once

@@ -30,6 +30,7 @@ from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
+from shardwise.runtime.device import number_dtype
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
 from shardwise.runtime.state_shards import FlatState
@@ -69,8 +70,8 @@ class NormShare:
         """
         gradient = gradient[self._range]
         parts = [gradient] if self._owned is None else [gradient[low:high] for low, high in self._owned]
-        squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
-        return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
+        squares = [torch.linalg.vector_norm(part).to(number_dtype(part.device)).square() for part in parts]
+        return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=number_dtype(gradient.device))
 
 
 class GradState(Enum):

@@ -29,8 +29,8 @@ from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.optim.rules import OptimizerRule
 from shardwise.runtime.codec_errors import CodecErrors
+from shardwise.runtime.device import Event, kind_of
 from shardwise.runtime.state_shards import FlatState, ScalarState
-from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import is_fake, version
 from shardwise.zero.group_step import (
     GroupStep,
@@ -367,7 +367,7 @@ class StoredStep(GroupStep, StateKeeper):
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
                 found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
         self._narrow(tensors, end, stop - start)
-        by_kernel = tensors[_MASTER].is_cuda and not self.errors.is_on
+        by_kernel = kind_of(tensors[_MASTER].device).has_kernels and not self.errors.is_on
         left = _step_on_gpu(self.rule, found, factor) if by_kernel else found
         step_pieces(self.rule, left, factor, self.tiers.step_threads if self.reads_stored else None, self.errors)
 
