@@ -83,7 +83,7 @@ def interpret_quickly() -> None:
     def patch(function: Any) -> Any:
         key = id(function.__globals__)
         if key in seen:
-            return None  # of calls inside a launch, nobody asks for it
+            return None  # of calls inside a launch, which are not asked
         seen.add(key)
         return plain_patch(function)
 
