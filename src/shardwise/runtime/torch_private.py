@@ -101,15 +101,19 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
         is_tracked: given, reentrant checkpoints are as the others, inside whose first pass there are gradients: it says
             whether autograd tracks one with these arguments.
     """
-    run, kind = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
-    settings = inspect.signature(run).parameters.values()
-    num_settings = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in settings) - 1  # before the arguments
+    # From torch 2.15 on another function runs it, with the arguments in a tuple and a dict; before, after settings.
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(checkpoints, f"{name}_impl") else name
+    run, kind = getattr(checkpoints, name), checkpoints.CheckpointFunction
+    settings = inspect.signature(run).parameters
+    num_settings = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in settings.values()) - 1
 
     def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         if not torch.is_grad_enabled():
             yield from run(function, *args, **kwargs)
             return
-        with first(function, args[num_settings:], kwargs) as repeated:
+        given = args[:2] if "args" in list(settings)[:2] else (args[num_settings:], kwargs)
+        with first(function, *given) as repeated:
             passes = run(repeated, *args, **kwargs)
             next(passes)
             try:
@@ -130,12 +134,12 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
             with first(function, args, {}) as repeated:
                 return kind.apply(repeated, preserve, *args)
 
-    checkpoints._checkpoint_without_reentrant_generator = watched  # type: ignore[assignment]
+    setattr(checkpoints, name, watched)
     checkpoints.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        checkpoints._checkpoint_without_reentrant_generator = run
+        setattr(checkpoints, name, run)
         checkpoints.CheckpointFunction = kind  # type: ignore[misc]
 
 
