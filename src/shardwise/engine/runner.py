@@ -23,7 +23,7 @@ from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, updat
 from shardwise.engine.types import EvalResult, StepResult
 from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
-from shardwise.runtime.module_hooks import call_model
+from shardwise.runtime.module_calls import call_model
 from shardwise.runtime.precision import explain_dtypes
 from shardwise.runtime.torch_private import pytree
 from shardwise.tensor.apply import explain_shapes
@@ -56,11 +56,7 @@ class StepRunner(Protocol):
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
 
-    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers.
-
-    Args:
-        tree: a pytree; leaves that are no tensors stay.
-        dtype: of floating tensors; None keeps theirs.
+    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers. Other leaves stay.
     """
 
     def move(leaf: Any) -> Any:
