@@ -23,7 +23,7 @@ from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, updat
 from shardwise.engine.types import EvalResult, StepResult
 from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
-from shardwise.runtime.module_calls import call_model
+from shardwise.runtime.module_hooks import call_model
 from shardwise.runtime.precision import explain_dtypes
 from shardwise.runtime.torch_private import pytree
 from shardwise.tensor.apply import explain_shapes

@@ -25,7 +25,8 @@ from shardwise.config.resolve import Config, MeshConfig, PipelineConfig
 from shardwise.config.sections import Positive
 from shardwise.construction.scan import scan_model
 from shardwise.runtime.batch_errors import refuse_misfit
-from shardwise.runtime.module_calls import call_model, watch_calls
+from shardwise.runtime.module_calls import watch_calls
+from shardwise.runtime.module_hooks import call_model
 from shardwise.runtime.torch_private import pytree
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -17,13 +17,6 @@ from shardwise.runtime.module_hooks import uncompiled
 from shardwise.runtime.torch_private import in_backward, in_transform
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model: a dict holds keyword arguments, a tuple or list positional ones, anything else is the only one."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
-
-
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Make a module run `forward` in place of its own.
 

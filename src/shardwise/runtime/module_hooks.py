@@ -297,6 +297,13 @@ def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, lis
 _FEEDS_UNIT: Final = "_shardwise_feeds_unit"
 
 
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model: a dict holds keyword arguments, a tuple or list positional ones, anything else is the only one."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
 class GradientEvents(Protocol):
     """Receives the gradients of parameters."""
 
