@@ -43,9 +43,8 @@ from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.zero_stages import STAGES
-from shardwise.runtime.gradient_hooks import hook_gradient
 from shardwise.runtime.memory_tracker import MemoryTracker
-from shardwise.runtime.module_hooks import hook_unit
+from shardwise.runtime.module_hooks import hook_gradient, hook_unit
 
 WIDTH = 8
 DEPTHS = (8, 40)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.runtime.gradient_hooks import GradientEvents
+from shardwise.runtime.module_hooks import GradientEvents
 
 
 def handing(take: Callable[[Tensor], Any]) -> Callable[[], GradientEvents | None]:

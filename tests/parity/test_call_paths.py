@@ -21,7 +21,7 @@ from shardwise import initialize
 
 LIBRARY = Path(shardwise.__file__).parent
 # Frames of the library's own that stand between a hook and torch: the first is the hook's.
-HOOKS = {LIBRARY / "runtime" / name for name in ("module_hooks.py", "gradient_hooks.py")}
+HOOKS = {LIBRARY / "runtime" / "module_hooks.py"}
 Calls = tuple[str, ...]
 
 

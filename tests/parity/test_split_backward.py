@@ -19,7 +19,7 @@ from harness.refusals import refused
 from harness.split_model import make_comm
 from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
 from shardwise.pipeline.split_backward import WeightGradQueue
-from shardwise.runtime.gradient_hooks import hook_gradient
+from shardwise.runtime.module_hooks import hook_gradient
 from shardwise.runtime.recompute import recompute_forward
 from shardwise.runtime.torch_private import fake_tensors
 from shardwise.tensor.mappings import TpMappings

@@ -29,6 +29,7 @@ ALONE = {
         "launch/",
     },
     r"\.register_(forward|full_backward|post_accumulate|hook)|\.register_hook": {
+        "runtime/module_calls.py",
         "runtime/module_hooks.py",
         "runtime/user_hooks.py",
     },

@@ -186,12 +186,9 @@ class NcclComm(Comm):
 def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
     """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider for any dtypes.
 
-    The order is the same in every call: that of the ranks where these are few. The rows are summed first, and then the
-    old value of `total` is added: so the bits are those of a sum that is made here and added elsewhere.
-
-    Args:
-        total: the sum, in place; its old value is added too where `accumulate` is set.
-        accumulate: whether `total` holds a sum already.
+    The order is the same in every call: that of the ranks where these are few. The rows are summed first, and then,
+    with `accumulate`, the old value of `total` is added: so the bits are those of a sum that is made here and added
+    elsewhere.
     """
     wide = total.dtype if total.dtype.itemsize >= 4 else torch.float32
     if total.device.type != "cpu" or chunks.shape[0] > _MAX_ROWS:

@@ -21,7 +21,7 @@ from shardwise.comm.collectives import Comm, ScalarSum
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.arguments import NO_CLASS
 from shardwise.config.errors import CodedError, ConfigError, EngineError
-from shardwise.runtime.module_hooks import watch_calls
+from shardwise.runtime.module_calls import watch_calls
 from shardwise.runtime.torch_private import pytree
 
 LossFn = Annotated[Callable[[Any, Any], Any], NO_CLASS]

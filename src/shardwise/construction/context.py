@@ -27,7 +27,7 @@ from shardwise.config.resolve import RunConfig
 from shardwise.construction.shards import USE_INSIDE_INIT, KeyedValues, ParamShard, mark, refuse, unshard
 from shardwise.launch.process_group import join_launched
 from shardwise.runtime.device import choose_kind
-from shardwise.runtime.module_hooks import watch_registrations
+from shardwise.runtime.module_calls import watch_registrations
 from shardwise.runtime.torch_private import has_views
 
 

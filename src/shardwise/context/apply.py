@@ -68,7 +68,7 @@ from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend
 from shardwise.runtime.class_swap import set_attribute
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.runtime.module_hooks import change_inputs
+from shardwise.runtime.module_calls import change_inputs
 from shardwise.runtime.torch_private import constant_in_graphs, pytree
 
 _AS_THEY_ARE: Final[Shapes] = MappingProxyType({})

@@ -28,7 +28,7 @@ from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.forward_state import ForwardState, kept_generators, put_attributes, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS, ValueBefore
-from shardwise.runtime.module_hooks import watch_calls
+from shardwise.runtime.module_calls import watch_calls
 from shardwise.runtime.torch_private import pytree
 from shardwise.runtime.user_hooks import followed, hooks_put_back
 

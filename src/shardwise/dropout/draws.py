@@ -315,10 +315,8 @@ class KeyedDraws:
     ) -> Hashes:
         """Return the hashes from which `mask` would draw, for attention that makes no mask; counts as a call of it.
 
-        They cover whole sequences even where tokens are split, since a rank gets keys of other ranks.
-
-        Args:
-            first_row: index of the first row of its last dim but one.
+        They cover whole sequences even where tokens are split, since a rank gets keys of other ranks. `first_row` is
+        the index of the first row of the last dim but one.
         """
         key = self._next_key(site)
         return keyed_hashes(self._grid(shape, zone, device, first_row), key)

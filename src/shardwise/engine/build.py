@@ -47,7 +47,7 @@ from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.device import Streams
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
-from shardwise.runtime.module_hooks import call_after_forward
+from shardwise.runtime.module_calls import call_after_forward
 from shardwise.runtime.optimizer_probe import check_scheduler
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.recompute import replace_forwards

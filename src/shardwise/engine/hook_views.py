@@ -22,7 +22,7 @@ from shardwise.engine.whole_values import WholeReads, WholeResults
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.class_swap import Call, answer_calls
-from shardwise.runtime.module_hooks import replace_forward
+from shardwise.runtime.module_calls import replace_forward
 from shardwise.runtime.torch_private import hook_dicts, pytree
 from shardwise.runtime.user_hooks import has_any_user_hooks, has_global_hooks
 from shardwise.tensor.mappings import TpMappings

@@ -56,11 +56,7 @@ class StepRunner(Protocol):
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
 
-    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers.
-
-    Args:
-        tree: a pytree; leaves that are no tensors stay.
-        dtype: of floating tensors; None keeps theirs.
+    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers. Other leaves stay.
     """
 
     def move(leaf: Any) -> Any:

@@ -26,7 +26,8 @@ from shardwise.config.sections import Positive
 from shardwise.construction.scan import scan_model
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.device import choose_kind, current_device, synchronize
-from shardwise.runtime.module_hooks import call_model, watch_calls
+from shardwise.runtime.module_calls import watch_calls
+from shardwise.runtime.module_hooks import call_model
 from shardwise.runtime.torch_private import pytree
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -45,7 +45,7 @@ from shardwise.pipeline.root_state import NO_PIPELINE, RootState
 from shardwise.pipeline.skipped_units import CutError, SkippedUnits
 from shardwise.runtime.class_swap import Call, intercept_forward
 from shardwise.runtime.forward_state import is_remembered
-from shardwise.runtime.module_hooks import replace_forward
+from shardwise.runtime.module_calls import replace_forward
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
     PlaceholderTensors,

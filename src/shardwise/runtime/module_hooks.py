@@ -1,36 +1,52 @@
-"""This is the only file that registers hooks on modules, or wraps a forward.
+"""Report the forwards and backwards of a unit, and the gradients of its parameters, by hooks on modules and tensors.
 
 Hooks sit outside a unit's forward, so that the forward itself stays one plain function that can be recomputed or
 compiled. `shardwise.zero.sharding_state` says what they do; this module says only when they fire.
+
+The gradients come after the hooks that users have registered on them. Torch keeps a tensor's hooks in a dict and calls
+its values. A parameter of an engine has a dict with one value, which calls the hooks of users, those registered before
+and since. Where a rank has a part of the gradient only, they see the whole one: it is gathered before the first of them
+and split after the last. So a parameter with such hooks costs collectives, which all ranks with a part of it run, and
+one without costs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.config.errors import ConfigError
+from shardwise.config.errors import ConfigError, EngineError
 from shardwise.runtime.torch_private import (
     frame_hook_of_compiler,
+    give_hooks,
+    hooks_of,
     in_backward,
     in_transform,
     never_compiled,
     outside_transforms,
+    plain_torch_functions,
     pytree,
+    set_data,
+    version,
 )
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
+Hook = Callable[[Tensor], Any]
+Run = Callable[[Sequence[Hook], Tensor], Any]
+# They call nothing that the class of a parameter has; bound here, as each gradient of a step passes them.
+_GRAD: Final[Any] = Tensor.grad
+_READ_GRAD: Final[Any] = _GRAD.__get__
+_WRITE_GRAD: Final[Any] = _GRAD.__set__
 
 
 class UnitEvents(Protocol[Reported]):
@@ -165,104 +181,6 @@ def claim(module: nn.Module) -> Callable[[], None]:
 _CLAIMED: Final = "_shardwise_is_claimed"
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Make a module run `forward` in place of its own.
-
-    Returns:
-        the function that puts back the one it had.
-    """
-    own = module.__dict__.get("forward")
-    module.forward = forward
-
-    def put_back() -> None:
-        module.__dict__.pop("forward", None)
-        if own is not None:
-            module.forward = own
-
-    return put_back
-
-
-@contextmanager
-def watch_calls(
-    model: nn.Module,
-    before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
-    after: Callable[[Any], None],
-) -> Iterator[None]:
-    """Report every call of every module inside the context.
-
-    Args:
-        before: is given the name, the module, its positional and its keyword arguments.
-        after: is given the output; None where the forward raises.
-    """
-
-    def watch(name: str, module: nn.Module) -> list[RemovableHandle]:
-        return [
-            module.register_forward_pre_hook(
-                lambda called, args, kwargs: before(name, called, args, kwargs), with_kwargs=True
-            ),
-            module.register_forward_hook(lambda called, args, output: after(output), always_call=True),
-        ]
-
-    handles = [handle for name, module in model.named_modules() for handle in watch(name, module)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def change_inputs(module: Any, change: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
-    """Give a module's forward, for as long as it lives, what `change` makes of it and its arguments."""
-    module.register_forward_pre_hook(change, with_kwargs=True)
-
-
-def change_outputs(module: nn.Module, change: Callable[[Any], Any]) -> None:
-    """Make a module return, for as long as it lives, what `change` makes of its output."""
-    module.register_forward_hook(lambda called, args, output: change(output))
-
-
-def call_before_forward(module: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> RemovableHandle:
-    """Call a function with the arguments of each forward of a module, but of a recomputation, and of no copy of it."""
-
-    @uncompiled
-    def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if called is module and not in_backward() and not in_transform():
-            call(args, kwargs)
-
-    return module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-@contextmanager
-def watch_registrations(
-    on_parameter: Callable[[nn.Module, str, nn.Parameter], None], on_module: Callable[[nn.Module], None]
-) -> Iterator[None]:
-    """Show what modules of any thread register inside the context.
-
-    Args:
-        on_parameter: is given the module, the name there, and the parameter, which is not there yet.
-        on_module: is given a module that becomes a child of another one, so its constructor has ended.
-    """
-
-    def show(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None:
-            on_module(child)
-
-    handles = [
-        register_module_parameter_registration_hook(on_parameter),
-        register_module_module_registration_hook(show),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def call_after_forward(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
-    """Call a function after each forward of a module, before the hooks that are there already."""
-    return module.register_forward_hook(lambda called, args, output: call(), prepend=True)
-
-
 class DeferredTensor(Protocol):
     """A tensor may stand for a value that is not computed yet, as the logits of a split head do.
 
@@ -384,3 +302,219 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
+
+
+class GradientEvents(Protocol):
+    """Receives the gradients of parameters."""
+
+    def on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take a gradient, which the parameter does not keep."""
+
+
+class WholeParameter(Protocol):
+    """Converts between this rank's part of a parameter and the whole; all ranks that have a part call it together."""
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's name."""
+
+    def gather(self, gradient: Tensor) -> Tensor:
+        """Return the whole gradient, of which this rank has a part."""
+
+    def split(self, gradient: Tensor) -> Tensor:
+        """Return this rank's part of a whole gradient."""
+
+    def gather_values(self, parameter: Tensor) -> Tensor:
+        """Return the values of the whole parameter."""
+
+
+def hook_gradient(
+    parameter: nn.Parameter, receiver: Callable[[], GradientEvents | None], whole: WholeParameter | None = None
+) -> GradientHandle:
+    """Hand each accumulated gradient to a receiver, while it lives, and take it off the parameter.
+
+    Args:
+        receiver: a weak reference, which returns None once the receiver is gone.
+        whole: shows hooks of users all of a gradient of which this rank has a part; None where it has all of it.
+    """
+
+    def take(parameter: Tensor) -> None:
+        gradient, events = _READ_GRAD(parameter), receiver()
+        _WRITE_GRAD(parameter, None)
+        if gradient is not None and events is not None:
+            events.on_gradient(parameter, gradient)
+
+    return GradientHandle(parameter, take, whole)
+
+
+class GradientHandle:
+    """Has given a parameter dicts of hooks in place of its own, until `remove`.
+
+    Args:
+        take: is given the parameter when it has accumulated one, after the hooks of users.
+    """
+
+    def __init__(self, parameter: nn.Parameter, take: Hook, whole: WholeParameter | None) -> None:
+        # C++ holds a parameter's hooks: strong references from there back to it could never be collected.
+        self._parameter = weakref.ref(parameter)
+        with plain_torch_functions():
+            before, after = hooks_of(parameter)
+        self._own: tuple[Hooks, Hooks] = before, after
+        self._whole = whole
+        self._joined = joined = set[str]()
+
+        def on_arrival(hooks: Sequence[Hook], gradient: Tensor) -> Tensor | None:
+            return call_before(hooks, gradient, whole) if hooks or "before" in joined else None
+
+        def on_accumulated(hooks: Sequence[Hook], parameter: Tensor) -> None:
+            if hooks or "after" in joined:
+                call_after(hooks, parameter, whole)
+            take(parameter)
+
+        given = (
+            before if whole is None else UserHooks(before, on_arrival),
+            UserHooks(after, on_accumulated, take if whole is None else None),
+        )
+        self._given: tuple[Hooks, Hooks] = given
+        with plain_torch_functions():
+            give_hooks(parameter, *given)
+
+    def hooked(self) -> list[str]:
+        """Return names of what users have hooks on, if all ranks with a part must gather it for them."""
+        kinds = zip(("before", "after"), self._given, strict=True)
+        return [] if self._whole is None else [f"{kind} {self._whole.name}" for kind, hooks in kinds if hooks]
+
+    def join(self, names: Collection[str]) -> None:
+        """Gather from now on what `hooked` names on another rank."""
+        if self._whole is not None:
+            self._joined |= {kind for kind in ("before", "after") if f"{kind} {self._whole.name}" in names}
+
+    def remove(self) -> None:
+        """Give the parameter its own dicts back; where hooks were registered since then, theirs stays and runs them."""
+        parameter = self._parameter()
+        if parameter is None:
+            return
+        with plain_torch_functions():
+            give_hooks(parameter, *map(_left, self._own, self._given, hooks_of(parameter), (call_before, call_after)))
+
+
+def _left(own: Hooks, given: Hooks, found: Hooks, run: Run) -> Hooks:
+    """Return the dict that a parameter keeps, which had `own`, was given `given` and has `found` by now."""
+    return given.left(own, run) if found is given and isinstance(given, UserHooks) else found
+
+
+class UserHooks(OrderedDict[int, Hook]):
+    """Is what torch takes for the hooks of a tensor, and holds one. It is given those that users register.
+
+    Args:
+        earlier: the tensor's dict so far, whose handles stay good.
+        run: is given all hooks of users, and what torch gives a hook.
+        alone: stands for `run` while there are no hooks of users; it costs a call less. None for `run`.
+    """
+
+    def __init__(self, earlier: Hooks, run: Run, alone: Hook | None = None) -> None:
+        super().__init__()
+        self._earlier: Mapping[int, Hook] = {} if earlier is None else earlier
+        self._later: dict[int, Hook] = {}
+        self._run(run, alone)
+
+    def _run(self, run: Run, alone: Hook | None = None) -> None:
+        earlier, later = self._earlier, self._later
+        alone = partial(run, ()) if alone is None else alone
+
+        @uncompiled
+        def call(given: Tensor) -> Any:
+            return run((*earlier.values(), *later.values()), given) if earlier or later else alone(given)
+
+        super().__setitem__(_ENTRY, call)
+
+    def left(self, own: Hooks, run: Run) -> Hooks:
+        """Return what stays of it: nothing but the dict that it replaced where it was given no hook."""
+        if not self._later:
+            return own
+        self._run(run)
+        return self
+
+    def values(self) -> Any:
+        return {**self._earlier, **self._later}.values()
+
+    def clear(self) -> None:
+        self._later.clear()
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        self._later[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self._later[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._later
+
+    def __len__(self) -> int:
+        return len(self._earlier) + len(self._later)
+
+
+Hooks = dict[int, Hook] | None
+
+_ENTRY: Final = -1
+
+
+def call_before(hooks: Sequence[Hook], gradient: Tensor, whole: WholeParameter | None = None) -> Tensor | None:
+    """Call the hooks of a tensor on a gradient, as torch does; return what they leave, None for the same."""
+    is_part = whole is not None and not gradient.is_sparse
+    shown = whole.gather(gradient.detach()) if whole is not None and is_part else gradient
+    first, was = shown, version(shown)
+    for hook in hooks:
+        result = hook(shown)
+        if result is None:
+            continue
+        if not isinstance(result, Tensor) or result.shape != shown.shape:
+            size = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(f"a hook on a gradient of shape {tuple(shown.shape)} returned {size}; return its like")
+        shown = result
+    if shown is first and version(shown) == was:
+        return None
+    return whole.split(shown.detach()).to(gradient.dtype) if whole is not None and is_part else shown
+
+
+def call_after(hooks: Sequence[Hook], parameter: Tensor, whole: WholeParameter | None = None) -> None:
+    """Call the hooks of a parameter that has accumulated a gradient; what they leave in `grad` counts.
+
+    Args:
+        whole: shows them all of both: the parameter has the whole values while they run.
+
+    Raises:
+        EngineError: a hook writes values of which this rank has a part.
+    """
+    gradient = parameter.grad
+    if whole is None or gradient is None or gradient.is_sparse:
+        _call_all(hooks, parameter)
+        return
+    own, values, shown = parameter.data, whole.gather_values(parameter), whole.gather(gradient)
+    before, was = values.clone(), version(shown)
+    _show(parameter, values, shown)
+    try:
+        _call_all(hooks, parameter)
+        values, left = parameter.data, parameter.grad
+    finally:
+        _show(parameter, own, None)
+    if values.shape != before.shape or not torch.equal(values, before):  # the same on all ranks, whose rows it is
+        raise EngineError(
+            "hook-writes-parameter",
+            f"a hook that was registered after the gradient of {whole.name} wrote the parameter, of which each rank "
+            "has a part; write it after engine.step(), by engine.write or inside `with engine.gathered():`",
+        )
+    if left is not None:
+        parameter.grad = gradient if left is shown and version(left) == was else whole.split(left)
+
+
+def _call_all(hooks: Sequence[Hook], parameter: Tensor) -> None:
+    for hook in hooks:
+        if hook(parameter) is not None:
+            raise RuntimeError("a post-accumulate-grad hook must return None")
+
+
+def _show(parameter: Tensor, values: Tensor, gradient: Tensor | None) -> None:
+    parameter.grad = None
+    set_data(cast(nn.Parameter, parameter), values)
+    parameter.grad = gradient

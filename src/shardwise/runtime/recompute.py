@@ -36,7 +36,7 @@ from shardwise.config.errors import CodedError, ConfigError
 from shardwise.config.resolve import CompileConfig, ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.module_hooks import replace_forward
+from shardwise.runtime.module_calls import replace_forward
 from shardwise.runtime.torch_private import (
     OpMode,
     compiler_errors,

@@ -95,9 +95,6 @@ class StepClock:
 class Timeline:
     """Collects the actions of one step; `close_step` keeps them as the last step and starts the next.
 
-    Args:
-        rank: of this process in the world.
-
     Attributes:
         clock: the seconds of a step by phase.
         now: returns the seconds on the clock that all actions share.

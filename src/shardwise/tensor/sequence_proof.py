@@ -39,7 +39,7 @@ from shardwise.context.length_proof import (
 from shardwise.context.locality import Inputs, SplitRule, attend_alone, copy_for_proof, is_close
 from shardwise.dropout.still import StillFunctions
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within
-from shardwise.runtime.module_hooks import call_before_forward, change_inputs, change_outputs
+from shardwise.runtime.module_calls import call_before_forward, change_inputs, change_outputs
 from shardwise.runtime.torch_private import is_fake, pytree
 from shardwise.runtime.user_hooks import without_user_hooks
 from shardwise.tensor.layers import place_of, with_first_tensor

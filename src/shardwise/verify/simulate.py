@@ -61,7 +61,7 @@ from shardwise.layout.mesh_shape import check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.runtime.device import kind_of
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory, first_line
-from shardwise.runtime.module_hooks import watch_calls
+from shardwise.runtime.module_calls import watch_calls
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, fake_copy, fake_like, fake_tensors, pytree
 from shardwise.schedule.actions import TimedAction
 from shardwise.tensor.plan_layout import layout_by, plan_layout

@@ -23,8 +23,8 @@ from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
-from shardwise.runtime.gradient_hooks import GradientEvents, GradientHandle, hook_gradient
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
+from shardwise.runtime.module_hooks import GradientEvents, GradientHandle, hook_gradient
 from shardwise.runtime.param_guard import ParameterClasses
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import plain_torch_functions, set_data, version, versions

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from harness.gradients import handing
 from harness.refusals import refused
-from shardwise.runtime.gradient_hooks import hook_gradient
+from shardwise.runtime.module_hooks import hook_gradient
 
 
 class Halves:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.gradients import handing
-from shardwise.runtime.gradient_hooks import hook_gradient
-from shardwise.runtime.module_hooks import hook_unit, watch_calls
+from shardwise.runtime.module_calls import watch_calls
+from shardwise.runtime.module_hooks import hook_gradient, hook_unit
 from shardwise.runtime.recompute import recompute_forward
 from shardwise.runtime.torch_private import OpMode
 

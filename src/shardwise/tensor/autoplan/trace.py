@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.config.errors import ConfigError
-from shardwise.runtime.module_hooks import watch_calls
+from shardwise.runtime.module_calls import watch_calls
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
     OpMode,

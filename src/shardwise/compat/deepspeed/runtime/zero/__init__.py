@@ -19,7 +19,7 @@ from shardwise.compat.deepspeed.runtime.zero.attributes import mark, shown_as_wh
 from shardwise.construction.context import init
 from shardwise.engine.state_api import gathered
 from shardwise.layout.precision import TORCH_DTYPES
-from shardwise.runtime.module_hooks import watch_registrations
+from shardwise.runtime.module_calls import watch_registrations
 
 __getattr__ = answers(__name__)
 
