@@ -1,6 +1,7 @@
 """Trains one rank, whose others echo it, on the virtual device in each order of streams: all must have the same bits.
 
     python -m device.orders "stage 3" pipeline      # cases whose names have a word; all without one
+    python -m device.orders --seeds 3              # random orders too, three of them
     python -m device.orders --faults               # with faults planted: each must be seen
     python -m device.orders --list
 
@@ -269,6 +270,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--quick", action="store_true", help="two orders of each case")
+    parser.add_argument("--seeds", type=int, default=1, help="random orders of each case")
     parser.add_argument("--faults", action="store_true", help="plant faults whose names have a word")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -280,7 +282,8 @@ def main() -> int:
     rank = os.environ.get("RANK")
     if rank is not None:
         join()
-    orders = ORDERS[1:2] + ORDERS[-1:] if options.quick else ORDERS
+    more: tuple[tuple[Order, int], ...] = tuple(("random", seed) for seed in range(1, options.seeds))
+    orders = ORDERS[1:2] + ORDERS[-1:] if options.quick else ORDERS + more
     with working_folder():
         if options.faults:
             for fault in FAULTS:
@@ -296,7 +299,8 @@ def main() -> int:
     if rank is None:
         for num_ranks in sorted({case.world_size for case in chosen if not case.has_echoes}):
             names = [case.name for case in chosen if not case.has_echoes and case.world_size == num_ranks]
-            for process in start_ranks(num_ranks, names):
+            flags = ["--quick"] if options.quick else ["--seeds", str(options.seeds)]
+            for process in start_ranks(num_ranks, [*flags, *names]):
                 print(process.communicate()[0], end="", flush=True)
     return 0
 

@@ -27,6 +27,8 @@ Tier = Literal["device", "host", "nvme"]
 # Codecs of `shardwise.layout.wire_codec`, and dtypes.
 Gather = Literal["param", "int8", "fp8"]
 Reduce = Literal["param", "fp32", "int8", "int4"]
+DeviceName = Literal["cpu", "cuda", "xpu", "npu", "mps"]
+AskedDevice = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 if TYPE_CHECKING:
     ScheduleName = str
@@ -439,8 +441,9 @@ class RunConfig(Section):
     """Passes over the training data; where it is given, the steps follow from it."""
     seed: NotNegative = 0
     """Seed of initial weights, data order and dropout."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """With "auto" a run takes the GPUs where there are some, else the CPU."""
+    device: AskedDevice = "auto"
+    """Kind of the devices, by torch's name: "cuda" is NVIDIA's and AMD's, "xpu" Intel's, "npu" Huawei's (with
+    torch_npu), "mps" Apple's, for one rank. "auto" takes the GPUs where there are some, but no "mps", else the CPU."""
     num_procs: Ranks | None = None
     """Local ranks to start; where it is not given, one for each GPU, or on the CPU two (one on a single core)."""
     num_threads: Threads | None = None
