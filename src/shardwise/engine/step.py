@@ -342,7 +342,7 @@ def _check_gradients(parts: EngineParts) -> None:
             "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
             "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()",
         )
-    if not parts.sharding.is_as_trainable(may_pause=True) and any(map(has_gradient, _untrained(parts))):
+    if any(map(has_gradient, _untrained(parts))) and not parts.sharding.is_as_trainable(may_pause=True):
         raise ConfigError(
             "frozen-within-step",
             "a parameter that was frozen in the step's first forward has a gradient; unfreeze between steps",
