@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwise.comm.records import Collective, CommError, CommLog, MissingRankError
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Event, P2PStreamKey, StreamName, Streams
+from shardwise.runtime.device import Event, P2PStreamKey, StreamName, Streams, kind_of
 
 
 class AsyncWork:
@@ -209,6 +209,7 @@ class Comm(ABC):
         self.world_size = place.world_size
         self.axis = place.axis
         self.device = resources.device
+        self._kind = kind_of(resources.device)
         self.is_simulated = c10d is not dist
         self.comm_log = resources.comm_log
         self._ranks = self.comm_log.open_group(place.axis, place.ranks or tuple(range(place.world_size)))
@@ -522,18 +523,20 @@ class Comm(ABC):
     def _reduce_scalars(
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
     ) -> ScalarSum:
+        if self.world_size == 1 and not self.is_simulated:  # one rank needs no communicator
+            return ScalarSum(values, lambda: [*values.tolist(), *map(float, known)])
         if known:
-            given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
+            given = torch.tensor(known, dtype=values.dtype, pin_memory=self._kind.pins)
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
         # The host needs these numbers: they decide on the step. So one collective sends them, together with what
         # the host knows already, and the host waits for the device once.
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
-        started.as_work().wait()  # on CUDA the stream waits, not the host
+        started.as_work().wait()  # on a device the stream waits, not the host
         on_host, copied = values, None
-        if self.device.type == "cuda":
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        if self._kind.is_in_stream_order:
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._kind.pins)
             on_host.copy_(values, non_blocking=True)
             copied = Event.record(self.device)
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -61,6 +62,11 @@ def in_op_mode() -> bool:
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
     return is_in_torch_dispatch_mode()
+
+
+def is_compiling() -> bool:
+    """Say whether code is compiled now; before 2.13 `torch.compiler.is_compiling` denies it inside of a checkpoint."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def in_fake_mode() -> bool:
@@ -354,6 +360,12 @@ def version(tensor: Tensor) -> int:
     return versions((tensor,))[0]
 
 
+def same_version_alias(tensor: Tensor) -> Tensor:
+    """Detach a tensor below autograd: the alias is in no graph, but a write into either counts for both."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def view_base(tensor: Tensor) -> Tensor | None:
     """Return the tensor that this one is a view of, as autograd knows it; public torch says only that there is one."""
     return tensor._base
@@ -400,7 +412,6 @@ def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:
 
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.
-COMPUTED_AGAIN: Final = checkpoints._RECOMPUTE  # in what selective checkpointing stores, in place of a result
 HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
 
 # A fake tensor raises these where its values are needed: for a number, or for a shape that follows from them.

@@ -31,6 +31,7 @@ from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.launch.host import machine_name, usable_bytes
 from shardwise.report.page import installed
+from shardwise.runtime.device import device_name, kind_of, numbers_on, total_bytes
 from shardwise.runtime.format import format_s
 from shardwise.runtime.timeline import WAIT
 
@@ -137,7 +138,7 @@ class RankWatch:
             versions = {"python": platform.python_version()} | {name: installed(name) for name in _VERSIONS}
             values = {
                 "versions": {name: version for name, version in versions.items() if version is not None},
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+                "device": device_name(device),
                 "world_size": engine.comm.world_size,
                 "hosts": list(dict.fromkeys(name for _, name in hosts)),
                 "command": list(sys.argv),
@@ -168,7 +169,7 @@ class RankWatch:
         until the GPU has nothing to do.
         """
         comm = self._engine.comm
-        own_s = torch.full((1,), step_s, dtype=torch.float64, device=self._engine.device)
+        own_s = numbers_on(self._engine.device, step_s).reshape(1)
         parts = dict(self._engine.parts.timeline.clock.parts_s)
         parts["data"] = max(0.0, step_s - sum(parts.values()))  # what comes before and between the passes
         seen = step, parts, comm.start_max_of_scalars(own_s, "time of the step")
@@ -240,9 +241,9 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
 
 def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None:
     """Return the memory that one rank may fill: a GPU's, or its share of the host's, which `num_local_ranks` share."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return usable_bytes() // num_local_ranks if device.type == "cpu" else None
+    if device.type == "meta":
+        return None
+    return usable_bytes() // num_local_ranks if kind_of(device).is_cpu else total_bytes(device)
 
 
 def note_command(folder: Path) -> None:

@@ -30,6 +30,7 @@ from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
+from shardwise.runtime.device import number_dtype
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
 from shardwise.runtime.state_shards import FlatState
@@ -72,9 +73,9 @@ class NormShare:
         return [gradient] if self._owned is None else [gradient[low:high] for low, high in self._owned]
 
     def square_of(self, gradient: Tensor) -> Tensor:
-        """Return the sum of the squares of what this rank counts, fp64 and 0-d."""
-        parts = self.counted_of(gradient)
-        return norms_of(parts).double().square().sum() if parts else gradient.new_zeros((), dtype=torch.float64)
+        """Return the sum of the squares of what this rank counts, 0-d, in the device's dtype of numbers."""
+        parts, dtype = self.counted_of(gradient), number_dtype(gradient.device)
+        return norms_of(parts).to(dtype).square().sum() if parts else gradient.new_zeros((), dtype=dtype)
 
 
 class GradState(Enum):

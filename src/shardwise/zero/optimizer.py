@@ -18,6 +18,7 @@ from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.optim.muon import MuonWithAdamW
 from shardwise.optim.rules import LateFactor, refuse_without_rule, rule_of, rule_of_kind
+from shardwise.runtime.device import number_dtype, numbers_on
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.optimizer_probe import StepScope
 from shardwise.runtime.state_shards import FlatState
@@ -316,7 +317,7 @@ class ShardedOptimizer:
             for group, grads in counted  # what several stages have, one of them counts
         ]
         norms = [part for parts in parts_of if parts is not None for part in parts]
-        squares = norms_of(norms).double().square() if norms else torch.zeros(0, dtype=torch.float64, device=device)
+        squares = norms_of(norms).to(number_dtype(device)).square() if norms else numbers_on(device, [])
         if len(norms) == len(counted) and all(parts is not None and len(parts) == 1 for parts in parts_of):
             return squares.sum()
         terms = []

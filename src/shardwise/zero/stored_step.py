@@ -30,8 +30,8 @@ from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.optim.rules import OptimizerRule
 from shardwise.runtime.codec_errors import CodecErrors
+from shardwise.runtime.device import Event, kind_of
 from shardwise.runtime.state_shards import FlatState, ScalarState
-from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import is_fake, version
 from shardwise.zero.group_step import (
     GroupStep,
@@ -404,7 +404,7 @@ class StoredStep(GroupStep, StateKeeper):
 
 def has_kernel(master: Tensor) -> bool:
     """Say whether a kernel of Triton's may step masters where this one is."""
-    return master.is_cuda and find_spec("triton") is not None
+    return kind_of(master.device).has_kernels and find_spec("triton") is not None
 
 
 def _step_on_gpu(rule: OptimizerRule, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:

@@ -65,3 +65,26 @@ def install(order: Order = "eager", seed: int = 0) -> Scheduler:
     atexit.register(native.close)
     native.choose_device()
     return scheduler
+
+
+def interpret_quickly() -> None:
+    """Let Triton's interpreter change Triton's modules once for each of a launch's functions, not for each call."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    plain_launch, plain_patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    seen: set[int] = set()
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.clear()
+        return plain_launch(self, *args, **kwargs)
+
+    def patch(function: Any) -> Any:
+        key = id(function.__globals__)
+        if key in seen:
+            return None  # of calls inside a launch, which are not asked
+        seen.add(key)
+        return plain_patch(function)
+
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = launch, patch

@@ -305,7 +305,7 @@ def caller() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         for root in ("/src/shardwise/", "/tests/"):
-            if root in name and "/device/virtual/" not in name:
+            if root in name and not name.endswith("/runtime/device.py") and "/device/virtual/" not in name:
                 return f"{name.split(root)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
