@@ -76,12 +76,12 @@ class Transport:
                 return self._plain[name](*args, group=group, async_op=async_op, **kwargs)
 
             def start(out: Tensor, source: Tensor) -> Sequence[dist.Work | None]:
-                if name == "reduce_scatter_tensor":  # of which gloo has none: the slice is cut where it is taken
+                if name in SCATTERS:  # of which gloo has none: the slice is cut where it is taken
                     return [self._plain["all_reduce"](source, group=group, async_op=True, **kwargs)]
                 given = (source,) if num_tensors == 1 else (out, source)
                 return [self._plain[name](*given, *others, group=group, async_op=True, **kwargs)]
 
-            take = cut_slice(dist.get_rank(group)) if name == "reduce_scatter_tensor" else copy_out
+            take = cut_slice(dist.get_rank(group)) if name in SCATTERS else copy_out
             self._launch(name, tensors[0], tensors[-1], start, take if num_tensors == 2 else copy_source)
             return StreamWork(torch.cuda.current_stream().record_event()) if async_op else None
 
@@ -165,12 +165,16 @@ class Transport:
         Device.scheduler.launch(f"{name} end", end)
 
 
+SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")  # before torch 2.13, and since
+# How many of their arguments are tensors.
 COLLECTIVES = {
-    "all_reduce": 1,
-    "broadcast": 1,
-    "all_gather_into_tensor": 2,
-    "reduce_scatter_tensor": 2,
-    "all_to_all_single": 2,
+    name: num_tensors
+    for names, num_tensors in (
+        (("all_reduce", "broadcast"), 1),
+        (("all_gather_into_tensor", "all_gather_single", "all_to_all_single", *SCATTERS), 2),
+    )
+    for name in names
+    if hasattr(dist, name)
 }
 
 

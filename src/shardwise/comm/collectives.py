@@ -199,6 +199,7 @@ class Comm(ABC):
         self._kind = kind_of(resources.device)
         self.is_simulated = c10d is not dist
         self.comm_log = resources.comm_log
+        self.comm_log.comms.add(self)
         self._ranks = self.comm_log.open_group(place.axis, place.ranks or tuple(range(place.world_size)))
         self._group = group
         self._c10d = c10d
@@ -519,6 +520,8 @@ class Comm(ABC):
             copied, values = Event.record(self.device), on_host
             with self.comm_log.running(call):  # here the host waits
                 copied.wait_on_host()
+                if self.comm_log.has_failed:  # see [Note: A failure elsewhere ends what the device waits for]
+                    raise RuntimeError("the communicator was aborted")
         if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
             return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
         return values.tolist()

@@ -44,7 +44,7 @@ from shardwise.launch.host import (
     show_list,
     usable_cores,
 )
-from shardwise.launch.process_group import ensure_process_group
+from shardwise.launch.process_group import ensure_process_group, warn_of_few_queues
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.optim.schedules import schedule_of
 from shardwise.runtime.device import choose_kind, current_device
@@ -101,6 +101,7 @@ def initialize(
         layout = proved_layout(facts, model, resolved, plan, rank=rank)
         if weights is not None:
             check_folder(model, Path(weights), names)
+    warn_of_few_queues(kind.name, layout.mesh.pp)
     agree_on_setup(agreement, RankFacts.of(layout, resolved, beside_parameters(model)))
     resolved = with_own_cores(resolved, agreement, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
