@@ -1,4 +1,4 @@
-"""A gather of updated parameters has ended before the optimizer writes them again, whoever uses them."""
+"""A gather of updated parameters has ended before the optimizer writes them again, whichever ranks use them."""
 
 from __future__ import annotations
 
