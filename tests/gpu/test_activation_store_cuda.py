@@ -15,7 +15,7 @@ from shardwise.runtime.recompute import run_forward, run_stored
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 NUM_BLOCKS = 8
-X_BYTES = 64 * 2**20
+X_BYTES = 64 * 2**20 if torch.version.cuda or torch.version.hip else 2**19  # the virtual device computes on the CPU
 
 
 class PinnedMemory:

@@ -43,7 +43,7 @@ ALONE = {
         "config/other_tools.py",
         "planner/hardware.py",
     },
-    r"\.__class__ = ": {"runtime/class_swap.py", "runtime/param_guard.py"},
+    r"\.__class__ = ": {"runtime/class_swap.py", "runtime/torch_private.py"},
     r"os\.environ|os\.getenv": {"cli/", "launch/"},
 }
 

@@ -23,13 +23,15 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import RING_BYTES, MeshShape
 from shardwise.runtime.device import StreamName, device_of_backends, kind_of
-from shardwise.runtime.precision import sum_chunks
-from shardwise.runtime.torch_private import abort_backend
+from shardwise.runtime.precision import SCRATCH_NUMEL
+from shardwise.runtime.torch_private import abort_backend, is_fake
 
 _NEVER_SENT: Final = 2**31 - 1  # a tag
 # The name since torch 2.13, and the one before, which then warns at each call.
 _GATHER: Final = ("all_gather_single", "all_gather_into_tensor")
 _SCATTER: Final = ("reduce_scatter_single", "reduce_scatter_tensor")
+# More rows are summed in one call: each of them alone would cost more than the sum.
+_MAX_ROWS: Final = 64
 
 
 class GlooComm(Comm):
@@ -189,6 +191,46 @@ class NcclComm(Comm):
 
 def _named(c10d: Any, name: str, former: str) -> Any:
     return getattr(c10d, name, None) or getattr(c10d, former)
+
+
+def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
+    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider for any dtypes.
+
+    The order is the same in every call: that of the ranks where these are few. The rows are summed first, and then the
+    old value of `total` is added: so the bits are those of a sum that is made here and added elsewhere.
+
+    Args:
+        total: the sum, in place; its old value is added too where `accumulate` is set.
+        accumulate: whether `total` holds a sum already.
+    """
+    wide = total.dtype if total.dtype.itemsize >= 4 else torch.float32
+    if total.device.type != "cpu" or chunks.shape[0] > _MAX_ROWS:
+        summed = chunks[0] if chunks.shape[0] == 1 else chunks.sum(0, dtype=wide)
+        _put(summed, total, accumulate)
+        return
+    scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=wide)
+    if is_fake(total):  # as in `add_widened` (`runtime/precision.py`)
+        total.copy_(chunks[0])
+        return
+    for start in range(0, total.numel(), SCRATCH_NUMEL):
+        block = total[start : start + SCRATCH_NUMEL]
+        rows = chunks[:, start : start + block.numel()].unbind(0)
+        summed = block if total.dtype == wide and not accumulate else scratch[: block.numel()]
+        summed.copy_(rows[0])
+        for row in rows[1:]:
+            summed.add_(row)
+        if summed is not block:
+            _put(summed, block, accumulate)
+
+
+def _put(summed: Tensor, total: Tensor, accumulate: bool) -> None:
+    """Replace `total` by a sum, or add that in its dtype, the wider or equal one, and round once."""
+    if accumulate and summed.dtype.itemsize > total.dtype.itemsize:
+        total.copy_(summed + total)
+    elif accumulate:
+        total.add_(summed)
+    else:
+        total.copy_(summed)
 
 
 def _scatter_alone(source: Tensor, out: Tensor, accumulate: bool) -> AsyncWork:

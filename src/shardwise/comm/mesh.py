@@ -210,7 +210,7 @@ def connect(
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
         tied=tied,
-        secondary=_connect_neighbours(comm_factory, shape, resources, 0 if layout is None else layout.secondary_shard),
+        secondary=_connect_neighbours(comm_factory, shape, resources, layout.stage.secondary_shard if layout else 0),
     )
 
 

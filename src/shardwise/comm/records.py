@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -72,7 +73,7 @@ class RankGroup:
     ranks: tuple[int, ...]
     pipe: str = ""
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Return a name that its members share and no other group of the engine has."""
         return f"{self.pipe or self.index}.{self.ranks[0]}"

@@ -261,7 +261,7 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder, ActivationStore | None]:
+) -> tuple[BatchSharder | None, ActivationStore | None]:
     """Set up attention, split layers, convert linear ones, key dropouts, chunk, recompute and compile, in this order.
 
     Returns:

@@ -202,8 +202,9 @@ def number_dtype(device: torch.device) -> torch.dtype:
 
 
 def numbers_on(device: torch.device, values: float | Sequence[float]) -> Tensor:
-    """Return numbers of the host on a device, in its `number_dtype`."""
-    return torch.tensor(values, dtype=number_dtype(device), device=device)
+    """Return numbers of the host on a device, in its `number_dtype`: a single one without a copy, which would wait."""
+    make = torch.tensor if isinstance(values, Sequence) else partial(torch.full, ())
+    return make(values, dtype=number_dtype(device), device=device)
 
 
 def total_bytes(device: torch.device) -> int:

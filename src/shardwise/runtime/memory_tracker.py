@@ -81,11 +81,9 @@ class TorchAllocator:
         self._device = device
 
     def stats(self) -> AllocatorStats:
-        """Read the counters, all zero before the device is initialised."""
         return allocator_stats(self._device)
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
         reset_peak(self._device)
 
 

@@ -50,7 +50,8 @@ from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.device import empty_cache, kind_of, synchronize
 from shardwise.runtime.memory_tracker import Category, MemoryTracker, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
+from shardwise.runtime.param_guard import ReleasedParameterError, released_type
+from shardwise.runtime.torch_private import set_parameter_class
 from shardwise.zero.flat_buffer import ParamState
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup
@@ -418,7 +419,6 @@ class HostSpillBuffer:
         self._num_read = 0  # of the first
 
     def write(self, source: Tensor) -> None:
-        """Append a copy."""
         while source.numel() > 0:
             if not self._chunks or self._num_written == self._chunks[-1].numel():
                 num_bytes = min(CHUNK_BYTES, self._num_bytes_left)
@@ -434,7 +434,6 @@ class HostSpillBuffer:
         """Do nothing: copies are in the order of the stream, and so is the freeing of their source."""
 
     def read(self, target: Tensor) -> None:
-        """Copy back."""
         while target.numel() > 0:
             unread = self._chunks[0][self._num_read :]
             part, target = target[: unread.numel()], target[unread.numel() :]
@@ -445,7 +444,6 @@ class HostSpillBuffer:
                 self._num_read = 0
 
     def close(self) -> None:
-        """Free what was not read."""
         self._chunks.clear()
 
 
@@ -477,7 +475,6 @@ class FileSpillBuffer:
             raise
 
     def write(self, source: Tensor) -> None:
-        """Append a copy, which is written in the background."""
         while source.numel() > 0:
             if self._filling is None:
                 self._filling, self._num_done = self._buffers.acquire(self._next_bytes()), 0
@@ -497,7 +494,6 @@ class FileSpillBuffer:
         self._position = self._num_done = 0
 
     def read(self, target: Tensor) -> None:
-        """Copy what is there, and start to read what is needed next."""
         while target.numel() > 0:
             while len(self._moving) < _MOST_MOVING and self._position < self._num_bytes:
                 buffer = self._buffers.acquire(self._next_bytes())
