@@ -212,6 +212,7 @@ class Comm(ABC):
         self._kind = kind_of(resources.device)
         self.is_simulated = c10d is not dist
         self.comm_log = resources.comm_log
+        self.comm_log.comms.add(self)
         self._ranks = self.comm_log.open_group(place.axis, place.ranks or tuple(range(place.world_size)))
         self._group = group
         self._c10d = c10d
@@ -523,11 +524,11 @@ class Comm(ABC):
     def _reduce_scalars(
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
     ) -> ScalarSum:
+        if known:
+            given = torch.tensor(known, dtype=values.dtype, pin_memory=self._kind.pins)
+            values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = None
         if self.world_size > 1 or self.is_simulated:  # one rank needs no communicator
-            if known:
-                given = torch.tensor(known, dtype=values.dtype, pin_memory=self._kind.pins)
-                values = torch.cat([values, given.to(values.device, non_blocking=True)])
             call = self._count("all_reduce_scalars", name, values, passes=2)
             # The host needs these numbers: they decide on the step. So one collective sends them, together with what
             # the host knows already, and the host waits for the device once.
@@ -536,7 +537,6 @@ class Comm(ABC):
             started.as_work().wait()  # on a device the stream waits, not the host
         on_host, copied = values, None
         if self._kind.is_in_stream_order:
-            # Copied now: to copy them when they are read would wait for what is enqueued until then.
             on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._kind.pins)
             on_host.copy_(values, non_blocking=True)
             copied = Event.record(self.device)
@@ -547,8 +547,6 @@ class Comm(ABC):
                     copied.wait_on_host()
                     if self.comm_log.has_failed:  # see [Note: A failure elsewhere ends what the device waits for]
                         raise RuntimeError("the communicator was aborted")
-            if call is None:
-                return [*on_host.tolist(), *map(float, known)]
             if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
                 return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
             return on_host.tolist()

@@ -167,6 +167,11 @@ def constant_in_graphs(function: AnyFunction) -> AnyFunction:
     return function
 
 
+def abort_backend(group: Any, device: torch.device) -> None:
+    """Abort what a process group's back end for a device does; the public `abort` takes the others too."""
+    group._get_backend(device).abort()
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the current backward has finished; call this from within it.
 
