@@ -404,7 +404,7 @@ def _late_factor(parts: EngineParts, sums: ScalarSum) -> LateFactor | None:
     """Return what the step multiplies gradients by, as `update` computes it; None where the host must know it."""
     if parts.comm.waits_on_host or parts.comm.is_simulated or parts.config.run.on_nonfinite == "ignore":
         return None
-    if not parts.sharded.takes_late_factor:
+    if sums.on_device.dtype is not torch.float64 or not parts.sharded.takes_late_factor:
         return None
     losses, limit = parts.losses, parts.config.optimizer.clip_norm
     loss, count, square = sums.on_device[:3].unbind()
