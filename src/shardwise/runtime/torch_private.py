@@ -171,6 +171,11 @@ def constant_in_graphs(function: AnyFunction) -> AnyFunction:
     return function
 
 
+def abort_backend(group: Any, device: torch.device) -> None:
+    """Abort what a process group's back end for a device does; the public `abort` takes the others too."""
+    group._get_backend(device).abort()
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Run `callback` when the current backward has finished; call this from within it.
 
@@ -301,12 +306,12 @@ def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
 def parameter_ids(model: nn.Module) -> set[int]:
     """Return the identities of a model's parameters: `named_parameters` takes several times as long to name them."""
     found: set[int] = set()
-    modules = [model]
+    modules: list[nn.Module | None] = [model]
     while modules:
-        module = modules.pop()
-        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
-        modules.extend(each for each in module._modules.values() if each is not None)
-    return found
+        if (module := modules.pop()) is not None:
+            found.update(map(id, module._parameters.values()))
+            modules += module._modules.values()
+    return found - {id(None)}
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
