@@ -178,8 +178,8 @@ class _DrawWatch:
     # Once whole training forwards have drawn nothing by function, the modules get the classes back that they had, and
     # forwards cost what they cost without the library. torch's generator still begins from the forward's seed, so a
     # draw that comes later is noticed at the end of its forward, and from the next step on all is watched again.
-    # Classes change between steps only: a recomputation must find those of its forward, by which code may choose what it
-    # does (transformers' checkpointed layers ask whether the forward of a module's class is the one that checkpoints).
+    # Classes change between steps only: a recomputation must find those of its forward, by which code may choose what
+    # to do (transformers' checkpointed layers ask whether the forward of a module's class is the one that checkpoints).
     def _unwatch(self) -> None:
         """Leave the modules as they are while no forward draws by function."""
         modules = [module for site in self.sites if (module := site.module()) is not None]

@@ -56,8 +56,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 def in_op_mode() -> bool:
-    """Say whether ops of this thread are shown to a mode, such as that of a meter, fake tensors or selective
-    checkpointing.
+    """Say whether ops of this thread are shown to a mode, as of a meter, fake tensors or selective checkpointing.
 
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
@@ -103,7 +102,7 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
     """
     # From torch 2.15 on another function runs it, with the arguments in a tuple and a dict; before, after settings.
     name = "_checkpoint_without_reentrant_generator"
-    name = f"{name}_impl" if hasattr(checkpoints, f"{name}_impl") else name
+    name += "_impl" * hasattr(checkpoints, f"{name}_impl")
     run, kind = getattr(checkpoints, name), checkpoints.CheckpointFunction
     settings = inspect.signature(run).parameters
     num_settings = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in settings.values()) - 1
