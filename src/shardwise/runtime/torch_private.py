@@ -143,8 +143,7 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return what `torch.compile` raises where it cannot compile, and where it has compiled too often; imports the
-    compiler.
+    """Return what `torch.compile` raises where it cannot compile, and where too often; imports the compiler.
 
     Public torch names neither, and they share no base but `Exception`.
     """
