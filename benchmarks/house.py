@@ -215,7 +215,7 @@ def aliases(sources: Sources) -> list[str]:
 
 
 def frozen_classes(sources: Sources) -> set[str]:
-    """Names of our classes whose objects do not change: frozen dataclasses, named tuples, enums, a config's sections."""
+    """Names of our classes whose objects do not change: frozen dataclasses, named tuples, enums, sections of configs."""
     return {
         node.name
         for tree in sources.trees.values()
