@@ -215,7 +215,7 @@ def aliases(sources: Sources) -> list[str]:
 
 
 def frozen_classes(sources: Sources) -> set[str]:
-    """Names of our classes whose objects do not change: frozen dataclasses, named tuples, enums, sections of configs."""
+    """Names of our classes whose objects do not change: frozen dataclasses, named tuples, enums, sections."""
     return {
         node.name
         for tree in sources.trees.values()
