@@ -1,6 +1,7 @@
 """Trains one rank, whose others echo it, on the virtual device in each order of streams: all must have the same bits.
 
     python -m device.orders "stage 3" pipeline      # cases whose names have a word; all without one
+    python -m device.orders --seeds 3              # random orders too, three of them
     python -m device.orders --faults               # with faults planted: each must be seen
     python -m device.orders --list
 
@@ -42,6 +43,7 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.zero_stages import STAGES
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.param_guard import ReleasedParameterError
+from shardwise.schedule import RECIPES
 from shardwise.tensor.plan_layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)
@@ -98,7 +100,7 @@ def zero(stage: int, **others: Mapping[str, Any]) -> Sections:
 
 
 def pipeline(schedule: str) -> Sections:
-    virtual_stages = 2 if schedule in ("interleaved", "zb-v") else 1
+    virtual_stages = RECIPES[schedule].min_virtual_stages
     return zero(2, mesh={"pp": 2}, pipeline={"schedule": schedule, "virtual_stages": virtual_stages})
 
 
@@ -268,6 +270,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--quick", action="store_true", help="two orders of each case")
+    parser.add_argument("--seeds", type=int, default=1, help="random orders of each case")
     parser.add_argument("--faults", action="store_true", help="plant faults whose names have a word")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
@@ -279,7 +282,8 @@ def main() -> int:
     rank = os.environ.get("RANK")
     if rank is not None:
         join()
-    orders = ORDERS[1:2] + ORDERS[-1:] if options.quick else ORDERS
+    more: tuple[tuple[Order, int], ...] = tuple(("random", seed) for seed in range(1, options.seeds))
+    orders = ORDERS[1:2] + ORDERS[-1:] if options.quick else ORDERS + more
     with working_folder():
         if options.faults:
             for fault in FAULTS:
@@ -295,7 +299,8 @@ def main() -> int:
     if rank is None:
         for num_ranks in sorted({case.world_size for case in chosen if not case.has_echoes}):
             names = [case.name for case in chosen if not case.has_echoes and case.world_size == num_ranks]
-            for process in start_ranks(num_ranks, names):
+            flags = ["--quick"] if options.quick else ["--seeds", str(options.seeds)]
+            for process in start_ranks(num_ranks, [*flags, *names]):
                 print(process.communicate()[0], end="", flush=True)
     return 0
 

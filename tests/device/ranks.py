@@ -68,20 +68,21 @@ class Transport:
         dist.P2POp = Message
 
     def _of_device(self, name: str) -> Callable[..., Any]:
-        num_tensors = COLLECTIVES[name]
+        num_tensors, is_scatter = len(COLLECTIVES[name]), name.startswith("reduce_scatter")
 
         def call(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
+            args = (*args, *(kwargs.pop(tensor) for tensor in COLLECTIVES[name][len(args) :]))
             tensors, others = args[:num_tensors], args[num_tensors:]
             if not is_on_device(tensors[0]):
                 return self._plain[name](*args, group=group, async_op=async_op, **kwargs)
 
             def start(out: Tensor, source: Tensor) -> Sequence[dist.Work | None]:
-                if name == "reduce_scatter_tensor":  # of which gloo has none: the slice is cut where it is taken
+                if is_scatter:  # of which gloo has none: the slice is cut where it is taken
                     return [self._plain["all_reduce"](source, group=group, async_op=True, **kwargs)]
                 given = (source,) if num_tensors == 1 else (out, source)
                 return [self._plain[name](*given, *others, group=group, async_op=True, **kwargs)]
 
-            take = cut_slice(dist.get_rank(group)) if name == "reduce_scatter_tensor" else copy_out
+            take = cut_slice(dist.get_rank(group)) if is_scatter else copy_out
             self._launch(name, tensors[0], tensors[-1], start, take if num_tensors == 2 else copy_source)
             return StreamWork(torch.cuda.current_stream().record_event()) if async_op else None
 
@@ -165,12 +166,19 @@ class Transport:
         Device.scheduler.launch(f"{name} end", end)
 
 
+# Names of tensors among each one's arguments; torch 2.13 gave some of them new names.
 COLLECTIVES = {
-    "all_reduce": 1,
-    "broadcast": 1,
-    "all_gather_into_tensor": 2,
-    "reduce_scatter_tensor": 2,
-    "all_to_all_single": 2,
+    name: tensors
+    for name, tensors in {
+        "all_reduce": ("tensor",),
+        "broadcast": ("tensor",),
+        "all_gather_single": ("output_tensor", "input_tensor"),
+        "all_gather_into_tensor": ("output_tensor", "input_tensor"),
+        "reduce_scatter_single": ("output", "input"),
+        "reduce_scatter_tensor": ("output", "input"),
+        "all_to_all_single": ("output", "input"),
+    }.items()
+    if hasattr(dist, name)
 }
 
 
@@ -195,6 +203,24 @@ def join() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     Transport().install()
     Device.scheduler.go_on_by_itself()
+
+
+def stand_for_nccl() -> None:
+    """Let process groups of NCCL be of gloo, with functions that move what is on the virtual device."""
+    Transport().install()
+    plain_init, plain_new = dist.init_process_group, dist.new_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        plain_init("cpu:gloo,cuda:gloo" if backend is None else backend.replace("nccl", "gloo"), *args, **kwargs)
+        if dist.get_world_size() > 1:
+            Device.scheduler.go_on_by_itself()
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return plain_new(ranks, timeout, backend and backend.replace("nccl", "gloo"), *args, **kwargs)
+
+    dist.init_process_group, dist.new_group = init_process_group, new_group
+    dist.get_backend_config = lambda group=None: "cpu:gloo,cuda:nccl"
+    dist.is_nccl_available = lambda: True
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:

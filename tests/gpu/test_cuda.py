@@ -1,7 +1,7 @@
 """The engine on one CUDA device: streams, pools and the memory tracker, with the machinery of every stage on one rank.
 
-One rank shards nothing, and its layout says stage 0. Here the stage is put back, so that gathers, reductions and
-releases run through NCCL on their streams; what they compute is compared with the CPU's plain training.
+One rank shards nothing, its layout says stage 0, and its communicators call nothing. Here the stage is put back, and
+they call NCCL: gathers, reductions and releases run on their streams. The CPU's plain training is compared with it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.echo import LoneFactory
 from harness.models import CASES, ModelCase, make_batches
 from harness.reference import Trace, check_parity
 from harness.training import make_config, own_gradients, reference_trace
 from shardwise import Engine, build_layout
-from shardwise.comm.backends import ProcessGroupFactory
-from shardwise.comm.mesh import Mesh
 from shardwise.engine.build import EngineInputs
 from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.zero_stages import STAGES
@@ -42,8 +41,7 @@ def make_engine(case: ModelCase, stage: int, num_micro_batches: int, **sections:
     config = make_config(num_micro_batches, overrides).resolve(world_size=1)
     model = case.build(torch.float64)
     layout = replace(build_layout(model, config), stage=STAGES[stage])
-    network = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s))
-    return Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), network, loss_fn=case.loss))
+    return Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), LoneFactory(), loss_fn=case.loss))
 
 
 def train(
@@ -72,6 +70,25 @@ def train(
 def test_stage_equals_plain_training(stage: int, recompute: str) -> None:
     actual = train("transformer", stage, recompute={"mode": recompute}, optimizer={"clip_norm": 0.05})
     check_parity(actual, reference_trace("transformer", 1, 2, 4, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("stage", "ops"),
+    [
+        (0, {"all_reduce"}),
+        (1, {"reduce_scatter", "all_gather"}),
+        (2, {"reduce_scatter", "all_gather"}),
+        (3, {"reduce_scatter", "all_gather"}),
+    ],
+)
+def test_each_stage_calls_nccl(stage: int, ops: set[str]) -> None:
+    engine = make_engine(CASES["transformer"], stage, 1)
+    for step in make_batches(CASES["transformer"], num_steps=2, world_size=1, num_micro_batches=1):
+        engine.train_step(step[0])
+    counts = engine.parts.comm.comm_log.counts
+    assert {op for _, op in counts} >= {*ops, "all_reduce_scalars"}
+    assert all(count.num_calls >= 2 for count in counts.values())
+    engine.close()
 
 
 @pytest.mark.parametrize("case_name", sorted(CASES))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,6 +113,40 @@ class EchoComm(NcclComm):
     def __init__(self, place: RankPlace, resources: CommResources) -> None:
         super().__init__(place, resources, None, EchoC10d(place.rank, place.world_size, resources.device))
         self.is_simulated, self._distances = False, range(1, place.world_size)  # the echoes' tensors have values
+
+
+class NeverOne(int):
+    """A number of ranks that equals no number, so that nothing is left out where there is one rank alone."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+@cache
+def lone_group(use: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of one rank; of all engines, since NCCL takes seconds to make one. It ends with the world's."""
+    return dist.new_group([0], group_desc=f"tests {use}")
+
+
+class LoneFactory:
+    """Makes communicators of one rank alone that call NCCL each time, where the library leaves collectives out."""
+
+    store = None
+    examples: Mapping[int, Any] | None = None
+    rank = 0
+
+    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
+        world = dist.group.WORLD
+        assert world is not None, "the test has joined a process group"
+        return NcclComm(RankPlace(0, NeverOne(1), axis, (0,)), resources, lone_group(use, world))
+
+    def comm_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, *others: Any) -> Comm | None:
+        return self.comm(axes, use, *others)
+
+    def close(self) -> None:
+        pass
 
 
 class EchoFactory:

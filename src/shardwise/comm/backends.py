@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,13 @@ from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import RING_BYTES, MeshShape
+from shardwise.runtime.device import StreamName, device_of_backends, kind_of
 from shardwise.runtime.precision import SCRATCH_NUMEL
-from shardwise.runtime.streams import StreamName
 from shardwise.runtime.torch_private import is_fake
 
 _NEVER_SENT: Final = 2**31 - 1  # a tag
 # More rows are summed in one call: each of them alone would cost more than the sum.
 _MAX_ROWS: Final = 64
-
-Backend = Literal["gloo", "nccl"]
 
 
 class GlooComm(Comm):
@@ -128,7 +126,7 @@ class GlooComm(Comm):
 
 
 class NcclComm(Comm):
-    """Runs collectives in the order of CUDA's streams, by NCCL; the host does not wait for them."""
+    """Runs collectives in the order of streams, by NCCL or another device's; the host does not wait for them."""
 
     waits_on_host = False
 
@@ -244,8 +242,7 @@ def process_group_comm(
     if rank < 0:
         raise CommError("rank-outside-group", "this process is not in the group; build the mesh on every rank")
     place = RankPlace(rank, dist.get_world_size(group), axis, ranks)
-    is_on_device = dist.get_backend(group) == "nccl" or resources.device.type == "cuda"
-    return (NcclComm if is_on_device else GlooComm)(place, resources, group)
+    return _class_for(kind_of(resources.device).backend)(place, resources, group)
 
 
 def world_comm(timeout_s: float) -> Comm:
@@ -256,19 +253,22 @@ def world_comm(timeout_s: float) -> Comm:
     """
     world = dist.group.WORLD
     assert world is not None, "the caller has joined a process group"
-    is_cuda = "nccl" in dist.get_backend_config(world)
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    device = device_of_backends(dist.get_backend_config(world))
     return process_group_comm(world, "init", CommResources.alone(device, timeout_s))
 
 
-def simulated_comm(place: RankPlace, resources: CommResources, backend: Backend) -> Comm:
+def simulated_comm(place: RankPlace, resources: CommResources, backend: str) -> Comm:
     """Return a communicator whose other ranks are not there: no data moves, and every collective is over at once.
 
     Args:
         place: of the one rank that is there.
-        backend: gloo or nccl, as which it counts and allocates.
+        backend: c10d's name, as which it counts and allocates.
     """
-    return (GlooComm if backend == "gloo" else NcclComm)(place, resources, None, SimulatedC10d())
+    return _class_for(backend)(place, resources, None, SimulatedC10d())
+
+
+def _class_for(backend: str) -> type[GlooComm | NcclComm]:
+    return GlooComm if backend == "gloo" else NcclComm
 
 
 class SimulatedC10d:
@@ -337,12 +337,12 @@ class SimulatedFactory:
         examples: what the stages of a pipeline receive; see `CommFactory`.
     """
 
-    def __init__(self, mesh: MeshShape, rank: int, backend: Backend, examples: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, mesh: MeshShape, rank: int, backend: str, examples: Mapping[int, Any] | None = None) -> None:
         self.rank = rank
         self.store: dist.Store | None = None
         self.examples = examples
         self._mesh = mesh
-        self._backend: Backend = backend
+        self._backend = backend
 
     def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
         ranks = self._mesh.ranks_along(axes, self.rank)

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from shardwise.config.errors import CodedError
+from shardwise.runtime.device import Event
 from shardwise.runtime.precision import TORCH_DTYPES
-from shardwise.runtime.streams import Event
 
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
 _MAX_ENQUEUED = 4096

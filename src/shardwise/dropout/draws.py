@@ -34,8 +34,9 @@ from shardwise.dropout.numbers import (
     place_of,
 )
 from shardwise.layout.token_ranges import Runs, count_tokens
+from shardwise.runtime.device import forked_rng
 from shardwise.runtime.forward_state import same_again
-from shardwise.runtime.keyed_rng import derive_seed, seeded
+from shardwise.runtime.keyed_rng import derive_seed
 from shardwise.runtime.torch_private import in_backward, in_fake_mode, no_torch_functions, unseen_by_op_modes
 
 Opening = Callable[[], AbstractContextManager[Any]]
@@ -189,7 +190,7 @@ class KeyedDraws:
         self._newest.begin_pass()
         self._num_running += 1
         try:
-            with seeded(seed, self._device), ExitStack() as stack:
+            with forked_rng(self._device, seed), ExitStack() as stack:
                 for opening in self.around:
                     stack.enter_context(opening())
                 yield
@@ -370,7 +371,7 @@ class KeyedDraws:
     def reseeded(self, site: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Return a context in which torch's generators begin from this call of a site, in the open forward."""
         samples = self._forwards[torch.initial_seed()].samples
-        return seeded(derive_seed(self._next_key(site), samples.first, samples.num), device or self._device)
+        return forked_rng(device or self._device, derive_seed(self._next_key(site), samples.first, samples.num))
 
     def stream_seed(self, site: str) -> int:
         """Return the seed of Python's and NumPy's numbers in a call of a site's module, in the open forward."""

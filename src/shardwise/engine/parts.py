@@ -32,6 +32,7 @@ from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import HostWorkError, WorkerOutcome
+from shardwise.runtime.device import numbers_on
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
 from shardwise.runtime.precision import LossScaler, torch_dtype
 from shardwise.runtime.timeline import Timeline
@@ -378,7 +379,7 @@ class EngineParts:
 
     def holds_anywhere(self, is_so: bool, subject: str) -> bool:
         """Say whether something holds on any rank; `subject` is for messages. All ranks call it."""
-        flag = torch.tensor([float(is_so)], dtype=torch.float64, device=self.device)
+        flag = numbers_on(self.device, [float(is_so)])
         return self.comm.max_scalars(flag, subject) > [0.0]
 
     def refuse_if_simulated(self) -> None:

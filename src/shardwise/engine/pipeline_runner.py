@@ -31,7 +31,7 @@ from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
-from shardwise.schedule.registry import recipe_of
+from shardwise.schedule.pipelines import recipe_of
 from shardwise.zero.order import PrefetchOrder, RecordedOrder
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.sharding_state import ShardingState

@@ -32,9 +32,9 @@ from shardwise.offload.counters import TransferCounters
 from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.offload.worker import HostWorker, Task
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.device import Event, Streams
 from shardwise.runtime.precision import add_widened
 from shardwise.runtime.state_shards import FlatSlice, FlatState, TensorFlatState
-from shardwise.runtime.streams import Event, Streams
 
 # Tensors that have left the device and wait for the worker: without a limit they would fill the host's memory.
 MOST_STAGED: Final = 3

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -61,6 +62,11 @@ def in_op_mode() -> bool:
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
     return is_in_torch_dispatch_mode()
+
+
+def is_compiling() -> bool:
+    """Say whether code is compiled now; before 2.13 `torch.compiler.is_compiling` denies it inside of a checkpoint."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def in_fake_mode() -> bool:
@@ -288,6 +294,37 @@ def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
+def parameter_ids(model: nn.Module) -> set[int]:
+    """Return the identities of a model's parameters: `named_parameters` takes several times as long to name them."""
+    found: set[int] = set()
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+        modules.extend(each for each in module._modules.values() if each is not None)
+    return found
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """Return the 2-norms of tensors of one device, 1-D: on a GPU by a few kernels for all of them."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def zero_all(tensors: list[Tensor]) -> None:
+    """Fill tensors of one device with zeros, as `norms_of` takes norms."""
+    torch._foreach_zero_(tensors)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one device into others of their shapes, as `norms_of` takes norms."""
+    torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add tensors to others, in place, of one device, as `norms_of` takes norms."""
+    torch._foreach_add_(targets, sources)
+
+
 def plain_torch_functions() -> AbstractContextManager[None]:
     """Run the body without calling any tensor subclass's `__torch_function__`, as torch's subclass guide does."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -321,6 +358,12 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 def version(tensor: Tensor) -> int:
     """Return the `versions` of one tensor."""
     return versions((tensor,))[0]
+
+
+def same_version_alias(tensor: Tensor) -> Tensor:
+    """Detach a tensor below autograd: the alias is in no graph, but a write into either counts for both."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
@@ -369,7 +412,6 @@ def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:
 
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.
-COMPUTED_AGAIN: Final = checkpoints._RECOMPUTE  # in what selective checkpointing stores, in place of a result
 HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
 
 # A fake tensor raises these where its values are needed: for a number, or for a shape that follows from them.

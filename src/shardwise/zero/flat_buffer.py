@@ -35,6 +35,7 @@ from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
+from shardwise.runtime.device import Event
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.param_guard import (
     ParameterClasses,
@@ -43,7 +44,6 @@ from shardwise.runtime.param_guard import (
     without_parts,
 )
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import (
     has_views,
     is_fake,

@@ -48,6 +48,7 @@ from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.offload.storage import DeviceStorage, HostStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.device import empty_cache, kind_of, synchronize
 from shardwise.runtime.memory_tracker import Category, MemoryTracker, trim_host_memory
 from shardwise.runtime.param_guard import ReleasedParameterError, released_type
 from shardwise.runtime.torch_private import set_parameter_class
@@ -67,7 +68,7 @@ class ReleaseTarget:
 
     Attributes:
         path: the folder for the file; None for `tiers.nvme_path`.
-        pin_memory: whether to pin host memory, on CUDA: copies are several times as fast, and torch keeps it for later.
+        pin_memory: whether to pin host memory of a GPU: copies are several times as fast, and torch keeps it for later.
     """
 
     place: Target = "host"
@@ -216,8 +217,7 @@ class MemoryRelease:
         self._kinds_before.clear()
         self._spill_buffer.close()
         self._tiers.trim()
-        if self._tracker.device.type == "cuda":
-            torch.cuda.synchronize(self._tracker.device)
+        synchronize(self._tracker.device)
 
     def refuse(self, params_suffice: bool = False) -> None:
         """Raise, unless only what an evaluation does not need is away and `params_suffice`.
@@ -245,15 +245,14 @@ class MemoryRelease:
                     "offload-inside-gathered", "states cannot be offloaded inside engine.gathered(); call it outside"
                 )
         self._tiers.wait_idle()
-        if self._tracker.device.type == "cuda":
-            torch.cuda.synchronize(self._tracker.device)
+        synchronize(self._tracker.device)
         self._tiers.forget_prefetched()
 
     def _move_out(self, memories: Sequence[_ReleasedMemory]) -> None:
         num_bytes = sum(memory.num_bytes for memory in memories)
         if self._target.place == "host":
             self._spill_buffer = HostSpillBuffer(
-                num_bytes, self._target.pin_memory and self._tracker.device.type == "cuda"
+                num_bytes, self._target.pin_memory and kind_of(self._tracker.device).pins
             )
             for memory in memories:  # each is freed before the next takes host memory
                 self._spill_buffer.write(memory.bytes())
@@ -339,9 +338,7 @@ class MemoryRelease:
         """Return what was freed to the system."""
         self._pool.trim()
         self._tiers.trim()
-        if self._tracker.device.type == "cuda":
-            torch.cuda.synchronize(self._tracker.device)
-            torch.cuda.empty_cache()
+        empty_cache(self._tracker.device)
         trim_host_memory()
 
 
@@ -411,7 +408,7 @@ class HostSpillBuffer:
 
     Args:
         num_bytes: the bytes that will be written.
-        pin_memory: use page-locked memory, so that copies from and to CUDA need not be waited for.
+        pin_memory: use page-locked memory, so that copies from and to a GPU need not be waited for.
     """
 
     def __init__(self, num_bytes: int, pin_memory: bool) -> None:

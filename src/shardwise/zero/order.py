@@ -23,10 +23,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import CodedError
+from shardwise.runtime.device import numbers_on
 from shardwise.zero.param_group import ParamGroup
 
 Names = Sequence[str]
@@ -301,7 +300,7 @@ class ReductionOrder(Generic[Group]):
     def late_on_any(self, ranks: Comm) -> list[Group]:
         """Return the groups that are late on any of the ranks, in the order of reductions. All of them call it."""
         flags = [float(group in self.late) for group in self.groups]
-        agreed = ranks.max_scalars(torch.zeros(0, dtype=torch.float64, device=ranks.device), "late gradients", flags)
+        agreed = ranks.max_scalars(numbers_on(ranks.device, []), "late gradients", flags)
         return [group for group, flag in zip(self.groups, agreed, strict=True) if flag]
 
     @property

@@ -20,7 +20,7 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
-from shardwise.runtime.torch_private import on_backward_end
+from shardwise.runtime.torch_private import on_backward_end, parameter_ids
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradState
 from shardwise.zero.order import (
@@ -137,9 +137,9 @@ class ShardingState:
         Raises:
             ConfigError: names the parameter.
         """
-        known = {key: group.spec.params[index].name for key, (group, index) in self._place_of.items()}
-        known |= self.absent.names
-        check_members(self._model, known)
+        if parameter_ids(self._model) != self._place_of.keys() | self.absent.names.keys():
+            known = {key: group.spec.params[index].name for key, (group, index) in self._place_of.items()}
+            check_members(self._model, known | self.absent.names)
         for group in self.groups:
             group.writes.check()
             group.follow_writes()

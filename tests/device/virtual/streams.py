@@ -77,6 +77,8 @@ class Scheduler:
         self.host_waits: Counter[str] = Counter()
         self.foreign_calls: Counter[str] = Counter()  # of threads that chose no device
         self.may_wait = True  # False: a wait of the host is an error
+        # Called at each wait of the host: who asked for it, and whether the device had come so far already.
+        self.on_wait: Callable[[str, bool], object] = lambda why, is_over: None
         self._native = native
         self._lock = threading.RLock()
         self._queues = [Queue(COMPUTE)]
@@ -149,6 +151,7 @@ class Scheduler:
         """Block the host until a point is reached; without one, until all is done."""
         self.spoil_freed()
         self.host_waits[f"{why} {caller()}"] += 1
+        self.on_wait(f"{why} {caller()}", mark is not None and mark.is_reached)
         if not self.may_wait and why in ("item", "copy"):
             raise RuntimeError("called a synchronizing CUDA operation")
         with self._lock:
@@ -302,7 +305,7 @@ def caller() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         for root in ("/src/shardwise/", "/tests/"):
-            if root in name and "/device/virtual/" not in name:
+            if root in name and not name.endswith("/runtime/device.py") and "/device/virtual/" not in name:
                 return f"{name.split(root)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
