@@ -64,7 +64,7 @@ class WeightGradQueue:
         Enter it around a stage's forward, and around its backward: a recomputation must do what its forward did. The
         backward must be `backward` to all leaves: one to chosen inputs skips what leads to parameters alone, and inside
         `torch.autograd.grad` torch shows no recomputation to a mode. Gradients that are not queued must be taken off
-        their parameters, as `shardwise.runtime.gradient_hooks.hook_gradient` does: a gradient that stays may share
+        their parameters, as `shardwise.runtime.module_hooks.hook_gradient` does: a gradient that stays may share
         memory with a held tensor, and autograd adds the next one to it in place, which `drain` refuses.
         """
         return _Splitting(self)
