@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.echo import LoneFactory
+from harness.echo import LoneFactory, one_rank_shards
 from harness.models import CASES, ModelCase, make_batches
 from harness.reference import Trace, check_parity
 from harness.training import make_config, own_gradients, reference_trace
@@ -32,7 +32,8 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(scope="module", autouse=True)
 def _process_group() -> Iterator[None]:
     ensure_process_group("cuda", timeout_s=60.0)
-    yield
+    with one_rank_shards():
+        yield
     dist.destroy_process_group()
 
 

@@ -8,9 +8,11 @@ runs, over functions that stand for `torch.distributed`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from shardwise.comm.backends import NcclComm
 from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.comm.loss import LossAccumulator
 from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.param_groups import GroupSpec
 
 # As bytes of any floating dtype it is a number below one.
 FROM_NOWHERE = 0x3F
@@ -147,6 +150,11 @@ class LoneFactory:
 
     def close(self) -> None:
         pass
+
+
+def one_rank_shards() -> AbstractContextManager[Any]:
+    """Let what one rank holds alone be a shard, which is gathered and released: the library keeps it whole."""
+    return mock.patch.object(GroupSpec, "is_stored_whole", property(lambda group: group.is_replicated))
 
 
 class EchoFactory:
