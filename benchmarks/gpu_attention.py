@@ -275,7 +275,9 @@ def decide(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for ours in (row for row in case["rows"] if row["system"] == "triton"):
             for theirs in (row for row in flex if row["mask"] == ours["mask"]):
                 ratios = [theirs[key] / ours[key] for key in ("forward_s", "backward_s")]
-                pairs.append({"case": case.get("case"), "mask": ours["mask"], "forward": ratios[0], "backward": ratios[1]})
+                pairs.append(
+                    {"case": case.get("case"), "mask": ours["mask"], "forward": ratios[0], "backward": ratios[1]}
+                )
     slower = [pair for pair in pairs if max(pair["forward"], pair["backward"]) > WITHIN + 1e-9]
     verdict = "ours stay" if slower else "ours go" if pairs else "not decided: no mask was measured with both"
     return {"verdict": verdict, "num_masks": len(pairs), "num_slower": len(slower), "flex_over_ours": pairs}

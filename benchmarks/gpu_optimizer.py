@@ -146,7 +146,9 @@ def main() -> None:
             rows.append(Row(name, num_pieces, ms, host_ms, gb_per_s))
             print(f"{name:<28}{num_pieces:>7}{ms:>10.2f}{host_ms:>10.2f}{gb_per_s:>8.0f}", flush=True)
             if options.json:
-                options.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=2))
+                options.json.write_text(
+                    json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=2)
+                )
         del flats
         torch.cuda.empty_cache()
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,17 +131,20 @@ def run_part(part: Part, out: Path, *, is_tiny: bool) -> Ended:
     start_s = time.monotonic()
     with (out / f"{part.name}.txt").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     how = "ok" if code == 0 else "out of time" if code is None else f"failed ({code})"
     return Ended(part.name, how, round(time.monotonic() - start_s, 1), limit_s)
@@ -166,9 +170,10 @@ def findings(name: str, found: Mapping[str, Any], log: Sequence[str]) -> Iterato
         for timing in result["timings"]:
             times.setdefault(timing["system"], []).append(timing["step_s"])
         best = {system: min(seconds) for system, seconds in times.items()}
-        base = best.get("fsdp2") or best.get("plain") or 1.0
+        base = "fsdp2" if "fsdp2" in best else "plain"
         for system, seconds in best.items():
-            yield f"{system}: {seconds * 1e3:.1f} ms a step, {seconds / base:.3f} of {'fsdp2' if 'fsdp2' in best else 'plain'}"
+            ratio = f", {seconds / best[base]:.3f} of {base}" if base in best else ""
+            yield f"{system}: {seconds * 1e3:.1f} ms a step{ratio}"
         yield from (f"{system} failed: {why[:120]}" for system, why in result["failed"].items())
     if "decision" in found:
         yield f"sparse kernels: {found['decision']['verdict']} ({found['decision']['num_masks']} masks)"

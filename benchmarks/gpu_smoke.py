@@ -40,7 +40,14 @@ from shardwise.tensor.plan_layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = DecoderConfig(
-    vocab_size=256, num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=4, head_dim=32, ffn_size=256, max_seq_len=64
+    vocab_size=256,
+    num_layers=4,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    ffn_size=256,
+    max_seq_len=64,
 )
 Sections = Mapping[str, Mapping[str, Any]]
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
