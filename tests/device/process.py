@@ -12,6 +12,8 @@ import os
 from typing import cast
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+# torch would turn CUDA's sanitizer on before there is a device.
+IS_SANITIZED = os.environ.pop("TORCH_CUDA_SANITIZER", None) is not None
 
 import torch
 
@@ -23,3 +25,8 @@ torch.set_num_threads(1)
 SCHEDULER = install(cast(Order, os.environ.get("VIRTUAL_ORDER", "lazy")), int(os.environ.get("VIRTUAL_SEED", "0")))
 interpret_quickly()
 stand_for_nccl()
+if IS_SANITIZED:
+    from torch.cuda import _gpu_trace, _sanitizer
+
+    SCHEDULER.trace = _gpu_trace
+    _sanitizer.enable_cuda_sanitizer()

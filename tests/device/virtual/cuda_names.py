@@ -146,7 +146,7 @@ def replace_torch_cuda(native: Any, scheduler: Scheduler, generator: Generator) 
     modes = ("default", "warn", "error")
 
     def set_sync_debug_mode(mode: str | int) -> None:
-        scheduler.may_wait = (mode if isinstance(mode, str) else modes[mode]) != "error"
+        scheduler.on_wait = mode if isinstance(mode, str) else modes[mode]
 
     def nothing() -> Any:
         """A function of its own for each name, since torch._dynamo keeps a table by function."""
@@ -179,7 +179,7 @@ def replace_torch_cuda(native: Any, scheduler: Scheduler, generator: Generator) 
         "get_rng_state_all": lambda: [generator.get_state()],
         "set_rng_state_all": lambda states: generator.set_state(states[0]),
         "cudart": lambda: Cudart, "set_sync_debug_mode": set_sync_debug_mode,
-        "get_sync_debug_mode": lambda: 0 if scheduler.may_wait else 2,
+        "get_sync_debug_mode": lambda: modes.index(scheduler.on_wait),
     }  # fmt: skip
     for name, value in names.items():
         setattr(torch.cuda, name, value)
