@@ -312,7 +312,9 @@ class Operators:
             self._launch_copy("copy to host", lambda: held, out_of.open)
         crosses = is_on_device(target) != is_on_device(source)
         if crosses and not stays and target.numel():
-            self._scheduler.wait_on_host("copy", self._scheduler.record(self._native.current_stream()))
+            # torch takes no note of one that was asked not to block: the driver waits.
+            why = "pageable copy" if non_blocking else "copy"
+            self._scheduler.wait_on_host(why, self._scheduler.record(self._native.current_stream()))
         return target
 
     def _launch_copy(self, name: str, target: Callable[[], Tensor], source: Callable[[], Tensor]) -> None:
