@@ -43,7 +43,7 @@ virtual-gpu: $(READY_DEV)
 docs-check: $(READY_DEV)
 	$(BIN)/python -m pytest -n0 tests/unit/test_docs.py tests/unit/attention/test_attention_docs.py $(ARGS)
 
-# The site reads the sources and imports none of them, so its environment has no torch.
+# The site reads the sources, and imports the config's alone, so its environment has no torch.
 site:
 	@$(PYTHON) -m venv .venv-site
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-site/requirements.txt

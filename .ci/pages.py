@@ -2,7 +2,8 @@
 
 The pages are written to be read in the repository. So here links out of docs/ go to the repository, links whose text is
 a file's name get the name that the navigation has, a note after a fence's language (`python no-run: why`) is removed,
-and the page of the Python names is made from `shardwise.__all__`.
+the page of the config gets a table of keys for each section, and the page of the Python names is made from
+`shardwise.__all__`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 from mkdocs.structure.files import File, Files
 
 ROOT: Final = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from shardwise.config.resolve import reference_tables  # noqa: E402
+
 REPOSITORY: Final = "https://github.com/shardwise/shardwise/blob/main"
 FIRST: Final = ("initialize", "init", "gathered", "Engine", "StepResult", "EvalResult", "LoadReport", "Config")
 HEAD: Final = """# Python
@@ -57,6 +62,8 @@ def titles(nav: Any) -> dict[str, str]:
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Return a page with the links and fences of the site."""
     here, named = Path(page.file.src_uri).parent, titles(config.nav)
+    if page.file.src_uri == "config.md":
+        markdown = f"{markdown}\n{reference_tables()}\n"
 
     def absolute(found: re.Match[str]) -> str:
         target = os.path.normpath(Path("docs") / here / found[1])

@@ -41,13 +41,12 @@ from torch.autograd import Function
 
 import shardwise
 from shardwise.runtime.weight_grad_queue import WeightGradSink, weight_sink
-from shardwise.schedule import COMPUTATIONS, Action, ActionKind, ScheduleError, TimedAction, simulate
+from shardwise.schedule import COMPUTATIONS, RECIPES, Action, ActionKind, ScheduleError, TimedAction, simulate
 from shardwise.schedule.formulas import bubble_s
-from shardwise.schedule.registry import pipeline_step, placement_of
+from shardwise.schedule.pipelines import pipeline_step, placement_of
 from shardwise.schedule.simulate import rank_bubble_s, rank_span_s
 from step_time import machine
 
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 AIM = 0.03
 QUICK_MS = 20.0
 WIDTH = 4
@@ -320,7 +319,7 @@ _KEYS = ("forward", "input", "weight")
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help=f"of {', '.join(SCHEDULES)}")
+    parser.add_argument("--schedules", default=",".join(RECIPES), help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--virtual-stages", type=int, default=2, help="of the interleaved schedule")
@@ -331,8 +330,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where to write the bubbles of all steps")
     options = parser.parse_args(arguments)
     options.schedules = options.schedules.split(",")
-    if unknown := [name for name in options.schedules if name not in SCHEDULES]:
-        parser.error(f"--schedules: {unknown[0]!r} is none of {', '.join(SCHEDULES)}")
+    if unknown := [name for name in options.schedules if name not in RECIPES]:
+        parser.error(f"--schedules: {unknown[0]!r} is none of {', '.join(RECIPES)}")
     if options.quick:
         options.steps = 1
         options.forward_ms = options.input_ms = options.weight_ms = QUICK_MS
@@ -346,10 +345,11 @@ def main(arguments: Sequence[str]) -> None:
     facts = machine()
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()), highlight=False)
     times = Times(options.forward_ms / 1e3, options.input_ms / 1e3, options.weight_ms / 1e3)
-    virtual = {"interleaved": options.virtual_stages, "zb-v": 2}
-    cases = [
-        Case(name, options.ranks, options.micro_batches, virtual.get(name, 1), times) for name in options.schedules
-    ]
+    virtual = {
+        name: options.virtual_stages if recipe.is_interleaved else recipe.min_virtual_stages
+        for name, recipe in RECIPES.items()
+    }
+    cases = [Case(name, options.ranks, options.micro_batches, virtual[name], times) for name in options.schedules]
     measured = measure(cases, options.steps)
     rows = [
         summarize(case, steps) | {"stages_per_rank": case.stages_per_rank}

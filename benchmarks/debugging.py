@@ -27,7 +27,7 @@ from shardwise.config.resolve import Config
 from shardwise.construction.scan import build_layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
+from shardwise.runtime.device import Streams
 from shardwise.runtime.timeline import Timeline
 
 CPU = torch.device("cpu")

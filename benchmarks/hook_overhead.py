@@ -105,7 +105,7 @@ def plain(num_blocks: int, num_params: int) -> System:
 class Silent:
     """Events of units that do nothing; gradients are copied out."""
 
-    def pre_forward(self, unit: None) -> None:
+    def pre_forward(self, unit: None, is_recomputed: bool) -> None:
         pass
 
     def post_forward(self, unit: None, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:

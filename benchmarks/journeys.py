@@ -1,6 +1,7 @@
 """Print the ways that calls take through the library: how many functions, how many files, how often back up.
 
-Two ranks over gloo train the tiny decoder while rank 0 notes each call of a function of the library.
+Two ranks over gloo train the tiny decoder while rank 0 notes each call of a function of the library. The decoder stands
+for the user's model, so functions of `models/` do not count.
 
 - A *chain* is the calls from the place where the library is entered last (a hook, a method of the engine) to
   torch.distributed. Each distinct chain is a row; `--where` prints its functions.
@@ -32,6 +33,7 @@ import shardwise
 from shardwise.models import Decoder, lm_loss, preset
 
 SOURCE: Final = f"{Path(shardwise.__file__).parent}/"
+MODELS: Final = f"{SOURCE}models/"
 NUM_RANKS: Final = 2
 CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "zero.stage=3": {"zero": {"stage": 3}},
@@ -73,7 +75,7 @@ class Trace:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             name = frame.f_code.co_filename
-            is_ours = name.startswith(SOURCE) and not frame.f_code.co_name.startswith("<")
+            is_ours = name.startswith(SOURCE) and not (name.startswith(MODELS) or frame.f_code.co_name.startswith("<"))
             self._stack.append((name.removeprefix(SOURCE), frame.f_code.co_qualname) if is_ours else None)
             ours = [function for function in self._stack if function is not None]
             if is_ours and self._journey is not None:

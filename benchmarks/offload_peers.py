@@ -28,8 +28,8 @@ from shardwise.models import Decoder, preset
 from shardwise.offload.nvme_storage import NvmeStorage
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, ChunkInput, StepChunk
 from shardwise.offload.tiers import Tiers
+from shardwise.runtime.device import Event, Streams
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
-from shardwise.runtime.streams import Event, Streams
 
 BF16 = "bf16"
 Settle = Callable[[], None]

@@ -12,7 +12,7 @@ from typing import Final
 
 from planner_eval.searched_schedule import zero_bubble_searched
 from shardwise.schedule.lower import insert_transfers
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.pipelines import placement_of
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator, rank_span_s, simulate
 
 SEARCHED: Final[Mapping[str, tuple[str, int]]] = MappingProxyType({"zb-1p": ("zb-h1", 1), "zb-2p": ("zb-h2", 2)})

@@ -21,7 +21,7 @@ from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.stages import StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.pipelines import placement_of
 
 FIRST_FLASH_SHARE: Final = 0.5
 """The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""

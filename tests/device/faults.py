@@ -17,7 +17,7 @@ from shardwise.comm.backends import NcclComm
 from shardwise.comm.collectives import AsyncWork
 from shardwise.offload import activations, storage
 from shardwise.runtime import buffer_pool, memory_tracker, torch_private
-from shardwise.runtime.streams import Event
+from shardwise.runtime.device import Event
 
 Plant = Callable[[], AbstractContextManager[Any]]
 

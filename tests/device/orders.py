@@ -43,6 +43,7 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.zero_stages import STAGES
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.param_guard import ReleasedParameterError
+from shardwise.schedule import RECIPES
 from shardwise.tensor.plan_layout import plan_layout
 
 DEVICE = torch.device("cuda", 0)
@@ -99,7 +100,7 @@ def zero(stage: int, **others: Mapping[str, Any]) -> Sections:
 
 
 def pipeline(schedule: str) -> Sections:
-    virtual_stages = 2 if schedule in ("interleaved", "zb-v") else 1
+    virtual_stages = RECIPES[schedule].min_virtual_stages
     return zero(2, mesh={"pp": 2}, pipeline={"schedule": schedule, "virtual_stages": virtual_stages})
 
 

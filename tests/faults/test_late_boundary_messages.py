@@ -21,7 +21,7 @@ from shardwise.comm.p2p import P2PChannel
 from shardwise.comm.records import RECEIVE, SEND, CommLog
 from shardwise.pipeline.boundary import Key, RemoteEnd
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import P2PStreamKey, Streams
+from shardwise.runtime.device import P2PStreamKey, Streams
 
 CPU = torch.device("cpu")
 

@@ -119,9 +119,9 @@ def test_the_norm_is_there_before_the_gradients_are_stored(tmp_path: Path, grads
         engine.tiers.worker.submit(gate.wait)
         engine.backward(engine(step[0][0]))
         with ThreadPoolExecutor(1) as pool:
-            squares = pool.submit(engine.parts.sharded.square_sums)
+            squares = pool.submit(engine.parts.sharded.square_sum)
             try:
-                assert len(squares.result(timeout=100)) == len(engine.layout.groups)
+                assert squares.result(timeout=100) > 0
             finally:
                 gate.set()
         engine.step()

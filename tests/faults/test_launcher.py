@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.fake_device import FakeDevice
 from harness.refusals import refused
 from harness.waiting import PATIENCE_S, is_running, wait_until
 from shardwise.launch import local
@@ -429,12 +430,12 @@ def test_no_ranks_are_refused(tmp_path):
     [("auto", 4, 2, 4), ("auto", 0, 64, 2), ("auto", 0, 1, 1), ("cpu", 4, 2, 2), ("cuda", 3, 1, 3)],
 )
 def test_default_num_ranks(monkeypatch, device, num_gpus, num_cores, expected):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    FakeDevice("cuda", num_gpus).install(monkeypatch)
     monkeypatch.setattr(local, "num_cores", lambda: num_cores)
     assert default_num_ranks(device) == expected
 
 
 def test_cuda_without_gpus_is_refused(monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with refused("device-cuda-without-gpu", "0 GPUs"):
+    FakeDevice("cuda", num_devices=0).install(monkeypatch)
+    with refused("no-gpu", "run.device=cuda"):
         default_num_ranks("cuda")

@@ -41,7 +41,7 @@ from shardwise.comm.watchdog import RankReport, Watchdog, diagnose, render, watc
 from shardwise.config.resolve import RunConfig
 from shardwise.construction.scan import build_layout
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Event, Streams
+from shardwise.runtime.device import Event, Streams
 from shardwise.runtime.timeline import Timeline
 
 pytestmark = pytest.mark.usefixtures("warm_python")

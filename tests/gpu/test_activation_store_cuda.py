@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.counters import TransferCounters
+from shardwise.runtime.device import Streams
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.recompute import run_forward, run_stored
-from shardwise.runtime.streams import Streams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -25,8 +25,8 @@ from shardwise.planner.hardware import Cluster, GpuSpec
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import MemoryEstimate
+from shardwise.schedule import RECIPES
 
-SCHEDULES: Final = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "naive")
 _TIERS: Final = (
     *({}, {}, {}, {}),
     {"optimizer_tier": "host"},
@@ -107,7 +107,7 @@ def _draw(source: random.Random) -> Sample:
 
     hidden, seq_len, tp, cp = one_of((128, 192, 256)), one_of((64, 128)), one_of((1, 1, 2, 4)), one_of((1, 1, 2))
     heads, pp, zero_stage = one_of((4, 8)), one_of((1, 1, 2, 2, 3)), one_of((0, 1, 2, 3))
-    schedule = one_of(SCHEDULES) if pp > 1 else "1f1b"
+    schedule = one_of(tuple(RECIPES)) if pp > 1 else "1f1b"
     recompute = one_of(("none", "none", "selective", "full"))
     tiers = one_of(_TIERS)
     shape = DecoderConfig(
@@ -131,7 +131,7 @@ def _draw(source: random.Random) -> Sample:
         micro_size=one_of((1, 2, 4)),
         num_micro_batches=one_of((1, 2, 3, 5)),
         schedule=schedule,
-        virtual_stages=2 if schedule in ("interleaved", "zb-v") else one_of((1, 1, 2)) if schedule == "gpipe" else 1,
+        virtual_stages=one_of((1, 1, 2)) if schedule == "gpipe" else RECIPES[schedule].min_virtual_stages,
         gather=one_of(("batch", "micro-batch")) if pp > 1 and zero_stage == 3 else "batch",
         sequence_parallel=tp > 1 and one_of((True, False)),
         transport=one_of(("ring", "all-gather", "ulysses")) if cp > 1 else "ring",

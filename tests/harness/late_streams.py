@@ -21,9 +21,9 @@ from torch import Tensor
 
 from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.device import Event, StreamName, Streams
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.pinned_memory import host_pages
-from shardwise.runtime.streams import Event, StreamName, Streams
 
 SPOILT = 0xFF  # as any floating dtype it is a nan
 
@@ -170,7 +170,7 @@ class LateDevice:
             assert after is not None or not is_helper, "the worker's current stream is not the one that computes"
             with self.lock:
                 stream = self._streams.setdefault(name, LateStream(self, name))
-            stream.wait_event(after.cuda_event if after is not None else before.record_event())
+            stream.wait_event(after.mark if after is not None else before.record_event())
             self._local.stream = stream
             try:
                 yield

@@ -188,8 +188,7 @@ engine.save("shared/job7", data=loader)
         "elastic": {0: _SMALL + "number = 8"},
         "extending": {
             0: """
-from shardwise.schedule.pipelines import ScheduleRows, StagePlacement, _B, _F, _Pattern
-from shardwise.schedule.registry import _ONE_STAGE, ScheduleRecipe
+from shardwise.schedule.pipelines import ScheduleRecipe, ScheduleRows, StagePlacement, _B, _F, _Pattern
 """
         },
         "index": {0: "import torch\nmicro_batches = torch.arange(16).view(2, 1, 8)"},

@@ -45,8 +45,8 @@ class HostPages:
     def __enter__(self) -> Self:
         allocate = shardwise.offload.staging_buffers.host_pages
 
-        def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
-            pages = allocate(num_bytes, pin_memory)
+        def host_pages(num_bytes: int, pinned_for: torch.device | None = None) -> Tensor:
+            pages = allocate(num_bytes, pinned_for)
             storage = pages.untyped_storage()
             with self._lock:
                 self._pages[id(storage)] = (storage.data_ptr(), storage.nbytes())

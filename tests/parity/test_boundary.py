@@ -30,7 +30,7 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.pipeline import boundary
 from shardwise.pipeline.boundary import Key, LocalEnd, RemoteEnd, leaves_with_gradient
 from shardwise.pipeline.pytree_codec import take_apart
-from shardwise.runtime.streams import Streams
+from shardwise.runtime.device import Streams
 from shardwise.runtime.torch_private import fake_tensors, pytree
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from shardwise.comm.mesh import Mesh, connect, open_store
 from shardwise.comm.records import CommLog
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
+from shardwise.runtime.device import Streams
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)

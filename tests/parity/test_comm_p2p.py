@@ -22,7 +22,7 @@ from shardwise.comm.records import RECEIVE, SEND, CommLog
 from shardwise.comm.watchdog import watch
 from shardwise.config.resolve import RunConfig
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.runtime.streams import Streams
+from shardwise.runtime.device import Streams
 from shardwise.runtime.timeline import Timeline
 
 CPU = torch.device("cpu")

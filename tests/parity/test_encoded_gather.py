@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import initialize
+from shardwise.config.sections import Gather
 from shardwise.engine.engine import Engine
 from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec
@@ -164,7 +165,7 @@ LAYOUTS: Final[list[tuple[int, dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("codec", get_args(Gather)[1:])
 @pytest.mark.parametrize(("num_ranks", "sections"), LAYOUTS, ids=range(len(LAYOUTS)))
 def test_forwards_use_the_same_bits_in_every_layout(
     ranks: WorkerPool, num_ranks: int, sections: dict[str, Any], codec: str
@@ -346,7 +347,7 @@ def train_decoder(rank: int, world_size: int, sections: dict[str, Any]) -> list[
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("codec", get_args(Gather)[1:])
 def test_a_decoder_trains_the_same_over_tensor_and_pipeline_axes(ranks: WorkerPool, codec: str) -> None:
     precision = {"precision": {"param": "fp64", "gather": codec}}
     (expected,) = ranks(1).run(train_decoder, {**precision, "batch": {"accumulation": 4}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import pytest
 import torch
@@ -20,22 +20,20 @@ from shardwise import Engine, Layout, initialize, simulate
 from shardwise.comm.backends import process_group_comm
 from shardwise.comm.collectives import CommResources
 from shardwise.comm.encoded import EncodedSum
+from shardwise.config.sections import Reduce
 from shardwise.layout.grad_sums import GradSum
-from shardwise.layout.wire_codec import WireCodec, WireCodecName
+from shardwise.layout.wire_codec import CODES, WireCodec
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import Category
 
-LARGEST: Final = {"int8": 127, "int4": 7}
+CODECS: Final = [name for name in get_args(Reduce) if name in CODES]
 BLOCK: Final = 256
 
 
 def rounded(values: Tensor, name: str) -> Tensor:
-    """What arrives of values, by the definition: each block over its largest magnitude, in whole codes."""
-    found = []
-    for block in values.float().split(BLOCK):
-        scale = block.abs().max() / LARGEST[name]
-        found.append((block / scale).round() * scale if scale > 0 else torch.zeros(BLOCK))
-    return torch.cat(found)
+    """What arrives of values."""
+    codec = WireCodec(name)
+    return codec.decode(codec.encode(values.float()), torch.empty(len(values)))
 
 
 def summed(buffers: list[Tensor], name: str, node_size: int, numel: int, residuals: list[Tensor]) -> list[Tensor]:
@@ -64,7 +62,7 @@ def values_of(rank: int, round_index: int, numel: int, dtype: torch.dtype) -> Te
 
 
 def sum_encoded(
-    rank: int, world_size: int, name: WireCodecName, node_size: int, dtype: torch.dtype, feedback: bool
+    rank: int, world_size: int, name: str, node_size: int, dtype: torch.dtype, feedback: bool
 ) -> tuple[list[Tensor], int, int, Fraction, int]:
     """Sum twice, the second time onto the first; return both, the bytes by record and by watching, and live bytes."""
     pool = BufferPool(torch.device("cpu"))
@@ -91,11 +89,11 @@ def sum_encoded(
         (3, 3, "int4", torch.bfloat16),
         (4, 4, "int8", torch.bfloat16),
         (4, 2, "int8", torch.float32),
-        (4, 2, "int4", torch.float32),
+        *((4, 2, name, torch.float32) for name in CODECS if name != "int8"),
     ],
 )
 def test_sums_are_those_of_a_slow_reference(
-    ranks: WorkerPool, num_ranks: int, node_size: int, name: WireCodecName, dtype: torch.dtype
+    ranks: WorkerPool, num_ranks: int, node_size: int, name: str, dtype: torch.dtype
 ) -> None:
     numel = 3 * BLOCK
     first, second = (
@@ -114,8 +112,8 @@ def test_sums_are_those_of_a_slow_reference(
         assert live_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_feedback_adds_what_was_rounded_off(ranks: WorkerPool, name: WireCodecName) -> None:
+@pytest.mark.parametrize("name", CODECS)
+def test_feedback_adds_what_was_rounded_off(ranks: WorkerPool, name: str) -> None:
     numel, num_ranks = 3 * BLOCK, 2
     residuals = [torch.zeros(num_ranks * numel) for _ in range(num_ranks)]
     first, second = (
@@ -263,7 +261,7 @@ def assert_bytes(actual: Trained, rank: int, n: int, stage: int, precision: dict
         sum(each.padded_numel for each in actual.layout.groups if each.name.endswith(":whole") is is_small)
         for is_small in (True, False)
     )
-    codes = Fraction(1, 2 if precision["reduce"] == "int4" else 1) + Fraction(4, BLOCK)
+    codes = Fraction(CODES[precision["reduce"]].bits, 8) + Fraction(4, BLOCK)
     root, *_, last = (each.padded_numel for each in actual.layout.groups if not each.name.endswith(":whole"))
     gathers = 4 * (large + small)
     if stage == 3:
@@ -320,7 +318,7 @@ def test_two_steps_and_replicas_send_what_the_formulas_say(
             assert actual.wire_bytes == sum(of_wire.values()) + Fraction(3, 4) * 2 * 8 * (5 + len(NAMES))
             large = sum(each.padded_numel for each in actual.layout.groups if not each.name.endswith(":whole"))
             small = sum(each.padded_numel for each in actual.layout.groups) - large
-            codes = Fraction(1, 2 if precision["reduce"] == "int4" else 1) + Fraction(4, BLOCK)
+            codes = Fraction(CODES[precision["reduce"]].bits, 8) + Fraction(4, BLOCK)
             gathered = 4 * large if stage == 0 else 0
             if mesh:  # half of the shard over replicas, and the sum to them
                 over = (large * codes / 2, large * codes / 4 + 4 * large / 4 + 4 * small / 2)

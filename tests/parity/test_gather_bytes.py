@@ -265,5 +265,5 @@ def test_secondary_shards_that_cannot_be_are_refused(
 
 def test_as_many_ranks_as_share_the_parameters_need_no_secondary_shard() -> None:
     layout = build_layout(build(), make_config(1, {"zero": {"stage": 3, "secondary_shard": 8}}).resolve(8))
-    assert layout.secondary_shard == 0
+    assert layout.stage.secondary_shard == 0
     assert "secondary_all_gather" not in layout.bytes_on_wire(1)

@@ -18,7 +18,7 @@ from shardwise.comm.backends import simulated_comm
 from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.comm.records import CommLog
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import StreamName, Streams
+from shardwise.runtime.device import StreamName, Streams
 from shardwise.runtime.torch_private import fake_copy, fake_tensors
 from shardwise.tensor import collectives
 from shardwise.tensor.mappings import TpMappings

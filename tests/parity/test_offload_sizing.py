@@ -23,8 +23,8 @@ from shardwise.engine import build
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.offload.sizing import most_buffer_bytes
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.device import Event
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
-from shardwise.runtime.streams import Event
 
 PLACES = {
     "all nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},

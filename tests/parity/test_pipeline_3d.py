@@ -16,6 +16,7 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.tensor import CLIP_NORM, train_split, train_whole
 from harness.training import merge_ranks
+from shardwise.schedule import RECIPES
 
 NUM_STEPS = 2
 MESHES = {
@@ -24,7 +25,6 @@ MESHES = {
     "2x1x2x2": {"pp": 2, "dp_shard": 2, "tp": 2},
     "2x1x1x2": {"pp": 2, "tp": 2},
 }
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # with their virtual stages
 
 FACTORS = {
     "stage": [0, 1, 2, 3],
@@ -40,7 +40,7 @@ def reference(model: str, num_data_ranks: int, num_micro_batches: int, clip_norm
 
 
 def pipeline_of(schedule: str) -> dict[str, Any]:
-    return {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    return {"schedule": schedule, "virtual_stages": RECIPES[schedule].min_virtual_stages}
 
 
 def check(ranks: WorkerPool, mesh_name: str, options: Combination, **sections: Any) -> None:
@@ -67,7 +67,7 @@ def test_stages_that_shard_equal_one_process(ranks: WorkerPool, options: Combina
     check(ranks, "2x1x2x1", options)
 
 
-@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize("schedule", RECIPES)
 def test_stages_that_gather_for_each_micro_batch_equal_one_process(ranks: WorkerPool, schedule: str) -> None:
     model = "deep" if schedule in ("gpipe", "zb-h1") else "deep-tied"
     options = {"stage": 3, "model": model, "accumulation": 3}

@@ -19,10 +19,10 @@ from shardwise import Engine, Layout, initialize
 from shardwise.comm.records import Collective
 from shardwise.layout.mesh_shape import SHARD_AXES
 from shardwise.runtime.memory_tracker import Category
+from shardwise.schedule import RECIPES
 
 Sections = dict[str, dict[str, Any]]
 NUM_MICRO_BATCHES = 3
-SCHEDULES = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
 HOST = {"optimizer": "host", "grads": "host", "params": "host"}
 STATES: dict[str, tuple[int, Sections]] = {
     # number of ranks, sections; stage 0 is tried with every schedule
@@ -80,9 +80,9 @@ def check_trace(planned: list[str], traces: list[Trace]) -> None:
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize("schedule", RECIPES)
 def test_what_is_executed_is_what_was_planned(ranks: WorkerPool, schedule: str) -> None:
-    sections = {"pipeline": {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}}
+    sections = {"pipeline": {"schedule": schedule, "virtual_stages": RECIPES[schedule].min_virtual_stages}}
     for planned, traces in ranks(2).run(trace, sections):
         check_trace(planned, traces)
 

@@ -32,8 +32,18 @@ ALONE = {
         "runtime/module_hooks.py",
         "runtime/user_hooks.py",
     },
-    r"torch\.cuda\.Stream\(": {"runtime/streams.py"},
-    r"\.__class__ = ": {"runtime/class_swap.py", "runtime/param_guard.py"},
+    # Kernels and the doctor name the devices that they are for; a config and a catalogue name what users have.
+    r"torch\.(cuda|xpu|npu|mps|accelerator)\b|from torch import .*\b(cuda|xpu|mps)\b|\.is_cuda\b"
+    r"|['\"](cuda|xpu|npu|mps|nccl|xccl|hccl)['\":]": {
+        "runtime/device.py",
+        "runtime/fp8_linears.py",
+        "attention/triton/",
+        "doctor/",
+        "config/sections.py",
+        "config/other_tools.py",
+        "planner/hardware.py",
+    },
+    r"\.__class__ = ": {"runtime/class_swap.py", "runtime/torch_private.py"},
     r"os\.environ|os\.getenv": {"cli/", "launch/"},
 }
 
@@ -79,7 +89,7 @@ SHARED_CODES = frozenset(
         """
     batch-equation batch-misfit batch-multiple config-not-resolved cp-divides-tokens dropout-rate
     engine-closed extra-missing extra-not-json file-unreadable heads-divide-hidden kv-heads-divide-heads layout-heads
-    layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json
+    layout-length model-not-named no-checkpoint no-swap-folder no-whole-checkpoint not-a-folder not-json
     not-utf8 operand-device optimizer-element-wise options-not-read parameter-released
     parameter-written parts-fill-dim pipeline-rank-alone
     qkv-dtype-device qkv-empty hf-json-malformed model-not-buildable nested-too-deep

@@ -29,10 +29,13 @@ from shardwise.attention.custom_op import BACKENDS, attend
 from shardwise.config.arguments import described
 from shardwise.config.errors import ConfigError
 from shardwise.dropout import probability_hashes
+from shardwise.runtime.device import kind_of
 from shardwise.runtime.torch_private import constant_in_graphs, is_transformed
 
 _FLEX: Final = "flex"
-_DEFAULT_ON_DEVICES: Final = "triton"
+# On a device: with the Triton kernels of this library, and where they do not run.
+_WITH_KERNELS: Final = "triton"
+_WITHOUT: Final = "dense"
 _forced: Final[ContextVar[str | None]] = ContextVar("shardwise_attention_backend", default=None)
 
 
@@ -137,11 +140,7 @@ def block_sparse_attention_with_lse(
 def autocast(tensor: Tensor) -> Tensor:
     """Cast a floating input of attention to autocast's dtype where autocast is on; fp64 stays, as in torch's ops."""
     device_type = tensor.device.type
-    if (
-        device_type not in ("cpu", "cuda")
-        or not torch.is_autocast_enabled(device_type)
-        or tensor.dtype == torch.float64
-    ):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type)) if tensor.is_floating_point() else tensor
 
@@ -149,7 +148,8 @@ def autocast(tensor: Tensor) -> Tensor:
 @constant_in_graphs
 def backend_for(device_type: str, preferred: str | None = None) -> str:
     """Return the back end of a device: the forced one, else the preferred one, else the one measured as faster."""
-    return _forced.get() or preferred or ("cpu" if device_type in ("cpu", "meta") else _DEFAULT_ON_DEVICES)
+    row = kind_of(device_type)
+    return _forced.get() or preferred or ("cpu" if row.is_cpu else _WITH_KERNELS if row.has_kernels else _WITHOUT)
 
 
 def _check_kinds(layout: object, dropout: object, scale: object, **tensors: object) -> None:

@@ -82,11 +82,9 @@ class DenseVisibility:
     is_causal: bool
 
     def layout(self, seq_len: int) -> BlockLayout:
-        """Return the layout of one sequence."""
         return dense_layout(seq_len, causal=self.is_causal)
 
     def layout_of_documents(self, lengths: Sequence[int]) -> BlockLayout:
-        """Return the layout of documents packed one after another."""
         return dense_layout_of_documents(lengths, causal=self.is_causal)
 
 

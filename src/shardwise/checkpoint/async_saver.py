@@ -45,6 +45,7 @@ from shardwise.comm.agreement import Agreement, listed
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import code_of
 from shardwise.layout.slicing import Chunk
+from shardwise.runtime.device import Event
 from shardwise.runtime.pinned_memory import host_zeros
 from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
 
@@ -356,7 +357,7 @@ class StagingMemory:
         if num_bytes > self.num_bytes:
             self.release()  # the old memory goes first
             try:
-                self._buffer = host_zeros(num_bytes, torch.uint8, pin_memory=self._device.type == "cuda")
+                self._buffer = host_zeros(num_bytes, torch.uint8, pinned_for=self._device)
             except MemoryError as error:
                 raise CheckpointError(
                     "no-copy-memory",
@@ -369,8 +370,7 @@ class StagingMemory:
             place = self._buffer[offset_bytes : offset_bytes + each.num_written_bytes]
             copies[index] = _copy(each, place.view(each.flat.dtype))
             offset_bytes += each.num_written_bytes
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        Event.record(self._device).wait_on_host()
         return tuple(copies[index] for index in range(len(state_shards)))
 
     def release(self) -> None:

@@ -44,6 +44,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.safetensors_io import named_dtype
 from shardwise.config.untrusted_files import UntrustedFileError, open_regular, parse_json
 from shardwise.layout.slicing import Chunk, LocalTensor, Rect, flat_range_to_rects, overlap, rect_to_flat_ranges, stack
+from shardwise.runtime.device import kind_of
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM
 
@@ -168,7 +169,7 @@ class ChunkReader:
             box.cut(copy.rect).view.copy_(rows[copy.rect.slices_in(copy.source.rect)])
 
     def _buffer(self, device: torch.device) -> Tensor:
-        is_pinned = device.type == "cuda"
+        is_pinned = kind_of(device).pins
         if is_pinned not in self._buffers:
             self._buffers[is_pinned] = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
         return self._buffers[is_pinned]

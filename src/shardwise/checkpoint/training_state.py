@@ -41,6 +41,7 @@ from shardwise.checkpoint.reader import read_json
 from shardwise.checkpoint.tagged_json import NoWordError, from_json, to_json
 from shardwise.config.untrusted_files import parse_json
 from shardwise.layout.slicing import LocalTensor
+from shardwise.runtime.device import rng_state, set_rng_state
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM, Kind, StateShard, TensorFlatState
 from shardwise.runtime.torch_private import persistent_buffers
@@ -254,9 +255,8 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
         "python": _text_tensor(json.dumps(random.getstate())),
         "numpy": _text_tensor(json.dumps(numpy_state)),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
+    of_device = rng_state(device)
+    return states if of_device is None else {**states, device.type: of_device}
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
@@ -277,8 +277,8 @@ def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> No
 def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
     if "torch" in states:
         torch.set_rng_state(states["torch"])
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type in states:
+        set_rng_state(device, states[device.type])
     if "python" in states:
         version, internal, gauss = parse_json(_text(states["python"]), "the state of a generator", _FIX)
         random.setstate((version, tuple(internal), gauss))

@@ -44,6 +44,7 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header
 from shardwise.layout.slicing import Chunk, Rect, stack
+from shardwise.runtime.device import kind_of
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import ScalarState, StateShard
 
@@ -213,7 +214,7 @@ class _WriteBuffer:
     def _pin(self, tensor: Tensor, block: _ShardBlock, place: int) -> memoryview:
         """Copy a block from a GPU to a place in the pinned buffer, and return its bytes there."""
         if self._pinned is None:
-            self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=kind_of(tensor.device).pins)
         staged = self._pinned[place : place + block.num_bytes]
         source = tensor.detach().view(torch.uint8)
         parts = [source[start:stop] for start, stop in block.spans]

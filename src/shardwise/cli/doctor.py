@@ -73,7 +73,8 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
         from shardwise.doctor.show import render_profile
         from shardwise.doctor.system_info import read_disk
         from shardwise.planner.profile import write_profile
-        from shardwise.train.setup import device_kind, job_config
+        from shardwise.runtime.device import choose_kind
+        from shardwise.train.setup import job_config
 
         config = job_config(*split(settings))
         num_ranks = num_procs or config.run.num_procs or default_num_ranks(config.run.device)
@@ -81,7 +82,7 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
         announce(f"measuring {num_ranks} ranks at work at once, {limit_words}")
         disk = disk or Path(config.tiers.nvme_path or ".")
         read_disk(disk)  # refuses what is no folder before minutes of measuring
-        profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=is_quick)
+        profile, failure = calibrate(choose_kind(config.run.device).name, num_ranks, os.environ, disk, quick=is_quick)
     if failure is not None and not profile.matmuls:
         write_line(f"shardwise: the machine was not measured: {failure}", to_stderr=True)
         return 1

@@ -11,7 +11,6 @@ the config, 1 for a run that failed, 128 + n for signal n. torch is imported by 
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import os
 import shlex
@@ -19,7 +18,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import click
 from click.shell_completion import get_completion_class, shell_complete
@@ -38,7 +37,7 @@ from shardwise.cli.train import train
 from shardwise.cli.verify import verify
 from shardwise.config.errors import ConfigError, OneLineError, system_code
 from shardwise.config.other_tools import setting_of
-from shardwise.config.resolve import Config, all_keys
+from shardwise.config.resolve import all_keys, describe_key, reference_tables
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.signals import exit_with_parent
 from shardwise.report.console import refuse
@@ -137,7 +136,7 @@ def cli() -> None:
 
 
 @click.command()
-@click.option("--markdown", is_flag=True, help="print the reference page docs/config.md instead")
+@click.option("--markdown", is_flag=True, help="print tables instead: values, default of the library, meaning")
 @settings()
 def config(markdown: bool, settings: Sequence[str]) -> None:
     """Print every key with its meaning and default, as TOML."""
@@ -145,7 +144,7 @@ def config(markdown: bool, settings: Sequence[str]) -> None:
 
     used = job_config(*split(settings))
     if markdown:
-        print(reference_page())
+        print(reference_tables())
         return
     print("# What `shardwise train` uses on this machine; keys without a value follow from the others.")
     for name, section in used.model_dump(mode="json").items():
@@ -214,69 +213,3 @@ for _each in (train, plan, verify, checkpoint, report, doctor, launch, config, p
     cli.add_command(_each)
 for _each in (convert, run, as_deepspeed, completion):
     cli.add_command(_each)
-
-
-_HEAD = """# Config keys
-
-Made from the schema by `shardwise config --markdown`. A file has one TOML table for each section; on the command line
-a key is `section.key=value`, in a script `{"section": {"key": value}}`. Defaults are those of the library;
-`shardwise config` prints what `shardwise train` uses on your machine, which differs in places (bf16 on GPUs, sizes of
-the tiny preset)."""
-
-
-def describe_key(key: str) -> str:
-    """Return what `section.key` means, in one or two sentences."""
-    return str(_schema(key)["description"]).replace("\n", " ")
-
-
-def describe_values(key: str) -> str:
-    """Return which values `section.key` takes, in words."""
-    schema = _schema(key)
-    return " or ".join(_values(each) for each in schema.get("anyOf", [schema]) if each.get("type") != "null")
-
-
-def reference_page() -> str:
-    """Return the reference of all keys as Markdown: a table for each section."""
-    parts = [_HEAD]
-    for name, field in Config.model_fields.items():
-        section: Any = field.annotation
-        parts.append(f"## {name}\n\n{inspect.getdoc(section)}\n")
-        parts.append("| key | values | default | meaning |\n|---|---|---|---|")
-        parts[-1] += "".join(f"\n{_row(f'{name}.{leaf}')}" for leaf in section.model_fields)
-    return "\n\n".join(part.strip("\n") for part in parts)
-
-
-def _row(key: str) -> str:
-    default = _schema(key).get("default")
-    shown = "" if default is None else f"`{json.dumps(default)}`"
-    meaning = describe_key(key).replace("|", "\\|")
-    return f"| `{key.partition('.')[2]}` | {describe_values(key)} | {shown} | {meaning} |"
-
-
-def _schema(key: str) -> dict[str, Any]:
-    section, _, leaf = key.partition(".")
-    kind: Any = Config.model_fields[section].annotation
-    schema: dict[str, Any] = kind.model_json_schema()["properties"][leaf]
-    return schema
-
-
-def _values(schema: dict[str, Any]) -> str:
-    """Return the values of one alternative of a schema, in words."""
-    if "enum" in schema:
-        return ", ".join(f"`{each}`" for each in schema["enum"])
-    if "const" in schema:
-        return f"`{schema['const']}`"
-    if schema.get("type") == "array":
-        items = schema.get("items") or schema["prefixItems"][0]
-        return f"list of {_values(items)}"
-    if schema.get("type") == "object":
-        return f"table of {_values(schema['additionalProperties'])}"
-    words = {"integer": "integer", "number": "number", "string": "text", "boolean": "`true`, `false`"}[schema["type"]]
-    low, high = schema.get("minimum"), schema.get("maximum")
-    if high is not None and high > 10**5:
-        high = None  # a bound that only keeps absurd numbers out
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    words += "" if above is None else f" above {above:g}"
-    if low is not None:
-        words += f" from {low:g}" + (f" to {high:g}" if high is not None else "")
-    return words + ("" if below is None else f" below {below:g}")

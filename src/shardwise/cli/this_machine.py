@@ -28,15 +28,15 @@ def read_cluster(text: str | None, num_ranks: int | None = None) -> Cluster:
     if text is not None and text != HERE:
         return parse_cluster(text)
     with progress("starting torch"):
-        import torch
+        from shardwise.runtime.device import choose_kind, current_device, device_name
 
-        is_cuda = torch.cuda.is_available()
-        name = torch.cuda.get_device_name(0) if is_cuda else CPU
-        ranks = num_ranks or (torch.cuda.device_count() if is_cuda else default_num_ranks("cpu"))
+        row = choose_kind("auto")
+        name = CPU if row.is_cpu else device_name(current_device(row))
+        ranks = num_ranks or default_num_ranks("auto")
     profile = find_profile(cache_folder(os.environ), name, ranks)
     if profile is not None:
         return cluster_of(profile, ranks)
-    gpu = known_gpu(name) if is_cuda else None
+    gpu = None if row.is_cpu else known_gpu(name)
     if gpu is not None:
         return Cluster(gpu=gpu, num_gpus=ranks, gpus_per_node=ranks, nic_bytes_per_s=gpu.nic_bytes_per_s)
     raise ConfigError(

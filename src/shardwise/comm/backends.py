@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,13 @@ from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import RING_BYTES, MeshShape
-from shardwise.runtime.precision import sum_chunks
-from shardwise.runtime.streams import StreamName
+from shardwise.runtime.device import StreamName, device_of_backends, kind_of
+from shardwise.runtime.precision import SCRATCH_NUMEL
+from shardwise.runtime.torch_private import is_fake
 
 _NEVER_SENT: Final = 2**31 - 1  # a tag
-
-Backend = Literal["gloo", "nccl"]
+# More rows are summed in one call: each of them alone would cost more than the sum.
+_MAX_ROWS: Final = 64
 
 
 class GlooComm(Comm):
@@ -125,7 +126,7 @@ class GlooComm(Comm):
 
 
 class NcclComm(Comm):
-    """Runs collectives in the order of CUDA's streams, by NCCL; the host does not wait for them."""
+    """Runs collectives in the order of streams, by NCCL or another device's; the host does not wait for them."""
 
     waits_on_host = False
 
@@ -182,6 +183,46 @@ class NcclComm(Comm):
         return []
 
 
+def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
+    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider for any dtypes.
+
+    The order is the same in every call: that of the ranks where these are few. The rows are summed first, and then the
+    old value of `total` is added: so the bits are those of a sum that is made here and added elsewhere.
+
+    Args:
+        total: the sum, in place; its old value is added too where `accumulate` is set.
+        accumulate: whether `total` holds a sum already.
+    """
+    wide = total.dtype if total.dtype.itemsize >= 4 else torch.float32
+    if total.device.type != "cpu" or chunks.shape[0] > _MAX_ROWS:
+        summed = chunks[0] if chunks.shape[0] == 1 else chunks.sum(0, dtype=wide)
+        _put(summed, total, accumulate)
+        return
+    scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=wide)
+    if is_fake(total):  # as in `add_widened` (`runtime/precision.py`)
+        total.copy_(chunks[0])
+        return
+    for start in range(0, total.numel(), SCRATCH_NUMEL):
+        block = total[start : start + SCRATCH_NUMEL]
+        rows = chunks[:, start : start + block.numel()].unbind(0)
+        summed = block if total.dtype == wide and not accumulate else scratch[: block.numel()]
+        summed.copy_(rows[0])
+        for row in rows[1:]:
+            summed.add_(row)
+        if summed is not block:
+            _put(summed, block, accumulate)
+
+
+def _put(summed: Tensor, total: Tensor, accumulate: bool) -> None:
+    """Replace `total` by a sum, or add that in its dtype, the wider or equal one, and round once."""
+    if accumulate and summed.dtype.itemsize > total.dtype.itemsize:
+        total.copy_(summed + total)
+    elif accumulate:
+        total.add_(summed)
+    else:
+        total.copy_(summed)
+
+
 def _scatter_alone(source: Tensor, out: Tensor, accumulate: bool) -> AsyncWork:
     if out.untyped_storage() is not source.untyped_storage():
         sum_chunks(out, source.unsqueeze(0), accumulate)
@@ -204,8 +245,7 @@ def process_group_comm(
     if rank < 0:
         raise CommError("rank-outside-group", "this process is not in the group; build the mesh on every rank")
     place = RankPlace(rank, dist.get_world_size(group), axis, ranks)
-    is_on_device = dist.get_backend(group) == "nccl" or resources.device.type == "cuda"
-    return (NcclComm if is_on_device else GlooComm)(place, resources, group)
+    return _class_for(kind_of(resources.device).backend)(place, resources, group)
 
 
 def world_comm(timeout_s: float) -> Comm:
@@ -216,19 +256,22 @@ def world_comm(timeout_s: float) -> Comm:
     """
     world = dist.group.WORLD
     assert world is not None, "the caller has joined a process group"
-    is_cuda = "nccl" in dist.get_backend_config(world)
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    device = device_of_backends(dist.get_backend_config(world))
     return process_group_comm(world, "init", CommResources.alone(device, timeout_s))
 
 
-def simulated_comm(place: RankPlace, resources: CommResources, backend: Backend) -> Comm:
+def simulated_comm(place: RankPlace, resources: CommResources, backend: str) -> Comm:
     """Return a communicator whose other ranks are not there: no data moves, and every collective is over at once.
 
     Args:
         place: of the one rank that is there.
-        backend: gloo or nccl, as which it counts and allocates.
+        backend: c10d's name, as which it counts and allocates.
     """
-    return (GlooComm if backend == "gloo" else NcclComm)(place, resources, None, SimulatedC10d())
+    return _class_for(backend)(place, resources, None, SimulatedC10d())
+
+
+def _class_for(backend: str) -> type[GlooComm | NcclComm]:
+    return GlooComm if backend == "gloo" else NcclComm
 
 
 class SimulatedC10d:
@@ -297,12 +340,12 @@ class SimulatedFactory:
         examples: what the stages of a pipeline receive; see `CommFactory`.
     """
 
-    def __init__(self, mesh: MeshShape, rank: int, backend: Backend, examples: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, mesh: MeshShape, rank: int, backend: str, examples: Mapping[int, Any] | None = None) -> None:
         self.rank = rank
         self.store: dist.Store | None = None
         self.examples = examples
         self._mesh = mesh
-        self._backend: Backend = backend
+        self._backend = backend
 
     def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
         ranks = self._mesh.ranks_along(axes, self.rank)

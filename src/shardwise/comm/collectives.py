@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwise.comm.records import Collective, CommError, CommLog, MissingRankError
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Event, P2PStreamKey, StreamName, Streams
+from shardwise.runtime.device import Event, P2PStreamKey, StreamName, Streams, kind_of
 
 
 class AsyncWork:
@@ -68,6 +68,19 @@ class AsyncWork:
             end()
 
         return AsyncWork(self.advance, lambda: AsyncWork(finish))
+
+
+@dataclass(frozen=True)
+class ScalarSum:
+    """Holds a few numbers that are reduced over the ranks.
+
+    Attributes:
+        on_device: fp64, 1-D; right for what is enqueued after it.
+        read: returns them on the host, which waits until the device has come to them; not for what is enqueued later.
+    """
+
+    on_device: Tensor
+    read: Callable[[], list[float]]
 
 
 class Launch:
@@ -196,6 +209,7 @@ class Comm(ABC):
         self.world_size = place.world_size
         self.axis = place.axis
         self.device = resources.device
+        self._kind = kind_of(resources.device)
         self.is_simulated = c10d is not dist
         self.comm_log = resources.comm_log
         self._ranks = self.comm_log.open_group(place.axis, place.ranks or tuple(range(place.world_size)))
@@ -419,10 +433,18 @@ class Comm(ABC):
             values: on the device; reduced in place where `known` is empty.
             known: numbers of the host, summed too and returned after the values.
         """
+        return self.start_sum_of_scalars(values, name, known).read()
+
+    def start_sum_of_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> ScalarSum:
+        """Start what `sum_scalars` does; the device may use the sums before the host reads them."""
         return self._reduce_scalars(values, known, dist.ReduceOp.SUM, name)
 
     def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Return the element-wise maximum of a small fp64 vector over the ranks, on the host."""
+        return self.start_max_of_scalars(values, name, known).read()
+
+    def start_max_of_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> ScalarSum:
+        """Start what `max_scalars` does; the host may read them later."""
         return self._reduce_scalars(values, known, dist.ReduceOp.MAX, name)
 
     def broadcast(self, buffer: Tensor, name: str, source: int = 0) -> None:
@@ -500,25 +522,33 @@ class Comm(ABC):
 
     def _reduce_scalars(
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
-    ) -> list[float]:
+    ) -> ScalarSum:
+        if self.world_size == 1 and not self.is_simulated:  # one rank needs no communicator
+            return ScalarSum(values, lambda: [*values.tolist(), *map(float, known)])
         if known:
-            given = torch.tensor(known, dtype=values.dtype, pin_memory=self.device.type == "cuda")
+            given = torch.tensor(known, dtype=values.dtype, pin_memory=self._kind.pins)
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = self._count("all_reduce_scalars", name, values, passes=2)
         # The host needs these numbers: they decide on the step. So one collective sends them, together with what
         # the host knows already, and the host waits for the device once.
         with self.launch(call) as started:
             started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
-        started.as_work().wait()  # on CUDA the stream waits, not the host
-        if self.device.type == "cuda":
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        started.as_work().wait()  # on a device the stream waits, not the host
+        on_host, copied = values, None
+        if self._kind.is_in_stream_order:
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._kind.pins)
             on_host.copy_(values, non_blocking=True)
-            copied, values = Event.record(self.device), on_host
-            with self.comm_log.running(call):  # here the host waits
-                copied.wait_on_host()
-        if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
-            return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
-        return values.tolist()
+            copied = Event.record(self.device)
+
+        def read() -> list[float]:
+            if copied is not None:
+                with self.comm_log.running(call):  # here the host waits
+                    copied.wait_on_host()
+            if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
+                return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
+            return on_host.tolist()
+
+        return ScalarSum(values, read)
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Collective:
         return self.checked(self.comm_log.add(op, name, self._ranks, buffer, passes))

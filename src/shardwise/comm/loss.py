@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Comm
+from shardwise.comm.collectives import Comm, ScalarSum
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.arguments import NO_CLASS
 from shardwise.config.errors import CodedError, ConfigError, EngineError
@@ -301,7 +301,11 @@ class LossAccumulator:
         What has no count and no loss, or a mean over nothing, adds nothing. The count is NaN on all ranks where one of
         them has counted what no loss can have: a number below 0, NaN, or 0 beside a loss.
         """
-        return self._comms.all.sum_scalars(self._before(values), name, known)
+        return self.start_sum_with(values, name, known).read()
+
+    def start_sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> ScalarSum:
+        """Start what `sum_with` does."""
+        return self._comms.all.start_sum_of_scalars(self._before(values), name, known)
 
     def sum_over_ranks(self, name: str, known: Sequence[float] = ()) -> tuple[float, ...]:
         """Return the loss's sum and count over the ranks, and those of numbers of the host."""

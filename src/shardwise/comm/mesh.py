@@ -34,7 +34,7 @@ from shardwise.layout.mesh_shape import (
     MeshShape,
 )
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
+from shardwise.runtime.device import Streams, kind_of
 
 # Uses of groups of a pipeline's ranks: for tensors on the host, also where the other groups are of NCCL; for messages
 # to higher ranks; and to lower ones.
@@ -187,7 +187,7 @@ def connect(
         return made[live, use]
 
     # On NCCL one communicator would run gathers and reductions one after the other.
-    reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
+    reductions = over(SHARD_AXES, "reduce" if kind_of(device).is_in_stream_order else "gather")
     tied: dict[tuple[int, ...], Comm] = {}
     for holders in sorted(() if layout is None else layout.ties):
         stages = shape.ranks_along(PIPELINE_AXES, comm_factory.rank)
@@ -210,7 +210,7 @@ def connect(
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
         tied=tied,
-        secondary=_connect_neighbours(comm_factory, shape, resources, 0 if layout is None else layout.secondary_shard),
+        secondary=_connect_neighbours(comm_factory, shape, resources, layout.stage.secondary_shard if layout else 0),
     )
 
 

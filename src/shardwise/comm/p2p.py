@@ -21,7 +21,7 @@ from shardwise.comm.mesh import DOWN, HOST, UP
 from shardwise.comm.records import RECEIVE, SEND, CommLog, RankGroup
 from shardwise.layout.mesh_shape import PIPELINE_AXES, MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import P2PStreamKey, Streams
+from shardwise.runtime.device import P2PStreamKey, Streams, kind_of
 
 
 class P2PTransfer:
@@ -121,7 +121,7 @@ class P2PChannels:
         axis, cpu = "+".join(PIPELINE_AXES), torch.device("cpu")
         on_host = CommResources(cpu, timeout_s, streams, BufferPool(cpu), comm_log)
         self._host = self._down = self._up = comm_factory.comm(PIPELINE_AXES, HOST, on_host, axis)
-        if device.type == "cuda":
+        if kind_of(device).is_in_stream_order:
             on_device = CommResources(device, timeout_s, streams, BufferPool(device), comm_log)
             self._down = comm_factory.comm(PIPELINE_AXES, DOWN, on_device, axis)
             self._up = comm_factory.comm(PIPELINE_AXES, UP, on_device, axis)
@@ -140,7 +140,7 @@ class P2PChannels:
             ends: source and destination, as ranks along the pipeline's axis; this rank is one of them.
             name: that no other channel of this rank has.
             tag: that no other channel of the mesh has.
-            on_host: for tensors on the host, also where the device is CUDA.
+            on_host: for tensors on the host, also where the device is a GPU.
         """
         # NCCL runs the messages of one communicator one after the other: with one for both directions, two ranks that
         # send to each other at the same time would wait for ever.

@@ -23,14 +23,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.config.errors import CodedError
+from shardwise.runtime.device import Event
 from shardwise.runtime.precision import TORCH_DTYPES
-from shardwise.runtime.streams import Event
 
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
 _MAX_ENQUEUED = 4096
@@ -64,7 +65,7 @@ class RankGroup:
     ranks: tuple[int, ...]
     pipe: str = ""
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Return a name that its members share and no other group of the engine has."""
         return f"{self.pipe or self.index}.{self.ranks[0]}"

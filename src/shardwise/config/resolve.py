@@ -16,6 +16,7 @@ shardwise.config.errors.ConfigError: zero.stege is not a config key; did you mea
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -95,8 +96,10 @@ __all__ = [
     "ZeroConfig",
     "all_keys",
     "batch_equation",
+    "describe_key",
     "is_config",
     "read_toml",
+    "reference_tables",
     "resolve_batch",
     "set_key",
     "shown_value",
@@ -464,9 +467,33 @@ def _sections() -> dict[str, Any]:
     return {name: field.annotation for name, field in Config.model_fields.items()}
 
 
+def describe_key(key: str) -> str:
+    """Return what `section.key` means, in one or two sentences."""
+    return str(_schema(*key.split("."))["description"]).replace("\n", " ")
+
+
+def reference_tables() -> str:
+    """Return all keys as Markdown: a table for each section."""
+    lines = []
+    for name, section in _sections().items():
+        lines += [f"## {name}", "", str(inspect.getdoc(section)), ""]
+        lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
+        for leaf in section.model_fields:
+            schema, meaning = _schema(name, leaf), describe_key(f"{name}.{leaf}").replace("|", "\\|")
+            default = "" if schema["default"] is None else f"`{json.dumps(schema['default'])}`"
+            lines.append(f"| `{leaf}` | {_rule(schema)} | {default} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _schema(section: str, leaf: str) -> dict[str, Any]:
+    schema: dict[str, Any] = _sections()[section].model_json_schema()["properties"][leaf]
+    return schema
+
+
 def _explain(section: str, leaf: str, value: Any) -> str:
     """Say why a field cannot have `value` and what it can have, from its own schema: pydantic's words name no fix."""
-    schema = _sections()[section].model_json_schema()["properties"][leaf]
+    schema = _schema(section, leaf)
     word = value.lower() if isinstance(value, str) and len(value) <= _MAX_SHOWN else ""
     close = difflib.get_close_matches(word, _words(schema), n=1, cutoff=0.5)
     shown = "" if f"{section}.{leaf}" in _OF_JOB else f" {json.dumps(schema['default'])}"

@@ -1,6 +1,6 @@
 """Defines the sections of the config: keys, types, ranges, defaults and meanings, and nothing that computes.
 
-The text under a key is its description: `shardwise config` and `docs/config.md` are made of it.
+The text under a key is its description, which `shardwise config` and the site's page of keys show.
 
 `shardwise.config.resolve` puts them together and is where these names are imported from.
 
@@ -10,9 +10,11 @@ The text under a key is its description: `shardwise config` and `docs/config.md`
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from shardwise.schedule.pipelines import RECIPES
 
 MAX_RANKS: Final = 10**6
 MAX_LAYERS: Final = 2_000
@@ -22,8 +24,16 @@ MAX_PIPELINE_CELLS: Final = 400_000
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tier = Literal["device", "host", "nvme"]
+# Codecs of `shardwise.layout.wire_codec`, and dtypes.
+Gather = Literal["param", "int8", "fp8"]
 Reduce = Literal["param", "fp32", "int8", "int4"]
+DeviceName = Literal["cpu", "cuda", "xpu", "npu", "mps"]
+AskedDevice = Literal["auto", "cpu", "cuda", "xpu", "npu", "mps"]
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(RECIPES)]
 
 
 class Section(BaseModel):
@@ -170,7 +180,7 @@ class PrecisionConfig(Section):
     states: Literal["master", "bf16", "int8"] = "master"
     """How the optimizer's moments are stored: "master" in the master's dtype, "bf16" rounded, "int8" as codes with a
     scale for each 256 elements. Parameters of fewer than 4,096 elements keep theirs in the master's dtype."""
-    gather: Literal["param", "int8", "fp8"] = "param"
+    gather: Gather = "param"
     """How parameters are sent to where they are used: "param" as they are, "int8" and "fp8" as codes of a byte with a
     scale for each 256 elements. The forward uses the decoded values, the optimizer exact ones."""
     linears: Literal["keep", "fp8", "fp8-emulated"] = "keep"
@@ -263,7 +273,7 @@ class TensorConfig(Section):
 class PipelineConfig(Section):
     """Sets the stages over the `pp` axis and their schedule, which runs `batch.accumulation` micro-batches a step."""
 
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Order of forwards and backwards; 1f1b needs less memory than gpipe, the zero-bubble ones (zb-...) idle less than
     1f1b and need more memory."""
     virtual_stages: Layers = 1
@@ -345,8 +355,8 @@ class OptimizerConfig(Section):
     """Chooses an optimizer and sets its options."""
 
     name: str = "adamw"
-    """An element-wise optimizer of torch.optim, lion, ademamix, or muon (docs/optimizers.md); "none" freezes all
-    parameters and only evaluates."""
+    """An element-wise optimizer of torch.optim or of Shardwise, such as lion, or muon (docs/optimizers.md); "none"
+    freezes all parameters and only evaluates."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate: factor on a step's update, without a unit. 3e-4 suits small models; large ones take less."""
     betas: Betas = (0.9, 0.95)
@@ -431,8 +441,9 @@ class RunConfig(Section):
     """Passes over the training data; where it is given, the steps follow from it."""
     seed: NotNegative = 0
     """Seed of initial weights, data order and dropout."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """With "auto" a run takes the GPUs where there are some, else the CPU."""
+    device: AskedDevice = "auto"
+    """Kind of the devices, by torch's name: "cuda" is NVIDIA's and AMD's, "xpu" Intel's, "npu" Huawei's (with
+    torch_npu), "mps" Apple's, for one rank. "auto" takes the GPUs where there are some, but no "mps", else the CPU."""
     num_procs: Ranks | None = None
     """Local ranks to start; where it is not given, one for each GPU, or on the CPU two (one on a single core)."""
     num_threads: Threads | None = None

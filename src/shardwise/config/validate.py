@@ -29,6 +29,7 @@ from shardwise.config.sections import (
     TiersConfig,
     ZeroConfig,
 )
+from shardwise.schedule.pipelines import RECIPES
 
 
 def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig) -> Iterator[tuple[str, str]]:
@@ -135,7 +136,7 @@ def wrong_pipeline(
     if zero.lockstep is True:
         rule = "gathers every block once a forward, and in a pipeline each rank has some of them"
         yield "lockstep-in-pipeline", f"zero.lockstep=true {rule}; set zero.lockstep=false"
-    if compile_config.enabled and pipeline.schedule.startswith("zb-"):
+    if compile_config.enabled and RECIPES[pipeline.schedule].splits_backward:
         rule = f"compiles backwards whole, and pipeline.schedule={pipeline.schedule} splits them"
         yield (
             "compile-with-zero-bubble",
@@ -190,7 +191,7 @@ def wrong_chunks(
     if compile_config.enabled:
         rule = "recomputes parts of a block, and compiled blocks decide what they keep"
         yield "chunks-with-compile", f"{key} {rule}; set compile.enabled=false or leave context.chunk_tokens out"
-    if pipeline.schedule.startswith("zb-"):
+    if RECIPES[pipeline.schedule].splits_backward:
         rule = f"keeps no inner states, and pipeline.schedule={pipeline.schedule} holds them for gradients of weights"
         yield "chunks-with-zero-bubble", f"{key} {rule}; set pipeline.schedule=1f1b or leave context.chunk_tokens out"
 

@@ -26,6 +26,7 @@ from shardwise.config.arguments import checked
 from shardwise.config.resolve import RunConfig
 from shardwise.construction.shards import USE_INSIDE_INIT, KeyedValues, ParamShard, mark, refuse, unshard
 from shardwise.launch.process_group import join_launched
+from shardwise.runtime.device import choose_kind
 from shardwise.runtime.module_hooks import watch_registrations
 from shardwise.runtime.torch_private import has_views
 
@@ -50,7 +51,7 @@ def init(seed: int | None = None) -> Iterator[None]:
     elif seed is not None:
         with torch.random.fork_rng(devices=[]), _Construction(None, seed).watching():
             yield
-    elif join_launched("cuda" if torch.cuda.is_available() else "cpu", RunConfig().timeout_s) == 1:
+    elif join_launched(choose_kind("auto").name, RunConfig().timeout_s) == 1:
         yield
     else:
         with _Construction(world_comm(RunConfig().timeout_s)).watching():

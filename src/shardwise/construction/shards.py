@@ -19,8 +19,14 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.consistency import have_same_bits
 from shardwise.config.errors import ConfigError
 from shardwise.runtime.keyed_rng import other_use
-from shardwise.runtime.param_guard import READABLE, ReleasedParameterError, set_parameter_class
-from shardwise.runtime.torch_private import HAS_COMPATIBLE_TYPE, plain_torch_functions, pytree, set_data
+from shardwise.runtime.param_guard import READABLE, ReleasedParameterError
+from shardwise.runtime.torch_private import (
+    HAS_COMPATIBLE_TYPE,
+    plain_torch_functions,
+    pytree,
+    set_data,
+    set_parameter_class,
+)
 
 _VALUES: Final = "_shardwise_values"
 # Makes sharded parameters whole that the model's constructor uses; None outside of `shardwise.init()`.

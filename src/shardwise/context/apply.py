@@ -30,7 +30,6 @@ from shardwise.context.batch import (
     BatchSharder,
     TokenShard,
     TokenShardedBatch,
-    WholeBatch,
     by_name,
     cut_batch,
     for_proof,
@@ -118,7 +117,7 @@ def apply_context_parallel(
     comm: Comm,
     shifts_labels: bool | None = None,
     shapes: Shapes = _AS_THEY_ARE,
-) -> tuple[BatchSharder, list[Callable[[], None]]]:
+) -> tuple[BatchSharder | None, list[Callable[[], None]]]:
     """Give a model the attention of a config, over the ranks of the `cp` axis where there are several.
 
     Args:
@@ -126,14 +125,15 @@ def apply_context_parallel(
         shapes: of whole parameters, by name, where this rank has parts of them.
 
     Returns:
-        what takes this rank's share of batches, and functions that give the model back; call them in reverse order.
+        what takes this rank's tokens of batches, None where it has all of them, and functions that give the model
+        back; call them in reverse order.
 
     Raises:
         ConfigError: the model cannot be given it.
     """
     cp = config.mesh.cp
     if cp == 1:
-        return WholeBatch(shifts_labels), apply_attention(model, config.attention)
+        return None, apply_attention(model, config.attention)
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):

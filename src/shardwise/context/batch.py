@@ -1,4 +1,4 @@
-"""Split a batch of whole sequences for the engine: not at all, or each rank of the `cp` axis takes its tokens.
+"""Split a batch of whole sequences for the engine: each rank of the `cp` axis takes its tokens.
 
 Every tensor of a batch whose dim 1 is the sequence is cut to the rank's tokens, ascending, however deep it is nested;
 the others stay whole. Dim 1 is recognized by its size: a tensor that has this size by chance is cut too, so give it
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import ConfigError
-from shardwise.hf.losses import count_targets
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import pytree
 
@@ -68,19 +67,6 @@ class BatchSharder(Protocol):
         Raises:
             ConfigError: it cannot be split.
         """
-
-
-class WholeBatch:
-    """Gives each rank every token of its samples; `shifts_labels` is as for `count_targets`."""
-
-    def __init__(self, shifts_labels: bool | None) -> None:
-        self._shifts_labels = shifts_labels
-
-    def share(self, batch: Any, has_more: bool) -> TokenShard:
-        """Return all of the batch; `has_more` says whether only its first item is for the model."""
-        inputs = batch[0] if has_more else batch
-        num_targets = None if self._shifts_labels is None else count_targets(inputs, self._shifts_labels)
-        return TokenShard(batch, inputs, num_targets=num_targets)
 
 
 class TokenShardedBatch:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from shardwise.comm.backends import process_group_comm
 from shardwise.comm.collectives import Comm, CommResources
+from shardwise.config.sections import DeviceName
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.host import usable_bytes
 from shardwise.launch.local import launch_local
@@ -42,9 +43,9 @@ from shardwise.offload.disk_bench import SwapSpeed, measure_swap
 from shardwise.planner.hardware import CPU
 from shardwise.planner.profile import TABLES, Profile
 from shardwise.report.console import write_line
+from shardwise.runtime.device import current_device, device_name, kind_of, numbers_on, synchronize, total_bytes
 from shardwise.runtime.memory_tracker import first_line
 
-DeviceKind = Literal["cpu", "cuda"]
 Row = Mapping[str, Any]
 
 OPS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
@@ -107,11 +108,11 @@ _CPU_BLOCKS: Final = (*_SMALL, (768, 2048, 12), (1024, 2816, 16), (2048, 5632, 3
 _GPU_BLOCKS: Final = ((1024, 2816, 16), (2048, 5632, 16), (4096, 14336, 32), (8192, 28672, 64))
 SHAPES: Final[Mapping[tuple[str, str], Shapes]] = {
     ("glance", "cpu"): Shapes(((1024, 1024, 8),), (1024,)),
-    ("glance", "cuda"): Shapes(((8192, 8192, 64),), (8192,), dtypes=tuple(_DTYPE_NAMES)),
+    ("glance", "gpu"): Shapes(((8192, 8192, 64),), (8192,), dtypes=tuple(_DTYPE_NAMES)),
     ("quick", "cpu"): Shapes(_SMALL, (128, 512), (4096,)),
-    ("quick", "cuda"): Shapes(_SMALL, (128, 512), (4096,)),
+    ("quick", "gpu"): Shapes(_SMALL, (128, 512), (4096,)),
     ("whole", "cpu"): Shapes(_CPU_BLOCKS, (128, 512, 2048), (4096, 16384)),
-    ("whole", "cuda"): Shapes(_GPU_BLOCKS, (1024, 4096, 8192), (32_000, 128_256), tuple(_DTYPE_NAMES)),
+    ("whole", "gpu"): Shapes(_GPU_BLOCKS, (1024, 4096, 8192), (32_000, 128_256), tuple(_DTYPE_NAMES)),
 }
 """The shapes by what is asked for and the device: a glance has one large product."""
 
@@ -134,7 +135,7 @@ class Measurements:
 
 
 def calibrate(
-    device_kind: DeviceKind, num_ranks: int, environ: Mapping[str, str], folder: Path, *, quick: bool = False
+    device_kind: DeviceName, num_ranks: int, environ: Mapping[str, str], folder: Path, *, quick: bool = False
 ) -> tuple[Profile, str | None]:
     """Measure in separate processes; return the profile, and why it is incomplete, or None.
 
@@ -148,7 +149,7 @@ def calibrate(
 
 
 def glance(
-    device_kind: DeviceKind, num_ranks: int, environ: Mapping[str, str]
+    device_kind: DeviceName, num_ranks: int, environ: Mapping[str, str]
 ) -> tuple[tuple[Profile, ...], str | None]:
     """Measure what each rank reaches, in about ten seconds; the arguments and the reason are those of `calibrate`."""
     rows, failure = measure_on_ranks((device_kind, num_ranks, ".", "glance"), environ)
@@ -157,7 +158,7 @@ def glance(
 
 
 def measure_on_ranks(
-    what: tuple[DeviceKind, int, Path | str, str],
+    what: tuple[DeviceName, int, Path | str, str],
     environ: Mapping[str, str],
     *,
     argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--be-calibrator"),
@@ -230,7 +231,7 @@ def _medians(rows: Iterable[Row]) -> Iterator[tuple[str, Any]]:
             yield name, statistics.median_low(values)
 
 
-def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Path, extent: str) -> None:
+def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceName, disk: Path, extent: str) -> None:
     """Run as one of the ranks: measure with the others, and write each result as soon as it is there.
 
     Args:
@@ -244,11 +245,12 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
     """
     signal.alarm(math.ceil(_limit_s(extent) + _START_S))  # kills this rank, even where a driver hangs
     start_process_group(env, device_kind, _COLLECTIVE_TIMEOUT_S)
-    device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
+    row = kind_of(device_kind)
+    device = current_device(row)
     timer = RankTimer(_comm(dist.group.WORLD, device), _limit_s(extent), is_own=extent == "glance")
-    groups = rank_groups(timer.comm)
+    groups, shapes = rank_groups(timer.comm), SHAPES[extent, "cpu" if row.is_cpu else "gpu"]
     for _ in range(_NUM_ROUNDS if extent == "whole" else 1):
-        for name, value in () if timer.is_late() else _measurements(timer, groups, SHAPES[extent, device_kind], disk):
+        for name, value in () if timer.is_late() else _measurements(timer, groups, shapes, disk):
             if env.rank == 0 or extent == "glance":
                 with (folder / RESULTS).open("a") as results:
                     results.write(json.dumps({"rank": env.rank, "field": name, "value": value}) + "\n")
@@ -280,7 +282,7 @@ class RankTimer:
         self.comm = comm
         self.is_own = is_own
         self._deadline_s = time.perf_counter() + limit_s
-        self._is_cuda = comm.device.type == "cuda"
+        self._kind = kind_of(comm.device)
 
     def is_late(self) -> bool:
         """Say whether the time for all measurements is over; all ranks call it."""
@@ -290,7 +292,7 @@ class RankTimer:
         """Return, for each of several values, the largest of the ranks'; all ranks call it."""
         if self.comm.world_size == 1:
             return values
-        return self.comm.max_scalars(torch.tensor(values, dtype=torch.float64, device=self.comm.device), "doctor")
+        return self.comm.max_scalars(numbers_on(self.comm.device, values), "doctor")
 
     def time_s(self, call: Callable[[], object]) -> float:
         """Return the seconds of one call, the median of several; all ranks call it."""
@@ -298,7 +300,7 @@ class RankTimer:
 
     def times_s(self, *calls: Callable[[], object], min_calls: int = _MIN_CALLS) -> tuple[float, ...]:
         """Return the seconds of each of some calls that are made in turn: the second may use the first one's result."""
-        group = _CALLS_A_SYNC if self._is_cuda and len(calls) == 1 else 1
+        group = _CALLS_A_SYNC if not self._kind.is_cpu and len(calls) == 1 else 1
         self._round(calls, group)
         rounds = [self._round(calls, group)]
         # All ranks must make the same number of calls, whatever their clocks say.
@@ -314,8 +316,7 @@ class RankTimer:
             start_s = time.perf_counter()
             for _ in range(group):
                 call()
-            if self._is_cuda:
-                torch.cuda.synchronize()
+            synchronize(self.comm.device)
             times.append(time.perf_counter() - start_s)
         return times
 
@@ -324,9 +325,9 @@ def _measurements(timer: RankTimer, groups: Sequence[Comm], shapes: Shapes, disk
     """Yield (field, value), the most important ones first, in case the time runs out."""
     yield "num_threads", torch.get_num_threads()
     yield "torch_version", torch.__version__
-    if timer.comm.device.type == "cuda":
-        yield "device", torch.cuda.get_device_name()
-        yield "memory_bytes", float(torch.cuda.get_device_properties(timer.comm.device).total_memory)
+    if not kind_of(timer.comm.device).is_cpu:
+        yield "device", device_name(timer.comm.device)
+        yield "memory_bytes", float(total_bytes(timer.comm.device))
     for way, speed in copy_speeds(timer).items():
         yield "copies_bytes_per_s", {"way": way, "speed": speed}
     if timer.comm.world_size > 1:
@@ -479,10 +480,10 @@ def speeds(timer: RankTimer) -> dict[str, float]:
 
 def copy_speeds(timer: RankTimer) -> dict[str, float]:
     """Measure bytes a second of copies between memories, by the profile's name; with a GPU, host memory is pinned."""
-    is_cuda = timer.comm.device.type == "cuda"
-    hosts = [torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+    row = kind_of(timer.comm.device)
+    hosts = [torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=row.pins) for _ in range(2)]
     ends = {"host->host": (hosts[0], hosts[1])}
-    if is_cuda:
+    if not row.is_cpu:
         on_device = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=timer.comm.device)
         ends |= {"host->device": (hosts[0], on_device), "device->host": (on_device, hosts[1])}
     return {name: _COPY_BYTES / timer.time_s(partial(target.copy_, source)) for name, (source, target) in ends.items()}
@@ -495,7 +496,7 @@ def time_collectives(timer: RankTimer, groups: Sequence[Comm]) -> Iterator[Row]:
     collectives follow each other directly.
     """
     device = timer.comm.device
-    before = [] if device.type == "cuda" else [partial(_compute, _factor(device), 1)]
+    before = [] if kind_of(device).is_in_stream_order else [partial(_compute, _factor(device), 1)]
     for comm, num_bytes, op in product(groups, SIZES_BYTES, OPS):
         *_, seconds = timer.times_s(*before, _caller(comm, op, num_bytes), min_calls=MIN_COLLECTIVES)
         yield {"op": op, "num_ranks": comm.world_size, "num_bytes": num_bytes, "seconds": seconds}

@@ -28,8 +28,8 @@ Half of a tensor, as a second rank holds it, draws the same bits as that half of
 True
 """
 
-from shardwise.dropout.apply import key_dropouts, may_drop_by_function, probability_hashes
+from shardwise.dropout.apply import key_dropouts, may_drop_by_function
 from shardwise.dropout.draws import KeyedDraws
-from shardwise.dropout.hash_rng import ShardRegion, Tokens
+from shardwise.dropout.hash_rng import ShardRegion, Tokens, probability_hashes
 
 __all__ = ["KeyedDraws", "ShardRegion", "Tokens", "key_dropouts", "may_drop_by_function", "probability_hashes"]

@@ -17,11 +17,11 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode
 
 from shardwise.config.errors import ConfigError
 from shardwise.dropout.draws import KeyedDraws
-from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
+from shardwise.dropout.hash_rng import Hashes, Masked, ShardRegion, probability_hashes
 from shardwise.dropout.numbers import TensorPlace
 from shardwise.dropout.torch_draws import (
     BACKWARDS,
@@ -37,7 +37,7 @@ from shardwise.dropout.torch_draws import (
 )
 from shardwise.runtime.class_swap import swap_class
 from shardwise.runtime.forward_state import STREAMS, CheckpointStates, Stream
-from shardwise.runtime.torch_private import is_fake
+from shardwise.runtime.torch_private import is_fake, replaced_checkpoints
 
 Undo = Callable[[], Any]
 
@@ -75,14 +75,13 @@ def key_dropouts(
     undo: list[Undo] = []
     on_thread = _OnThread()
     outside = DropoutSite(weakref.ref(model), _OUTSIDE, draws, None, False, on_thread)
-    sites = [outside]
-    if not compiled:
-        opening = functools.partial(_outside_modules, sites, shares)
-        checkpoints = CheckpointStates(model, functools.partial(_resumption, on_thread))
-        draws.around += (checkpoints.watching, opening)
-        undo.append(draws.around.clear)
-    others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
     kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
+    watch = _DrawWatch(outside, shares, kinds)
+    if not compiled:
+        checkpoints = CheckpointStates(model, functools.partial(_resumption, on_thread))
+        draws.around += (functools.partial(replaced_checkpoints, checkpoints.first), watch.opened)
+        undo.append(draws.stop)
+    others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
     for name, module in model.named_modules():
         module_class = type(module)
         is_plain = module_class.forward is nn.Dropout.forward
@@ -94,7 +93,9 @@ def key_dropouts(
         module.__dict__[_SITE] = DropoutSite(
             weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread, **others
         )
-        sites.append(module.__dict__[_SITE])
+        if not is_plain:
+            watch.sites.append(module.__dict__[_SITE])
+        watch.has_modules |= is_plain
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[module_class]))
     return undo
@@ -125,55 +126,93 @@ _DRAWING: Final = (
 _OUTSIDE: Final = "(outside modules)"
 
 
-@contextmanager
-def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None]:
-    """Key what code around the model's forward draws inside the context: hooks of the model, and the loss.
+class _DrawWatch:
+    """Finds out whether a model draws by function, and where: so that one that does not is left as it is.
 
     Args:
-        sites: of the model; the first is that of such code.
+        outside: the site of code around the model's forward: hooks of the model, and the loss.
+        kinds: class of a module -> the one that draws by its site.
 
-    Raises:
-        ConfigError: something has drawn unseen.
+    Attributes:
+        sites: of the modules that may draw by function.
+        has_modules: the model has dropout modules, which draw by themselves.
     """
-    outside, on_thread = sites[0], sites[0].on_thread
-    if on_thread.mode is not None:  # a forward inside a forward
-        yield
-        return
-    if outside.first_step is None:
-        outside.first_step = outside.draws.step
-    was_quiet = any(site.is_quiet for site in sites)
-    # Of a pipeline's stages the last alone computes the loss, so that only a whole step shows what draws.
-    is_first = outside.draws.step == outside.first_step
-    outside.is_quiet = not outside.has_dropped and not is_first
-    streams, outside.streams = outside.streams or (), None if is_first else outside.streams
-    if outside.is_quiet:
-        with outside.own_streams():
+
+    def __init__(self, outside: DropoutSite, shares: str, kinds: dict[type[nn.Module], type[nn.Module]]) -> None:
+        self.sites: list[DropoutSite] = []
+        self.has_modules = False
+        self._outside, self._shares, self._kinds = outside, shares, kinds
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Key what code around the model's forward draws inside the context.
+
+        Raises:
+            ConfigError: something has drawn unseen.
+        """
+        outside, draws = self._outside, self._outside.draws
+        on_thread = outside.on_thread
+        if on_thread.mode is not None:  # a forward inside a forward
             yield
-    else:
-        on_thread.mode = KeyedFunctions(outside)
-        try:
-            with on_thread.mode, outside.own_streams():
+            return
+        if outside.first_step is None:
+            outside.first_step = draws.step
+        was_quiet = any(site.is_quiet for site in (outside, *self.sites))
+        # Of a pipeline's stages the last alone computes the loss, so that only a whole step shows what draws.
+        is_first = draws.step == outside.first_step
+        outside.is_quiet = not outside.has_dropped and not is_first
+        streams, outside.streams = outside.streams or (), None if is_first else outside.streams
+        if outside.is_quiet:
+            with outside.own_streams():
                 yield
-        finally:
-            on_thread.mode = None
-    outside.streams = (*streams, *(stream for stream in outside.streams or () if stream not in streams))
-    if was_quiet and outside.draws.drew_unseen():
-        outside.first_step = None
-        for site in sites:
+        else:
+            with _drawing(outside), outside.own_streams():
+                yield
+        outside.streams = (*streams, *(stream for stream in outside.streams or () if stream not in streams))
+        if was_quiet and draws.drew_unseen():
+            self._watch_again()
+        else:
+            self._unwatch()
+
+    # [Note: A model that draws nothing]
+    # Once whole training forwards have drawn nothing by function, the modules get the classes back that they had, and
+    # forwards cost what they cost without the library. torch's generator still begins from the forward's seed, so a
+    # draw that comes later is noticed at the end of its forward, and from then on all is watched again.
+    def _unwatch(self) -> None:
+        """Leave the modules as they are while no forward draws by function."""
+        modules = [module for site in self.sites if (module := site.module()) is not None]
+        is_over = all(site.is_quiet and site.streams == () for site in (self._outside, *self.sites))
+        if is_over and all(type(module) in self._kinds.values() for module in modules):
+            for module in modules:
+                swap_class(module, type(module).__mro__[1])
+            self._outside.draws.unwatch(self.opened, self._begin_again, self.has_modules)
+
+    def _begin_again(self) -> None:
+        for module in filter(None, (site.module() for site in self.sites)):
+            module_class = type(module)
+            if module_class not in self._kinds:
+                self._kinds[module_class] = _keyed_functions(module_class)
+            swap_class(module, self._kinds[module_class])
+        self._outside.draws.watch(self.opened)
+        self._watch_again()
+
+    def _watch_again(self) -> None:
+        self._outside.first_step = None
+        for site in (self._outside, *self.sites):
             site.is_quiet = False
-        if shares:
+        if self._shares:
             raise ConfigError(
                 "draw-began-late",
-                f"the forward of {type(outside.module()).__name__} has drawn random numbers, or set torch's seed, in a "
-                f"module that did not in its first training forward, so ranks of {shares} drew what they do not share; "
-                "draw in each forward, if only to drop the numbers",
+                f"the forward of {type(self._outside.module()).__name__} has drawn random numbers, or set torch's "
+                f"seed, in a module that did not in its first training forward, so ranks of {self._shares} drew what "
+                "they do not share; draw in each forward, if only to drop the numbers",
             )
 
 
 def _resumption(on_thread: _OnThread) -> Callable[[], AbstractContextManager[None]]:
     """Return what opens the site that is drawn for now again, in the second pass of code that is no module's."""
     site = None if on_thread.mode is None else on_thread.mode.site
-    return nullcontext if site is None else functools.partial(_resumed, site)
+    return nullcontext if site is None else functools.partial(_drawing, site)
 
 
 @contextmanager
@@ -191,7 +230,8 @@ def _drawing_for(site: DropoutSite | None, on_thread: _OnThread) -> Iterator[Non
 
 
 @contextmanager
-def _resumed(site: DropoutSite) -> Iterator[None]:
+def _drawing(site: DropoutSite) -> Iterator[None]:
+    """Let this thread draw for a site inside the context."""
     on_thread = site.on_thread
     if on_thread.mode is not None:
         with _drawing_for(site, on_thread):
@@ -261,7 +301,7 @@ class DropoutSite:
         scale = 1.0 / (1.0 - p)
         if inplace:
             return values.mul_(mask.to(values.dtype).mul_(scale))
-        dropped: Tensor = _Masked.apply(values, mask, scale)
+        dropped: Tensor = Masked.apply(values, mask, scale)
         return dropped
 
     def hashes(self, shape: Sequence[int], device: torch.device, first_row: int) -> Hashes:
@@ -275,17 +315,14 @@ class DropoutSite:
         return self.draws.hashes(self.name, shape, self.own_zone, device, first_row)
 
     def numbers(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw numbers for a tensor; the arguments are those of `KeyedDraws.numbers`."""
         self.has_dropped = True
         return self.draws.numbers(self.name, kind, shape, dtype, device, self.own_zone)
 
     def place(self, shape: Sequence[int]) -> TensorPlace:
-        """Return where a tensor that the module draws is in the unsplit one."""
         self.has_dropped = True
         return self.draws.place(shape, self.own_zone)
 
     def reseeded(self) -> AbstractContextManager[None]:
-        """Return a context in which torch's generators have the numbers of this call of the site."""
         self.has_dropped = True
         return self.draws.reseeded(self.name)
 
@@ -435,12 +472,8 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
         elif site is None or (site.is_quiet and not has_streams):
             return own.forward(self, *args, **kwargs)
         else:
-            on_thread.mode = KeyedFunctions(site)
-            try:
-                with _own_seed(site), on_thread.mode, site.own_streams():
-                    result = own.forward(self, *args, **kwargs)
-            finally:
-                on_thread.mode = None
+            with _own_seed(site), _drawing(site), site.own_streams():
+                result = own.forward(self, *args, **kwargs)
         if site is not None:
             site.is_quiet = not site.has_dropped
         return result
@@ -458,44 +491,6 @@ class _OnThread(threading.local):
 def _subclass(own: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
     names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     return type(own.__name__, (own,), names)
-
-
-class _Masked(torch.autograd.Function):
-    """Computes values * mask * scale, and keeps only the mask for the backward: one byte for each element."""
-
-    @staticmethod
-    def forward(values: Tensor, mask: Tensor, scale: float) -> Tensor:
-        masked: Tensor = torch.ops.aten.native_dropout_backward(values, mask, scale)
-        return masked
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-        _, mask, ctx.scale = inputs
-        ctx.save_for_backward(mask)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return _Masked.apply(gradients[0], mask, ctx.scale), None, None
-
-
-def probability_hashes(shape: Sequence[int], device: torch.device, first_row: int = 0) -> Hashes:
-    """Return the hashes by which attention without a mask drops probabilities: those of `KeyedFunctions`, or new ones.
-
-    New ones come from torch's generator for the CPU, which checkpoints restore for recomputations. Modes that act on
-    torch's functions can act on this one (`torch.overrides`).
-
-    Args:
-        shape: [samples, heads, queries, keys]; none of them is 0.
-        first_row: the position of the first query.
-    """
-    # Dropout in compiled blocks is torch's own, and its keys are drawn where it runs.
-    if not torch.compiler.is_compiling() and has_torch_function((None,)):
-        hashes: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
-        return hashes
-    key = torch.randint(2**62, (), device="cpu")
-    grid = grid_of(shape, None, Samples(0, shape[0]), device, first_row)
-    return keyed_hashes(HashGrid(grid.rows ^ key, grid.columns), 0)
 
 
 class KeyedFunctions(TorchFunctionMode):

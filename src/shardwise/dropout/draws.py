@@ -34,8 +34,9 @@ from shardwise.dropout.numbers import (
     place_of,
 )
 from shardwise.layout.token_ranges import Runs, count_tokens
+from shardwise.runtime.device import forked_rng
 from shardwise.runtime.forward_state import same_again
-from shardwise.runtime.keyed_rng import derive_seed, seeded
+from shardwise.runtime.keyed_rng import derive_seed
 from shardwise.runtime.torch_private import in_backward, in_fake_mode, no_torch_functions, unseen_by_op_modes
 
 Opening = Callable[[], AbstractContextManager[Any]]
@@ -143,6 +144,8 @@ class KeyedDraws:
         self._seed, self._cp = seed, cp
         # Entered inside `at`, in this order; `key_dropouts` adds what replaces torch's draws.
         self.around: list[Opening] = [] if watching is None else [watching]
+        self._on_unseen: Callable[[], None] | None = None  # called after a forward that has drawn unseen
+        self.is_quiet = False  # no module draws by a site
         self.are_whole = False  # the tensors that code sees now are no rank's parts
         self._device = torch.device(device)
         self._forwards: dict[int, _Forward] = {}
@@ -187,14 +190,35 @@ class KeyedDraws:
         self._newest.begin_pass()
         self._num_running += 1
         try:
-            with seeded(seed, self._device), ExitStack() as stack:
+            with forked_rng(self._device, seed), ExitStack() as stack:
                 for opening in self.around:
                     stack.enter_context(opening())
                 yield
+                if self._on_unseen is not None and self.drew_unseen():
+                    self._on_unseen()
         finally:
             self._num_running -= 1
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
                 del self._forwards[seed]
+
+    def unwatch(self, opening: Opening, on_unseen: Callable[[], None], has_modules: bool) -> None:
+        """Open `opening` around no forward, and call `on_unseen` after one that draws other numbers than its calls.
+
+        Args:
+            has_modules: whether modules draw by sites all the same.
+        """
+        self.around.remove(opening)
+        self._on_unseen, self.is_quiet = on_unseen, not has_modules
+
+    def watch(self, opening: Opening) -> None:
+        """Open `opening` around forwards again."""
+        self.around.append(opening)
+        self._on_unseen, self.is_quiet = None, False
+
+    def stop(self) -> None:
+        """Open nothing around forwards any more."""
+        self.around.clear()
+        self._on_unseen, self.is_quiet = None, False
 
     @contextmanager
     def for_tensors(self, are_whole: bool) -> Iterator[None]:
@@ -294,9 +318,6 @@ class KeyedDraws:
         They cover whole sequences even where tokens are split, since a rank gets keys of other ranks.
 
         Args:
-            site: the name of the module that drops.
-            shape: of the tensor; none of its sizes is 0.
-            zone: this rank's part of the tensor; None where it is whole.
             first_row: index of the first row of its last dim but one.
         """
         key = self._next_key(site)
@@ -308,7 +329,6 @@ class KeyedDraws:
         """Draw numbers other than a dropout's mask for a tensor of the open forward; each call draws new ones.
 
         Args:
-            site: the name of the module that draws.
             dtype: of the numbers; for "bits" int64.
             zone: this rank's part of the tensors of the module; None where they are whole.
         """
@@ -353,7 +373,7 @@ class KeyedDraws:
     def reseeded(self, site: str, device: torch.device | None = None) -> AbstractContextManager[None]:
         """Return a context in which torch's generators begin from this call of a site, in the open forward."""
         samples = self._forwards[torch.initial_seed()].samples
-        return seeded(derive_seed(self._next_key(site), samples.first, samples.num), device or self._device)
+        return forked_rng(device or self._device, derive_seed(self._next_key(site), samples.first, samples.num))
 
     def stream_seed(self, site: str) -> int:
         """Return the seed of Python's and NumPy's numbers in a call of a site's module, in the open forward."""

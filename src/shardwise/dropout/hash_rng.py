@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.layout.token_ranges import Runs, count_tokens, part
 
@@ -222,3 +223,41 @@ def mix(numbers: Tensor) -> Tensor:
         numbers *= factor
     numbers ^= (numbers >> 31) & ((1 << 33) - 1)
     return numbers
+
+
+class Masked(torch.autograd.Function):
+    """Computes values * mask * scale, and keeps only the mask for the backward: one byte for each element."""
+
+    @staticmethod
+    def forward(values: Tensor, mask: Tensor, scale: float) -> Tensor:
+        masked: Tensor = torch.ops.aten.native_dropout_backward(values, mask, scale)
+        return masked
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, mask, ctx.scale = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return Masked.apply(gradients[0], mask, ctx.scale), None, None
+
+
+def probability_hashes(shape: Sequence[int], device: torch.device, first_row: int = 0) -> Hashes:
+    """Return the hashes by which attention without a mask drops probabilities: those of a site, or new ones.
+
+    New ones come from torch's generator for the CPU, which checkpoints restore for recomputations. Modes that act on
+    torch's functions can act on this one (`torch.overrides`).
+
+    Args:
+        shape: [samples, heads, queries, keys]; none of them is 0.
+        first_row: the position of the first query.
+    """
+    # Dropout in compiled blocks is torch's own, and its keys are drawn where it runs.
+    if not torch.compiler.is_compiling() and has_torch_function((None,)):
+        hashes: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
+        return hashes
+    key = torch.randint(2**62, (), device="cpu")
+    grid = grid_of(shape, None, Samples(0, shape[0]), device, first_row)
+    return keyed_hashes(HashGrid(grid.rows ^ key, grid.columns), 0)

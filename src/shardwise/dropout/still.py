@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.dropout.numbers import TensorPlace
 from shardwise.dropout.torch_draws import DRAWS, SPECIAL, is_opaque, keyed_draw, keyed_rrelu, with_own_body
-from shardwise.runtime.keyed_rng import seeded
+from shardwise.runtime.device import forked_rng
 
 _NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "bits": (1, 2),
@@ -83,7 +83,7 @@ class _StillSite:
 @contextmanager
 def _turn() -> Iterator[None]:
     """Let one thread at a time draw from torch's generator, each from the same state."""
-    with _TURN, seeded(0, torch.device("cpu")):
+    with _TURN, forked_rng(torch.device("cpu"), 0):
         yield
 
 

@@ -44,13 +44,13 @@ from shardwise.optim.schedules import own_scheduler
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors
+from shardwise.runtime.device import Streams
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.module_hooks import call_after_forward
 from shardwise.runtime.optimizer_probe import check_scheduler
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.recompute import replace_forwards
-from shardwise.runtime.streams import Streams
 from shardwise.runtime.timeline import Timeline
 from shardwise.runtime.user_hooks import HooksOnce
 from shardwise.tensor.apply import dropout_zones, split_model
@@ -261,7 +261,7 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder, ActivationStore | None]:
+) -> tuple[BatchSharder | None, ActivationStore | None]:
     """Set up attention, split layers, convert linear ones, key dropouts, chunk, recompute and compile, in this order.
 
     Returns:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -48,6 +47,7 @@ from shardwise.launch.host import (
 from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.optim.schedules import schedule_of
+from shardwise.runtime.device import choose_kind, current_device
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
 from shardwise.tensor.plan_layout import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
@@ -89,9 +89,9 @@ def initialize(
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     _prepare(model, config, has_scheduler=scheduler is not None)
-    device_kind = _device_kind(config)
-    world_size = ensure_process_group(device_kind, config.run.timeout_s)
-    device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
+    kind = choose_kind(config.run.device)
+    world_size = ensure_process_group(kind.name, config.run.timeout_s)
+    device = current_device(kind)
     rank, store = dist.get_rank(), open_store(config.run.timeout_s)
     agreement = Agreement(store, range(world_size), rank, config.run.timeout_s, "start")
     with all_or_none(agreement, "layout"):
@@ -155,15 +155,6 @@ def check_nvme_path(tiers: TiersConfig) -> None:
             raise ConfigError(
                 "no-swap-folder", f"tiers.{state}=nvme needs a folder; set tiers.nvme_path to one on a local NVMe disk"
             )
-
-
-def _device_kind(config: Config) -> Literal["cpu", "cuda"]:
-    kind = config.run.device
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "no-gpu", "run.device=cuda but torch sees no GPU; use run.device=cpu or install a CUDA build of torch"
-        )
-    return "cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def with_own_cores(

@@ -32,8 +32,9 @@ from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import HostWorkError, WorkerOutcome
+from shardwise.runtime.device import numbers_on
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
-from shardwise.runtime.precision import LossScaler
+from shardwise.runtime.precision import LossScaler, torch_dtype
 from shardwise.runtime.timeline import Timeline
 from shardwise.runtime.torch_private import in_backward
 from shardwise.runtime.user_hooks import HooksOnce
@@ -255,6 +256,7 @@ class EngineParts:
     Attributes:
         resources: what all groups of the engine share; communicators, memory, tiers and timeline are among them.
         watchdog: None where there is one rank.
+        sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
     """
 
@@ -269,7 +271,7 @@ class EngineParts:
     losses: LossAccumulator
     scaler: LossScaler
     draws: KeyedDraws
-    sequences: BatchSharder
+    sequences: BatchSharder | None
     activations: ActivationStore | None
     sharding: ShardingState
     sharded: ShardedOptimizer
@@ -307,6 +309,11 @@ class EngineParts:
     def device(self) -> torch.device:
         """Return the device on which the engine computes."""
         return self.resources.tracker.device
+
+    @cached_property
+    def param_dtype(self) -> torch.dtype:
+        """Return the dtype in which the model computes."""
+        return torch_dtype(self.layout.precision.param)
 
     @cached_property
     def tiers(self) -> Tiers:
@@ -372,7 +379,7 @@ class EngineParts:
 
     def holds_anywhere(self, is_so: bool, subject: str) -> bool:
         """Say whether something holds on any rank; `subject` is for messages. All ranks call it."""
-        flag = torch.tensor([float(is_so)], dtype=torch.float64, device=self.device)
+        flag = numbers_on(self.device, [float(is_so)])
         return self.comm.max_scalars(flag, subject) > [0.0]
 
     def refuse_if_simulated(self) -> None:

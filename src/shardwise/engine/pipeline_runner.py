@@ -31,7 +31,7 @@ from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
-from shardwise.schedule.registry import recipe_of
+from shardwise.schedule.pipelines import recipe_of
 from shardwise.zero.order import PrefetchOrder, RecordedOrder
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.sharding_state import ShardingState
@@ -104,7 +104,6 @@ class PipelineRunner:
         )
 
     def train(self, batches: Sequence[Any]) -> StepResult:
-        """Take a step as the schedule says."""
         parts = self._parts
         self._check_in_step()
         before_model(parts)  # here: after the first stage's forward has begun, a rank would wait in vain
@@ -131,7 +130,6 @@ class PipelineRunner:
         return schedule.ranks[self._pipeline.index]
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
-        """Run the forwards as a schedule says; `losses` is given the losses of `batches`."""
         parts = self._parts
         parts.status.check(params_suffice=True)
         self._check_in_step()
@@ -149,7 +147,6 @@ class PipelineRunner:
         self._forward.compare_left(self._parts.check_batch.agreement)
 
     def forward(self, batch: Any) -> LossSum | None:
-        """Run the forward of one batch through all stages."""
         self.evaluate([batch], LossAccumulator(self._parts.comms))
         return None
 
@@ -239,7 +236,6 @@ class _Execution:
         self._num_reduces = Counter(action.stage for action in row if action.kind is ActionKind.REDUCE)
 
     def forward(self, stage: int, micro_batch: int) -> Any:
-        """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
         self._groups.select_stage(stage)
         self._groups.wait(stage)
         taken = self._taken[micro_batch]
@@ -249,7 +245,6 @@ class _Execution:
         return output
 
     def before_backward(self, stage: int, micro_batch: int) -> None:
-        """Make the states ready for a backward."""
         self._groups.select_stage(stage)
         self._groups.wait(stage)
         self._groups.restore_record(stage, micro_batch)
@@ -265,7 +260,6 @@ class _Execution:
         self._parts.sharding.expect_no_gradients()
 
     def loss_weight(self, loss: Tensor) -> Tensor:
-        """Return the gradient of a loss that `forward` returned."""
         return self._losses.close(loss) * self._parts.scaler.scale
 
     def _read(self, output: Any, taken: RankBatch, stage: int) -> Any:

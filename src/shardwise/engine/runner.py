@@ -21,10 +21,10 @@ from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
-from shardwise.hf.losses import check_num_items, take_num_items
+from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.module_hooks import call_model
-from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
+from shardwise.runtime.precision import explain_dtypes
 from shardwise.runtime.torch_private import pytree
 from shardwise.tensor.apply import explain_shapes
 from shardwise.tensor.loss_parallel import settle_all
@@ -53,6 +53,32 @@ class StepRunner(Protocol):
         """Do what follows the sum of an evaluation's losses, to which all ranks have come."""
 
 
+def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
+
+    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers.
+
+    Args:
+        tree: a pytree; leaves that are no tensors stay.
+        dtype: of floating tensors; None keeps theirs.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return to_device(dict(leaf), device, dtype)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_meta and device.type != "meta":
+            raise ConfigError(
+                "batch-without-values",
+                f"a tensor of the batch, of shape {tuple(leaf.shape)}, is on meta and has no values; make it elsewhere",
+            )
+        wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+        return leaf.to(device, wanted, non_blocking=True)
+
+    return pytree.tree_map(move, tree)
+
+
 @dataclass(frozen=True)
 class RankBatch:
     """Holds a rank's share of a batch, on the device, and its samples.
@@ -71,23 +97,19 @@ class RankBatch:
 
     @classmethod
     def of(cls, parts: EngineParts, batch: Any, first_sample: int, number: int) -> Self:
-        """Take a batch, which must be the same on ranks that compute it together.
-
-        Args:
-            parts: whose device, dtype and layout count.
-            first_sample: how many samples of this step this rank has before it.
-            number: of its forward in the step, from 0.
-        """
+        """Take a batch, which must be the same on ranks that compute it together."""
         if parts.check_batch.has_others:
             parts.check_batch(batch, is_first_step=parts.state.num_steps == 0)
         if number == 0:
             agree_on_hooks(parts)
         has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
-        given, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
-        share = parts.sequences.share(to_device(given, parts.device), has_more)
+        data, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
+        data = to_device(data, parts.device)
+        sequences = parts.sequences
+        share = _whole_share(parts, data, has_more) if sequences is None else sequences.share(data, has_more)
         if num_items is not None:
             check_num_items(parts.model, num_items, share.num_targets)
-        inputs = to_device(share.inputs, parts.device, torch_dtype(parts.layout.precision.param))
+        inputs = to_device(share.inputs, parts.device, parts.param_dtype)
         return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number)
 
     def loss(self, parts: EngineParts, output: Any) -> LossSum:
@@ -100,6 +122,13 @@ class RankBatch:
             check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             return read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
+
+
+def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
+    """Return all of a batch, where each rank computes every token of its samples; `has_more` as for `BatchSharder`."""
+    inputs, shifts_labels = batch[0] if has_more else batch, parts.layout.facts.shifts_labels
+    num_targets = None if shifts_labels is None else count_targets(inputs, shifts_labels)
+    return TokenShard(batch, inputs, num_targets=num_targets)
 
 
 def _num_samples(inputs: Any) -> int:
@@ -119,7 +148,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
             return result
     except BaseException as error:
         explain_shapes(error, parts.model, parts.layout.tensor)
-        explain_dtypes(error, parts.model, torch_dtype(parts.layout.precision.param))
+        explain_dtypes(error, parts.model, parts.param_dtype)
         refuse_misfit(error, parts.model, taken.share.inputs)
         raise
 
@@ -139,8 +168,10 @@ def _numbers_for(parts: EngineParts, taken: RankBatch, args: Sequence[Any] = ())
         return nullcontext() if whole is None else whole.parameters.shown_in_forward()
     data_rank, num_data_ranks = parts.data_place
     first_sample = taken.first_sample * num_data_ranks + data_rank * taken.num_samples
-    tokens, length = taken.share.tokens, _length(args or taken.share.inputs)
-    return parts.draws.at(parts.state.num_steps, taken.number, first_sample, taken.num_samples, tokens, length)
+    length = None if parts.draws.is_quiet else _length(args or taken.share.inputs)
+    return parts.draws.at(
+        parts.state.num_steps, taken.number, first_sample, taken.num_samples, taken.share.tokens, length
+    )
 
 
 def _length(inputs: Any) -> int | None:
@@ -164,8 +195,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     """
     parts.status.check(params_suffice=not torch.is_grad_enabled())
     parts.losses.plain.is_on |= torch.is_grad_enabled()
-    cp, share = parts.layout.mesh.cp, TokenShard(None, kwargs)
-    if cp > 1 and args:
+    cp, share, sequences = parts.layout.mesh.cp, TokenShard(None, kwargs), parts.sequences
+    if sequences is not None and args:
         raise ConfigError(
             "plain-inputs-unnamed",
             f"engine.forward got {len(args)} inputs without names under mesh.cp={cp}, which cuts them by name; pass "
@@ -175,8 +206,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         parts.check_batch((args, kwargs), is_first_step=parts.state.num_steps == 0)
     if parts.state.num_forwards == 0:
         agree_on_hooks(parts)
-    if cp > 1:
-        share = parts.sequences.share(to_device(dict(kwargs), parts.device), False)
+    if sequences is not None:
+        share = sequences.share(to_device(dict(kwargs), parts.device), False)
     num_samples = _num_samples((args, kwargs))
     taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
     with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args):
@@ -217,7 +248,6 @@ class SequentialRunner:
         """Do nothing: forwards, backwards and steps can be called one by one."""
 
     def forward(self, batch: Any) -> LossSum:
-        """Run the forward."""
         parts = self._parts
         parts.status.check(params_suffice=not torch.is_grad_enabled())
         parts.timeline.micro_batch = parts.state.num_backwards
@@ -227,7 +257,6 @@ class SequentialRunner:
             return run_model(parts, taken, lambda output: taken.loss(parts, output))
 
     def train(self, batches: Sequence[Any]) -> StepResult:
-        """Take a step."""
         parts = self._parts
         for index, batch in enumerate(batches, 1):
             loss = open_loss(parts, batch, self.forward(batch))
@@ -235,7 +264,6 @@ class SequentialRunner:
         return update(parts, self.forward)
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
-        """Run the forwards; `losses` is given the losses of `batches`."""
         for batch in batches:
             losses.add(self.forward(batch))
 

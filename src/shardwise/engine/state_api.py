@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,6 +18,7 @@ from shardwise.construction.shards import gathered_shards, other_writes
 from shardwise.engine.parts import EngineParts
 from shardwise.layout.mesh_shape import GRADIENT_AXES, MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.runtime.device import free_bytes
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
@@ -186,14 +186,13 @@ def offload(parts: EngineParts, include: Sequence[str] | None, target: ReleaseTa
 
 def _check_memory_to_gather(parts: EngineParts, groups: Sequence[ParamGroup]) -> None:
     layout = parts.layout
-    if parts.device.type != "cuda" or not layout.stage.unshard_for_use:
+    left_bytes = free_bytes(parts.device)
+    if left_bytes is None or not layout.stage.unshard_for_use:
         return
     specs = [group.spec for group in groups]
     missing_bytes = sum(spec.padded_numel * DTYPE_BYTES[layout.precision_of(spec).param] for spec in specs)
-    free_bytes, _ = torch.cuda.mem_get_info(parts.device)
-    free_bytes += torch.cuda.memory_reserved(parts.device) - torch.cuda.memory_allocated(parts.device)
-    if parts.holds_anywhere(missing_bytes > free_bytes, "memory to gather"):  # the gather needs all ranks
+    if parts.holds_anywhere(missing_bytes > left_bytes, "memory to gather"):  # the gather needs all ranks
         raise MemoryError(
-            f"gathering the parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
+            f"gathering the parameters takes {missing_bytes / 2**30:.1f} GiB of {left_bytes / 2**30:.1f} GiB free; "
             "generate with the forward alone, which gathers block by block, or on more memory"
         )

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import ScalarSum
 from shardwise.comm.loss import LossSum, NonFiniteLossError, check_loss, first_nonfinite_module
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.engine.parts import EngineParts
@@ -21,11 +23,11 @@ from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
 from shardwise.layout.resolve import layout_of
 from shardwise.layout.zero_stages import Placement
+from shardwise.optim.rules import LateFactor
 from shardwise.optim.schedules import advance
 from shardwise.runtime.codec_errors import relative_errors
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.torch_private import in_transform
 from shardwise.zero.optimizer_plan import NamedGroup
 from shardwise.zero.resources import ModelEvents
 from shardwise.zero.state_access import (
@@ -36,6 +38,8 @@ from shardwise.zero.state_access import (
     write_optimizer_states,
     write_state,
 )
+
+_NORM_EPS: Final = 1e-6
 
 
 class StepEvents(ModelEvents):
@@ -81,8 +85,6 @@ def before_model(parts: EngineParts) -> None:
     if parts.split_values is not None:
         parts.split_values.views.follow()
     if parts.state.num_backwards > 0 or not torch.is_grad_enabled() or parts.status.away is not None:
-        return
-    if in_transform():  # of torch.func, which puts tensors of its own in place of parameters
         return
     parts.sharding.check_model()
     follow_freezing(parts)
@@ -168,11 +170,7 @@ def open_loss(parts: EngineParts, batch: Any, total: LossSum | None) -> Tensor:
 
 
 def run_backward(parts: EngineParts, loss: Tensor, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
-    """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar.
-
-    Args:
-        is_boundary: whether the step follows; None where `batch.accumulation` tells.
-    """
+    """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar; see `Engine.backward`."""
     parts.status.check()
     refuse_unless_trainable(parts)
     if parts.losses.plain.is_on and not parts.losses.knows(loss):
@@ -225,11 +223,7 @@ def end_backward(parts: EngineParts) -> None:
 
 
 def begin_backward(parts: EngineParts, is_boundary: bool | None = None) -> None:
-    """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes.
-
-    Args:
-        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
-    """
+    """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes."""
     parts.status.begin_backward()
     parts.timeline.clock.switch("backward")
     parts.sharding.watch_gradients(False)
@@ -253,7 +247,13 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
         parts.state.before_update()
     _check_gradients(parts)
     parts.sharding.finish()
-    loss_sum, count, square_sum, used = _agree(parts, parts.sharded.square_sums())
+    sums = _start_sums(parts, parts.sharded.square_sum())
+    early = _late_factor(parts, sums.numbers)
+    if early is not None:
+        _step_optimizer(parts, early, dict.fromkeys(parts.sharded.names, True))
+    loss_sum, count, square_sum, used = _read_sums(parts, sums)
+    if early is not None:
+        parts.sharding.end_step()  # so that the model may run, to find what is not finite
     if (error := parts.losses.count_error(count, f"step {parts.state.num_steps + 1}")) is not None:
         zero_grad(parts)
         raise error
@@ -272,11 +272,11 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
     if skipped:
         parts.sharded.clear()
     else:
-        limit = parts.config.optimizer.clip_norm
-        # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
-        clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
-        parts.note_update()
-        parts.sharding.refresh(parts.sharded.step(to_mean * clip, used, parts.timeline), parts.state.is_aliased)
+        if early is None:
+            limit = parts.config.optimizer.clip_norm
+            # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
+            clip = min(1.0, limit / (grad_norm + _NORM_EPS)) if limit is not None else 1.0
+            _step_optimizer(parts, to_mean * clip, used)
         advance(parts.state.scheduler)
     if count and parts.scaler.is_dynamic:
         parts.scaler.update(overflowed)
@@ -286,6 +286,11 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
     if not skipped:
         parts.sharded.hooks.call_late()
     return StepResult(parts.state.num_steps, loss, count, grad_norm, learning_rate, skipped, scale, errors)
+
+
+def _step_optimizer(parts: EngineParts, factor: float | LateFactor, used: Mapping[str, bool]) -> None:
+    parts.note_update()
+    parts.sharding.refresh(parts.sharded.step(factor, used, parts.timeline), parts.state.is_aliased)
 
 
 def _codec_errors(parts: EngineParts) -> dict[str, float]:
@@ -359,9 +364,21 @@ def _to_mean(parts: EngineParts, count: float) -> float:
     return parts.losses.normaliser / ((count or 1.0) * parts.scaler.scale)
 
 
-def _agree(parts: EngineParts, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool]]:
-    """Sum over the ranks what all must know; return loss, count, squared norm, and which parameters were used."""
-    square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=parts.device)
+@dataclass(frozen=True)
+class _StepSums:
+    """Holds what the ranks sum once a step: loss, count and square, the deviation of a tensor-parallel group's losses
+    if there is one, a flag for each parameter, the normaliser in a pipeline, requests to stop.
+
+    Attributes:
+        names: of the parameters that the flags are of.
+    """
+
+    numbers: ScalarSum
+    names: Sequence[str]
+
+
+def _start_sums(parts: EngineParts, square: Tensor) -> _StepSums:
+    """Start to sum over the ranks what all must know."""
     is_whole = parts.layout.stage.optimizer is Placement.REPLICATE
     if parts.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
         square.zero_()  # others hold the same gradient: it counts once
@@ -372,16 +389,54 @@ def _agree(parts: EngineParts, squares: list[Tensor]) -> tuple[float, float, flo
     if parts.config.tiers.optimizer != "device":
         flags.append(any(group.is_aliased for group in parts.sharding.groups))
     scale = [parts.losses.normaliser * parts.losses.is_first] if parts.layout.pipeline is not None else []
-    numbers = [*flags, *scale, *parts.state.stops.to_sum(parts.comm.rank)]
-    summed = parts.state.stops.take(parts.losses.sum_with(values, "step", numbers))
-    if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
+    known = [*flags, *scale, *parts.state.stops.to_sum(parts.comm.rank)]
+    return _StepSums(parts.losses.start_sum_with(values, "step", known), names)
+
+
+# [Note: The optimizer is enqueued before the norm is read]
+# The factor of the gradients, and whether the step is taken at all, follow from sums over the ranks. If the host reads
+# these first, the device has nothing to do until the host has enqueued the optimizer. So where one fused kernel steps
+# everything, it is given both as numbers on the device: it divides by one, and does nothing where the other is 1. The
+# host reads the sums after that, and decides by the same arithmetic in the same precision; a step that it refuses has
+# left parameters and states as they were. The first step makes states, and what steps otherwise (encoded states, the
+# host, whole matrices) takes its factor from the host.
+def _late_factor(parts: EngineParts, sums: ScalarSum) -> LateFactor | None:
+    """Return what the step multiplies gradients by, as `update` computes it; None where the host must know it."""
+    if parts.comm.waits_on_host or parts.comm.is_simulated or parts.config.run.on_nonfinite == "ignore":
+        return None
+    if not parts.sharded.takes_late_factor:
+        return None
+    losses, limit = parts.losses, parts.config.optimizer.clip_norm
+    loss, count, square = sums.on_device[:3].unbind()
+    # Not a number divided by a tensor: torch would multiply by its inverse, which rounds twice.
+    in_pipeline = parts.layout.pipeline is not None
+    normaliser = sums.on_device[-3] if in_pipeline else torch.full_like(count, losses.normaliser)
+    to_mean = normaliser / (count * parts.scaler.scale)
+    norm = square.sqrt() * to_mean
+    seen = norm + count if losses.is_plain else norm + count + loss
+    is_refused = (seen * 0).ne(0)  # NaN, or infinite
+    if parts.comms.tensor.world_size > 1:
+        is_refused |= sums.on_device[3].abs() > _tolerance(parts) * loss.abs()
+    clip = (torch.full_like(norm, limit) / (norm + _NORM_EPS)).clamp(max=1.0) if limit is not None else 1.0
+    return LateFactor((to_mean * clip).reciprocal().float(), is_refused.float())
+
+
+def _read_sums(parts: EngineParts, sums: _StepSums) -> tuple[float, float, float, dict[str, bool]]:
+    """Return loss, count, squared norm, and which parameters were used, over the ranks."""
+    summed = parts.state.stops.take(sums.numbers.read())
+    if parts.layout.pipeline is not None:  # ranks without a loss do not know it, and simulated ranks do not send it
         parts.losses.normaliser = summed.pop() or parts.losses.normaliser
     loss_sum, count, square_sum, *counts = summed
     if parts.comms.tensor.world_size > 1:
         _check_one_loss(parts, counts.pop(0), loss_sum)
-    used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
-    parts.state.is_aliased = len(flags) > len(names) and counts[len(names)] > 0
+    used = {name: number > 0 for name, number in zip(sums.names, counts, strict=False)}
+    parts.state.is_aliased = len(counts) > len(sums.names) and counts[len(sums.names)] > 0
     return loss_sum, count, square_sum, used
+
+
+def _tolerance(parts: EngineParts) -> float:
+    """Return by how much of the loss ranks that compute one loss may differ."""
+    return 1e-9 if torch_dtype(parts.layout.precision.param) is torch.float64 else 1e-3
 
 
 def _check_one_loss(parts: EngineParts, deviation: float, loss_sum: float) -> None:
@@ -390,8 +445,7 @@ def _check_one_loss(parts: EngineParts, deviation: float, loss_sum: float) -> No
     Raises:
         ConfigError: they have; the step is not taken.
     """
-    is_exact = torch_dtype(parts.layout.precision.param) is torch.float64
-    if parts.comm.is_simulated or not abs(deviation) > (1e-9 if is_exact else 1e-3) * abs(loss_sum):
+    if parts.comm.is_simulated or not abs(deviation) > _tolerance(parts) * abs(loss_sum):
         return
     zero_grad(parts)
     raise ConfigError(
@@ -435,7 +489,6 @@ def backpropagate(
 
     Args:
         weight: the gradient of the loss, 0-d.
-        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
     """
     check_loss(loss)
     # In a hook of a backward of these engines, such as one that fills a cache of features, it is a part of that one.

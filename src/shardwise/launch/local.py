@@ -24,9 +24,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.config.errors import ConfigError, printable_lines
+from shardwise.config.sections import AskedDevice
 from shardwise.config.written_files import open_end, write_whole
 from shardwise.launch import checks
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
@@ -65,22 +66,17 @@ class _Phase(Enum):
     KILLED = auto()  # SIGKILL was sent
 
 
-def default_num_ranks(device: Literal["auto", "cpu", "cuda"]) -> int:
+def default_num_ranks(device: AskedDevice) -> int:
     """Return one rank for each GPU; without GPUs two where there are two cores, else one.
 
     Raises:
-        ConfigError: `cuda` was asked for and there is none.
+        ConfigError: a kind of GPU was asked for and there is none.
     """
     num_gpus = 0
     if device != "cpu":
-        import torch  # a launcher on CPU has no use for it, and it takes seconds
+        from shardwise.runtime.device import choose_kind, num_devices  # torch takes seconds, and a CPU needs none here
 
-        num_gpus = torch.cuda.device_count()
-    if device == "cuda" and num_gpus == 0:
-        raise ConfigError(
-            "device-cuda-without-gpu",
-            "device cuda: torch sees 0 GPUs; use device cpu, or check the driver and torch's build",
-        )
+        num_gpus = num_devices(choose_kind(device))
     return num_gpus or min(2, num_cores())
 
 

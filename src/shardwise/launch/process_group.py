@@ -21,14 +21,16 @@ import uuid
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.store import PatientStore, StoreSilentError, ask_in_time
 from shardwise.config.errors import CodedError, ConfigError
+from shardwise.config.sections import DeviceName
 from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.runtime.device import KINDS, backends_of, current_device, num_devices, use_device
 from shardwise.runtime.memory_tracker import first_line
 
 _POLL_S = 0.01
@@ -42,7 +44,7 @@ class LaunchError(CodedError, RuntimeError):
     """The ranks did not meet; the message says who is missing, or where to look."""
 
 
-def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
+def ensure_process_group(device: DeviceName, timeout_s: float) -> int:
     """Return the world size; join a process group first where there is none, and make the rank's GPU the current one.
 
     The ranks are those of the launcher that the environment names; without one, this process alone. A process group
@@ -53,15 +55,13 @@ def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) 
         LaunchError: the ranks did not meet within `timeout_s`.
     """
     if not dist.is_initialized():
-        start_process_group(detect(os.environ) or lone_rank(), device_kind, timeout_s)
-    elif device_kind == "cuda" and dist.is_torchelastic_launched():
-        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
+        start_process_group(detect(os.environ) or lone_rank(), device, timeout_s)
+    elif num_devices(KINDS[device]) and dist.is_torchelastic_launched():
+        use_device(torch.device(device, dist.get_node_local_rank(fallback_rank=0)))
     return dist.get_world_size()
 
 
-def join_named(
-    init_method: str | None, rank: int, world_size: int, device_kind: Literal["cpu", "cuda"], timeout_s: float
-) -> int:
+def join_named(init_method: str | None, rank: int, world_size: int, device: DeviceName, timeout_s: float) -> int:
     """Return the world size as `ensure_process_group` does, for a caller that says itself which rank this is.
 
     Where the environment says the same, the ranks meet as it says. The caller chooses its GPU.
@@ -79,8 +79,8 @@ def join_named(
         env = None
     is_same = env is not None and (rank < 0 or (env.rank, env.world_size) == (rank, world_size))
     if dist.is_initialized() or is_same:
-        return ensure_process_group(device_kind, timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
+        return ensure_process_group(device, timeout_s)
+    backend = backends_of(KINDS[device])
     rendezvous: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous)
@@ -93,15 +93,15 @@ def join_named(
     return dist.get_world_size()
 
 
-def join_launched(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
+def join_launched(device: DeviceName, timeout_s: float) -> int:
     """Return the world size as `ensure_process_group` does, but leave a process without a launcher alone."""
     if not dist.is_initialized() and detect(os.environ) is None:
         return 1
-    return ensure_process_group(device_kind, timeout_s)
+    return ensure_process_group(device, timeout_s)
 
 
-def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeout_s: float) -> None:
-    """Join the default process group: gloo, with NCCL for tensors on GPUs; make the rank's GPU the current one.
+def start_process_group(env: RankEnv, device: DeviceName, timeout_s: float) -> None:
+    """Join the default process group: gloo, with another for tensors on GPUs; make the rank's GPU the current one.
 
     Args:
         env: this rank's place; a world of one needs no port, and without a launcher it keeps the GPU that is current.
@@ -111,16 +111,17 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
         ConfigError: this rank has no GPU, or the port is taken.
         LaunchError: the ranks did not meet within `timeout_s`.
     """
-    if device_kind == "cuda" and env.launcher != "none":
-        torch.cuda.set_device(gpu_index(env, torch.cuda.device_count()))
+    row = KINDS[device]
+    num_gpus = num_devices(row)
+    if num_gpus and env.launcher != "none":
+        use_device(torch.device(device, gpu_index(env, num_gpus)))
     store = dist.HashStore() if env.world_size == 1 else meet(env, _open_store(env, timeout_s), timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
+    backend = backends_of(row)
     places: dict[str, Any] = {"store": store, "rank": env.rank, "world_size": env.world_size}
-    gpu = torch.cuda.current_device() if device_kind == "cuda" else None
+    rank_device = current_device(row)
 
     def connect() -> None:
-        if gpu is not None:
-            torch.cuda.set_device(gpu)  # each thread has its own
+        use_device(rank_device)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **places)
 
     try:

@@ -79,9 +79,7 @@ class GradSum:
         return sum(self.residual_numels) * DTYPE_BYTES[self.dtype]
 
 
-def sums_of(
-    group: GroupSpec, stage: ZeroStage, policy: PrecisionPolicy, node_size: int = 1
-) -> Mapping[SumRanks, GradSum]:
+def sums_of(group: GroupSpec, stage: ZeroStage, policy: PrecisionPolicy) -> Mapping[SumRanks, GradSum]:
     """Return the sums of a trained group's gradients, by their ranks, in the order in which they run.
 
     Args:
@@ -95,9 +93,9 @@ def sums_of(
         return GradSum(num_ranks, numel, policy.reduce, codec, is_for_all, nearby, policy.reduce_feedback)
 
     if stage.optimizer is Placement.REPLICATE:
-        return {"data": summed(group.num_ranks, group.padded_numel, True, node_size)}
+        return {"data": summed(group.num_ranks, group.padded_numel, True, stage.node_size)}
     replicas = group.num_ranks // group.num_shards
     return {
-        "shards": summed(group.num_shards, group.padded_numel, False, node_size),
+        "shards": summed(group.num_shards, group.padded_numel, False, stage.node_size),
         "replicas": summed(replicas, group.shard_numel, True, 1),
     }

@@ -131,8 +131,6 @@ class Layout:
         tensor: what is split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline.
         elsewhere: the groups that only other ranks of the pipeline hold; see `of_pipeline_rank`.
-        secondary_shard: ranks, next to each other, that keep what they have gathered once more among them; 0 for none.
-        node_size: ranks of the shard group on a node, neighbours in it; 1 where they are unknown.
         facts: of the model, by which it was resolved.
     """
 
@@ -145,8 +143,6 @@ class Layout:
     tensor: TensorLayout | None = None
     pipeline: PipelineLayout | None = None
     elsewhere: tuple[GroupSpec, ...] = ()
-    secondary_shard: int = 0
-    node_size: int = 1
     facts: ModelFacts = field(default=ModelFacts(), compare=False, repr=False)
 
     def of_pipeline_rank(self, index: int) -> Layout:
@@ -232,9 +228,9 @@ class Layout:
 
     def secondary_bytes(self, group: GroupSpec) -> int:
         """Return the bytes of the secondary shard of `group` on a rank."""
-        if not self.secondary_shard or not self.stage.unshard_for_use or group.is_stored_whole:
+        if not self.stage.secondary_shard or group.is_stored_whole:
             return 0
-        return group.num_shards // self.secondary_shard * self.gather_bytes(group)
+        return group.num_shards // self.stage.secondary_shard * self.gather_bytes(group)
 
     def gather_codec(self, group: GroupSpec) -> WireCodec | None:
         """Return the codec by which the parameters of `group` are sent, and with which they are computed in every
@@ -275,7 +271,7 @@ class Layout:
         ring_bytes = self.gather_bytes(group) * (group.num_shards - 1)
         if self.secondary_bytes(group):
             near = unshards - min(unshards, int(group.trainable))
-            near_bytes = self.secondary_bytes(group) * (self.secondary_shard - 1)
+            near_bytes = self.secondary_bytes(group) * (self.stage.secondary_shard - 1)
             wire["secondary_all_gather"] = near * near_bytes
             unshards -= near
         wire["all_gather"] += unshards * ring_bytes
@@ -311,7 +307,7 @@ class Layout:
 
     def sums_of(self, group: GroupSpec) -> Mapping[SumRanks, GradSum]:
         """Return the sums of a trained group's gradients over ranks, by their ranks."""
-        return sums_of(group, self.stage_of(group), self.precision_of(group), self.node_size)
+        return sums_of(group, self.stage_of(group), self.precision_of(group))
 
     def holders(self, group: GroupSpec) -> tuple[int, ...]:
         """Return the ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""

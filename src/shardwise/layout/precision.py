@@ -17,13 +17,12 @@ from typing import Final, Literal
 import torch
 
 from shardwise.config.resolve import Dtype, PrecisionConfig
+from shardwise.config.sections import Gather
 
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 StatesDtype = Literal["master", "bf16", "int8"]
-GatherCodec = Literal["param", "int8", "fp8"]
-ReduceCodec = Literal["int8", "int4"]
 StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters, and of codes
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
 
@@ -48,8 +47,8 @@ class PrecisionPolicy:
     accumulate: StoredDtype
     master: StoredDtype
     states: StatesDtype = "master"
-    gather: GatherCodec = "param"
-    reduce_codec: ReduceCodec | None = None
+    gather: Gather = "param"
+    reduce_codec: str | None = None
     reduce_feedback: bool = False
 
     @property
@@ -93,7 +92,7 @@ def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
         master=wide,
         states=config.states,
         gather=config.gather,
-        reduce_codec=None if config.reduce == "param" or config.reduce == "fp32" else config.reduce,
+        reduce_codec=None if config.reduce in ("param", "fp32") else config.reduce,
         reduce_feedback=config.reduce_feedback,
     )
 

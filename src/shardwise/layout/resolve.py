@@ -25,9 +25,9 @@ from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.stage_partition import find_partition
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, param_splits
-from shardwise.layout.zero_stages import effective_stage, node_ranks, secondary_ranks
+from shardwise.layout.zero_stages import STAGES, effective_stage
 from shardwise.optim.rules import matrix_state_names
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.pipelines import placement_of
 
 _LOG: Final = logging.getLogger("shardwise")
 
@@ -77,7 +77,7 @@ def layout_of(
         )
     entries = _entries(facts, config, trained)
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
-    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=pipeline is not None)
+    stage = effective_stage(config.zero, num_shards, config.tiers, is_scheduled=pipeline is not None)
     policy, units = precision_policy(config.precision), facts.units
     splits = None if tensor is None else tensor.splits
     stages_of = None if pipeline is None else pipeline.stages_of
@@ -90,14 +90,7 @@ def layout_of(
         groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
     )
     states = states_of(stage, policy, config.optimizer, groups)
-    secondary = secondary_ranks(config.zero.secondary_shard, num_shards, stage)
-    node_size = node_ranks(config.zero.secondary_shard, num_shards) or 1
-    layout = Layout(
-        *(mesh, units, groups, stage, policy, states, tensor, pipeline),
-        secondary_shard=secondary,
-        node_size=node_size,
-        facts=facts,
-    )
+    layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline, facts=facts)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
 
 
@@ -132,7 +125,7 @@ def _pipeline_layout(facts: ModelFacts, config: ResolvedConfig, index: int) -> P
         placement_of(section.schedule, config.mesh.pp, section.virtual_stages),
         tuple(tuple(name for unit in stage for name in unit.modules) for stage in partition.stages),
         {entry.name: partition.stages_of[entry.name] for unit in partition.units for entry in unit.params},
-        gathers_once=section.gather == "batch" or config.zero.stage < 3,
+        gathers_once=section.gather == "batch" or not STAGES[config.zero.stage].unshard_for_use,
         index=index,
         summary=summary,
     )

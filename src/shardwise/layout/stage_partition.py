@@ -39,7 +39,7 @@ from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, precision_policy
 from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import matrix_state_names
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.pipelines import placement_of
 
 Balance = Literal["both", "time", "memory"]
 
@@ -534,7 +534,7 @@ def find_partition(units: Sequence[StageUnit], config: ResolvedConfig) -> StageP
 def _bytes_per_element(config: ResolvedConfig) -> Callable[[ParamEntry], float]:
     """Return a function: parameter -> bytes stored for each of its elements (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
-    stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
+    stage = effective_stage(config.zero, num_shards, config.tiers, is_scheduled=True)
     policy = precision_policy(config.precision)
 
     has_matrices = bool(matrix_state_names(config.optimizer.name))

@@ -1,5 +1,5 @@
 """Encode what a collective sends in fewer bits: a pure value that says how many bytes it takes, and turns values into
-bytes and back.
+bytes and back. `CODES` has a row for each codec; `precision.gather` and `precision.reduce` name those they may use.
 
 Each block of 256 elements has a scale of its own: its largest magnitude over the largest code. A slice that is sent is
 a whole number of blocks (`GroupSpec.alignment`), and its bytes are the codes of all of them, then the scales. So a
@@ -20,11 +20,11 @@ tensor([ 1.0000, -0.4286,  0.0000])
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -36,24 +36,41 @@ PART_NUMEL: Final = 2**18
 DEVICE_PART_NUMEL: Final = 2**22
 """The same elsewhere, where each part costs some launches."""
 
-WireCodecName = Literal["int8", "int4", "fp8"]
-_BITS: Final[Mapping[str, int]] = MappingProxyType({"int8": 8, "int4": 4, "fp8": 8})
-_LARGEST: Final[Mapping[str, float]] = MappingProxyType({"int8": 127.0, "int4": 7.0, "fp8": 448.0})
+
+@dataclass(frozen=True)
+class CodeRule:
+    """Describe the codes of a codec.
+
+    Attributes:
+        bits: of a code; 8 or a divisor of 8.
+        largest: the code of a block's largest magnitude.
+        max_error: the most that a value changes, as a share of its block's largest magnitude.
+        to_codes: turns fp32 [n, s] values between -largest and largest, which it may change, into uint8 codes
+            [n, s * bits / 8].
+        to_values: turns such codes into [n, s] values of any dtype.
+    """
+
+    bits: int
+    largest: float
+    max_error: float
+    to_codes: Callable[[Tensor], Tensor]
+    to_values: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class WireCodec:
-    """Say how a collective's values are encoded.
+    """Say how a collective's values are encoded; the name is one of `CODES`."""
 
-    Attributes:
-        name: "int8" or "int4" for evenly spaced codes; "fp8" for float8_e4m3fn, which is finer near 0.
-    """
+    name: str
 
-    name: WireCodecName
+    @property
+    def rule(self) -> CodeRule:
+        """Return the row of the codec."""
+        return CODES[self.name]
 
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` values, a multiple of 256."""
-        return numel * _BITS[self.name] // 8 + numel // BLOCK_NUMEL * SCALE_BYTES
+        return numel * self.rule.bits // 8 + numel // BLOCK_NUMEL * SCALE_BYTES
 
     def encode(self, values: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
         """Encode values.
@@ -97,33 +114,24 @@ class WireCodec:
         """Return the codes, uint8, and the scales, fp32, of some rows of values, or of a part of one: `wide` counts
         from `start`.
         """
-        num_codes = sent.shape[1] * BLOCK_NUMEL // self.num_bytes(BLOCK_NUMEL) * _BITS[self.name] // 8
-        first, last = start + wide.start, start + wide.stop
-        codes = slice(first * _BITS[self.name] // 8, last * _BITS[self.name] // 8)
+        bits, first, last = self.rule.bits, start + wide.start, start + wide.stop
+        num_codes = sent.shape[1] * BLOCK_NUMEL // self.num_bytes(BLOCK_NUMEL) * bits // 8
+        codes = slice(first * bits // 8, last * bits // 8)
         scales = slice(first // BLOCK_NUMEL, last // BLOCK_NUMEL)
         return sent[high, codes], sent[high, num_codes:].view(torch.float32)[:, scales]
 
     def _encode(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Encode [rows, s] values into their fields."""
         blocks = values.unflatten(1, (-1, BLOCK_NUMEL)).float()
-        largest = blocks.abs().amax(2).div_(_LARGEST[self.name])
+        largest = blocks.abs().amax(2).div_(self.rule.largest)
         largest.masked_fill_(largest < torch.finfo(torch.float32).tiny, 0)  # such a scale is too coarse for its codes
         scales.copy_(largest)
         shares = blocks.div(largest.where(largest != 0, 1).unsqueeze(2)).flatten(1)
-        if self.name == "fp8":
-            codes.view(torch.float8_e4m3fn).copy_(shares)
-            return
-        found = shares.round_().to(torch.int8)
-        codes.copy_(_packed(found)) if self.name == "int4" else codes.view(torch.int8).copy_(found)
+        codes.copy_(self.rule.to_codes(shares))
 
     def _decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Decode fields into [rows, s] values."""
-        found = codes.view(torch.float8_e4m3fn if self.name == "fp8" else torch.int8)
-        if self.name == "fp8" and codes.device.type == "cpu":  # ten times as fast as torch's conversion
-            found = torch.index_select(_fp8_values(), 0, codes.flatten().int()).view(codes.shape)
-        if self.name == "int4":
-            found = _unpacked(found)
-        blocks = found.unflatten(1, (-1, BLOCK_NUMEL)).float()
+        blocks = self.rule.to_values(codes).unflatten(1, (-1, BLOCK_NUMEL)).float()
         out.unflatten(1, (-1, BLOCK_NUMEL)).copy_(blocks.mul_(scales.unsqueeze(2)))
 
 
@@ -143,10 +151,41 @@ def _unpacked(packed: Tensor) -> Tensor:
     return pairs.bitwise_right_shift_(4).bitwise_left_shift_(8).bitwise_or_(low).view(torch.int8)
 
 
+def _from_fp8(codes: Tensor) -> Tensor:
+    if codes.device.type != "cpu":
+        return codes.view(torch.float8_e4m3fn)
+    # Ten times as fast as torch's conversion.
+    return torch.index_select(_fp8_values(), 0, codes.flatten().int()).view(codes.shape)
+
+
 @cache
 def _fp8_values() -> Tensor:
     """Return the value of each code."""
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+# Of evenly spaced codes a value is off by half their distance.
+CODES: Final[Mapping[str, CodeRule]] = MappingProxyType(
+    {
+        "int8": CodeRule(
+            8,
+            127.0,
+            0.5 / 127,
+            lambda values: values.round_().to(torch.int8).view(torch.uint8),
+            lambda codes: codes.view(torch.int8),
+        ),
+        "int4": CodeRule(
+            4,
+            7.0,
+            0.5 / 7,
+            lambda values: _packed(values.round_().to(torch.int8)),
+            lambda codes: _unpacked(codes.view(torch.int8)),
+        ),
+        # float8_e4m3fn, which is finer near 0.
+        "fp8": CodeRule(8, 448.0, 16 / 448, lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8), _from_fp8),
+    }
+)
+"""The codecs by name."""
 
 
 def part_numel(device: torch.device) -> int:

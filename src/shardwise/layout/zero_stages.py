@@ -13,13 +13,13 @@ collective: shard to replicate is an all-gather, partial to shard a reduce-scatt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Final
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import TiersConfig
+from shardwise.config.resolve import TiersConfig, ZeroConfig
 
 
 class Placement(Enum):
@@ -38,11 +38,15 @@ class ZeroStage:
         params: placement of the parameters between their uses.
         grads: placement of the gradients while micro-batches accumulate; partial means full and not yet reduced.
         optimizer: placement of the master parameters and the optimizer's states.
+        secondary_shard: ranks, next to each other, that keep what they have gathered once more among them; 0 for none.
+        node_size: ranks of the shard group on a node, neighbours in it; 1 where they are unknown.
     """
 
     params: Placement
     grads: Placement
     optimizer: Placement
+    secondary_shard: int = 0
+    node_size: int = 1
 
     @cached_property
     def unshard_for_use(self) -> bool:
@@ -68,10 +72,13 @@ STAGES: Final[tuple[ZeroStage, ...]] = (
 )
 
 
+_ON_DEVICE: Final = TiersConfig()
+
+
 def effective_stage(
-    stage: int, num_shards: int, tiers: TiersConfig | None = None, *, is_scheduled: bool = False
+    zero: ZeroConfig, num_shards: int, tiers: TiersConfig | None = None, *, is_scheduled: bool = False
 ) -> ZeroStage:
-    """Return the table's row; stage 0's where one rank holds everything on its device and there is nothing to shard.
+    """Return the row of `zero.stage` as it is over so many ranks; stage 0's where one holds all on its device.
 
     Gradients that are stored off the device are shards, in stage 1 too: whole ones would be n times the bytes to move.
     In a pipeline stage 2 is stage 1: gradients are whole until they are reduced, once, after the last micro-batch.
@@ -80,42 +87,34 @@ def effective_stage(
         tiers: tier of each state; None for the device.
         is_scheduled: a pipeline schedule runs the stages.
 
-    >>> effective_stage(1, 4, TiersConfig(grads="host")) == STAGES[2]
+    Raises:
+        ConfigError: `zero.secondary_shard` does not divide the shard group.
+
+    >>> effective_stage(ZeroConfig(stage=1), 4, TiersConfig(grads="host")) == STAGES[2]
     True
-    >>> effective_stage(3, 1) == STAGES[0], effective_stage(3, 1, TiersConfig(params="host")) == STAGES[3]
-    (True, True)
+    >>> [effective_stage(ZeroConfig(stage=3), 1, TiersConfig(params=tier)) for tier in ("device", "host")] == [
+    ...     STAGES[0], STAGES[3]
+    ... ]
+    True
+    >>> effective_stage(ZeroConfig(stage=3, secondary_shard=2), 4).secondary_shard
+    2
     """
-    tiers = tiers or TiersConfig()
-    if tiers.grads != "device" and stage == 1:
-        return STAGES[2]
-    if is_scheduled and stage == 2 and tiers.grads == "device":
-        stage = 1
+    tiers, number = tiers or _ON_DEVICE, zero.stage
+    if tiers.grads != "device" and number == 1:
+        number = 2
+    if is_scheduled and number == 2 and tiers.grads == "device":
+        number = 1
     is_away = {tiers.params, tiers.grads, tiers.optimizer} != {"device"}
-    return STAGES[stage if num_shards > 1 or is_away else 0]
-
-
-def secondary_ranks(given: int, num_shards: int, stage: ZeroStage) -> int:
-    """Return how many ranks `zero.secondary_shard` has share; 0 where all would, or the stage gathers nothing for use.
-
-    Raises:
-        ConfigError: they do not divide the shard group.
-    """
-    return node_ranks(given, num_shards) if stage.unshard_for_use else 0
-
-
-def node_ranks(given: int, num_shards: int) -> int:
-    """Return the ranks of the shard group on a node, from `zero.secondary_shard`; 0 for one node or none given.
-
-    Raises:
-        ConfigError: they do not divide the shard group.
-    """
-    if given >= num_shards:
-        return 0
-    if given and num_shards % given:
+    stage = STAGES[number if num_shards > 1 or is_away else 0]
+    near = zero.secondary_shard
+    if not near or near >= num_shards:
+        return stage
+    if num_shards % near:
         legal = ", ".join(str(each) for each in range(1, num_shards) if num_shards % each == 0)
         raise ConfigError(
             "secondary-shard-divides",
-            f"zero.secondary_shard={given} does not divide the {num_shards} ranks that share the parameters; "
+            f"zero.secondary_shard={near} does not divide the {num_shards} ranks that share the parameters; "
             f"take one of {legal}",
         )
-    return given
+    is_kept = stage.unshard_for_use and tiers.params == "device"
+    return replace(stage, secondary_shard=near if is_kept else 0, node_size=near)

@@ -35,6 +35,7 @@ from shardwise.config.resolve import AttentionConfig
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of, attention_density
+from shardwise.runtime.device import number_dtype
 from shardwise.runtime.torch_private import is_fake
 from shardwise.schedule.formulas import training_flops_per_token
 
@@ -148,7 +149,7 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
+        if x.device.type not in ("cpu", "meta"):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # On the CPU F.rms_norm is not fused: it takes 2-3 times as long, and saves two to three times the bytes.
         return _RMSNormProduct.apply(x, self.weight, self.eps)
@@ -315,7 +316,7 @@ class Decoder(nn.Module):
 def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, positions: Tensor | None = None) -> Tensor:
     """Compute cosines and signed sines of every position's angles (Su et al. 2021, eq. 34), for `rotate`.
 
-    Angles are computed in fp64, since fp32 loses hundredths of a radian at positions beyond 100,000.
+    Angles are computed in fp64, where the device has it: fp32 loses hundredths of a radian at positions beyond 100,000.
 
     Args:
         like: a tensor of the dtype and on the device of the tensors to rotate.
@@ -324,10 +325,11 @@ def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, positio
     Returns:
         [2, S, 1, D] on the device of `like`, in its dtype or fp32, whichever is wider.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=like.device) / head_dim
+    wide = number_dtype(like.device)
+    exponent = torch.arange(0, head_dim, 2, dtype=wide, device=like.device) / head_dim
     if positions is None:
         positions = torch.arange(seq_len, device=like.device)
-    angle = torch.outer(positions.to(torch.float64), theta**-exponent)  # [S, D/2]
+    angle = torch.outer(positions.to(wide), theta**-exponent)  # [S, D/2]
     cos, sin = angle.cos(), angle.sin()
     tables = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))  # [2, S, D]
     return tables.unsqueeze(2).to(_wide(like.dtype))

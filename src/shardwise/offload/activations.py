@@ -47,8 +47,8 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.offload.counters import TransferCounters
 from shardwise.offload.staging_buffers import StagingBuffers
+from shardwise.runtime.device import Event, Streams
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
-from shardwise.runtime.streams import Event, Streams
 from shardwise.runtime.torch_private import in_backward, is_plain, on_backward_end, unseen_by_op_modes, version
 
 # A copy to a GPU takes microseconds whatever its size, and small tensors are not what fills its memory.

@@ -29,6 +29,8 @@ from shardwise.runtime.codec_errors import CodecErrors
 BLOCK_NUMEL: Final = 768 * 1024
 # Where states are decoded, their values in fp32 are to fit the cache, too.
 ENCODED_NUMEL: Final = 256 * 1024
+# A device has no such cache, and each call costs its host some microseconds.
+DEVICE_NUMEL: Final = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def step_pieces(
     num_takers = threads.num_threads if threads else 1
     for together in _by_kernel_call(pieces):
         most = ENCODED_NUMEL if together[0].has_codes else BLOCK_NUMEL
+        if not together[0].master.is_cpu:
+            most = DEVICE_NUMEL
         capacity = _round_up(min(most, -(-sum(piece.master.numel() for piece in together) // num_takers)))
         # The iterator of a list may be shared by threads; that of a function may not.
         work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor, errors)

@@ -23,10 +23,10 @@ from shardwise.config.resolve import Tier
 from shardwise.offload.storage import StagedView, TransferContext, loaded, staged
 from shardwise.offload.worker import Task, WorkerOutcome
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.device import Event
 from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
 from shardwise.runtime.precision import add_widened
 from shardwise.runtime.state_shards import FlatSlice, FlatState
-from shardwise.runtime.streams import Event
 
 
 class SwapFileLike(Protocol):

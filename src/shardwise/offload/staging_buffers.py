@@ -34,18 +34,21 @@ class StagingBuffers:
     and a third more, is kept until `trim`.
 
     Args:
-        pin_memory: whether to pin the buffers, for copies from and to a CUDA device while it computes.
+        pinned_for: a device that copies from and to the buffers while it computes; None pins nothing.
         tracker: the host's memory tracker; counts every buffer under BUCKETS, and idle bytes as fragments.
         sizes: sizes in bytes that are often asked for. A buffer for at least half of one is made as large, so that
             it serves all of them: the system zeroes and pins new pages, which takes longer than to fill them.
     """
 
     def __init__(
-        self, pin_memory: bool = False, tracker: MemoryTracker | None = None, sizes: Sequence[int] = ()
+        self,
+        pinned_for: torch.device | None = None,
+        tracker: MemoryTracker | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self._sizes = sorted(sizes)
         self._lock = threading.Lock()
-        self._pool = BufferPool("cpu", tracker, allocate=partial(host_pages, pin_memory=pin_memory), spared=_SPARED)
+        self._pool = BufferPool("cpu", tracker, allocate=partial(host_pages, pinned_for=pinned_for), spared=_SPARED)
 
     @property
     def reserved_bytes(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.offload.nvme_storage import NvmeStorage
 from shardwise.offload.storage import StagedView, StateStorage
 from shardwise.offload.worker import HostWorker, Task
-from shardwise.runtime.streams import Event
+from shardwise.runtime.device import Event
 
 # A chunk of Adam's states on NVMe is then 48 MiB: large enough for a disk, and for the cost of a call to vanish.
 CHUNK_NUMEL: Final = 4 * 2**20

@@ -32,9 +32,9 @@ from shardwise.offload.counters import TransferCounters
 from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.offload.worker import HostWorker, Task
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.device import Event, Streams
 from shardwise.runtime.precision import add_widened
 from shardwise.runtime.state_shards import FlatSlice, FlatState, TensorFlatState
-from shardwise.runtime.streams import Event, Streams
 
 # Tensors that have left the device and wait for the worker: without a limit they would fill the host's memory.
 MOST_STAGED: Final = 3
@@ -354,11 +354,9 @@ class HostStorage:
         return _HostView(self._tensor[start:stop], self._moved)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return the elements [start, stop), a view, once no copy is under way."""
         return self.tensor[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
-        """Replace the elements from `start` on, once no copy is under way."""
         self.tensor[start : start + values.numel()].copy_(values)
 
     def part(self, start: int, stop: int) -> FlatState:
@@ -407,11 +405,9 @@ class SimulatedFile:
         self.num_bytes = num_bytes
 
     def read(self, offset_bytes: int, target: Tensor) -> Future[None]:
-        """Leave `target` as it is."""
         return _over()
 
     def write(self, offset_bytes: int, source: Tensor) -> Future[None]:
-        """Write nothing."""
         return _over()
 
     def free(self) -> None:

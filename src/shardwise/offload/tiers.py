@@ -21,10 +21,10 @@ from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, StepPipeline, even_chunk_numel
 from shardwise.offload.storage import DeviceStorage, HostStorage, SimulatedFile, StateStorage, TransferContext
 from shardwise.offload.worker import HostWorker, WorkerOutcome
+from shardwise.runtime.device import Streams
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.pinned_memory import host_zeros
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.streams import Streams
 from shardwise.runtime.torch_private import unseen_by_op_modes
 
 
@@ -61,9 +61,9 @@ class Tiers:
         self._tracker = tracker
         self._rank = rank
         self.is_simulated = is_simulated
-        self._pins = config.pin_memory and streams.device.type == "cuda"
+        self._pinned_for = streams.device if config.pin_memory else None
         self._path = config.nvme_path
-        self.buffers = StagingBuffers(self._pins, self.memory, _window_sizes(layout))
+        self.buffers = StagingBuffers(self._pinned_for, self.memory, _window_sizes(layout))
         self._transfers = TransferContext(streams, self.buffers, self.worker, self.traffic)
         self._folder: SwapFolder | None = None
         self._nvme_storages: weakref.WeakSet[NvmeStorage] = weakref.WeakSet()
@@ -105,11 +105,11 @@ class Tiers:
             return DeviceStorage(tensor, self._transfers)
         if tier == "host":
             # What only the host steps with never goes to the device.
-            is_pinned = self._pins and category is not Category.OPTIMIZER
+            pinned_for = None if category is Category.OPTIMIZER else self._pinned_for
 
             def make() -> torch.Tensor:
                 with unseen_by_op_modes():
-                    tensor = host_zeros(numel, dtype, is_pinned)
+                    tensor = host_zeros(numel, dtype, pinned_for)
                 self.memory.track(tensor, category)
                 return tensor
 

@@ -22,6 +22,7 @@ import torch
 
 from shardwise.config.errors import CodedError, code_of
 from shardwise.offload.cpu_optimizer import bind_this_thread
+from shardwise.runtime.device import use_device
 from shardwise.runtime.torch_private import unseen_by_op_modes
 
 
@@ -110,8 +111,7 @@ class HostWorker:
 
         def begin() -> None:
             bind_this_thread(cores)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            use_device(device)
 
         self._threads: Final = None if is_inline else ThreadPoolExecutor(1, "shardwise-host", begin)
 

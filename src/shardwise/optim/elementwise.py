@@ -47,7 +47,9 @@ class StepTensors:
 
     def counters(self) -> list[Tensor]:
         """Return a counter for each tensor; torch's functions increment it before they use it."""
-        return [torch.tensor(float(self.step), device=param.device) for param in self.params]
+        # Filled where they are: to copy a number to a device holds up the host until the device has come so far.
+        first = self.params[0]
+        return list(torch.full((len(self.params),), self.step, dtype=torch.float32, device=first.device).unbind())
 
     def blocks(self, *names: str) -> Iterator[tuple[Tensor, ...]]:
         """Yield parameter, gradient and states, whole, or on the CPU their parts: these stay in the cache."""

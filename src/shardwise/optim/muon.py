@@ -37,7 +37,7 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     >>> compute_dtype(torch.float32, torch.device("cpu"))
     torch.float32
     """
-    return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
+    return torch.bfloat16 if device.type not in ("cpu", "meta") and dtype == torch.float32 else dtype
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -355,19 +355,57 @@ def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
     return kind(groups, **{key: value for key, value in wanted.items() if key in accepted})
 
 
-def scale_in_step(optimizer: Optimizer, factor: float) -> bool:
-    """Let the next step of a fused optimizer multiply its fp32 gradients by `factor` itself; say whether it will.
+@dataclass(frozen=True)
+class LateFactor:
+    """Is what a step multiplies gradients by, where the device alone knows it yet.
 
-    It spares a pass over the gradients. The kernels divide by an attribute `grad_scale`, which is to be deleted after
-    the step: the protocol between `torch.amp.GradScaler` and torch's optimizers.
+    Attributes:
+        divisor: its inverse, fp32 and 0-d.
+        is_refused: fp32 and 0-d, 1 where the step must change nothing, such as for gradients that are not finite.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    scale = fused_grad_scale(type(optimizer), factor, {param.dtype for param in params})
-    if not is_fused or scale is None:
-        return False
-    optimizer.grad_scale = torch.tensor(scale, device=params[0].device)  # type: ignore[attr-defined]
-    return True
+
+    divisor: Tensor
+    is_refused: Tensor
+
+
+def may_scale_in_step(optimizer: Optimizer, gradients: Collection[Tensor]) -> bool:
+    """Say whether a step by these gradients, in the masters' dtypes, may multiply them by a factor itself."""
+    rule, is_fused = rule_of_kind(type(optimizer)), all(group.get("fused") for group in optimizer.param_groups)
+    is_wide = {gradient.dtype for gradient in gradients} == {torch.float32}
+    return is_wide and is_fused and rule is not None and rule.divides_by_scale
+
+
+@contextmanager
+def scaled_in_step(optimizer: Optimizer, factor: float | LateFactor, gradients: Collection[Tensor]) -> Iterator[bool]:
+    """Let a fused step inside multiply its fp32 gradients by `factor` itself; say whether it will.
+
+    It spares a pass over the gradients. The kernels divide by an attribute `grad_scale`, and do nothing where
+    `found_inf` is 1: the protocol between `torch.amp.GradScaler` and torch's optimizers.
+
+    Args:
+        gradients: what it steps by; none where they must be multiplied before.
+    """
+    if not may_scale_in_step(optimizer, gradients):
+        yield False
+        return
+    names = ["grad_scale"]
+    if isinstance(factor, LateFactor):
+        names.append("found_inf")
+        values = [factor.divisor, factor.is_refused]
+    else:
+        scale = fused_grad_scale(type(optimizer), factor, {torch.float32})
+        if scale is None:
+            yield False
+            return
+        device = next(iter(gradients)).device
+        values = [torch.full((), scale, dtype=torch.float32, device=device)]  # a copy of it would hold up the host
+    for name, value in zip(names, values, strict=True):
+        setattr(optimizer, name, value)
+    try:
+        yield True
+    finally:
+        for name in names:
+            delattr(optimizer, name)
 
 
 def fused_grad_scale(kind: type[Optimizer], factor: float, dtypes: Collection[torch.dtype]) -> float | None:

@@ -24,8 +24,7 @@ from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import Action, ActionKind, Payload, Schedule
 from shardwise.schedule.lower import lower
-from shardwise.schedule.pipelines import pipeline_evaluation
-from shardwise.schedule.registry import pipeline_step
+from shardwise.schedule.pipelines import pipeline_evaluation, pipeline_step
 
 
 class StageEvents(Protocol):

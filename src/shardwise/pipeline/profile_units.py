@@ -25,6 +25,7 @@ from shardwise.config.resolve import Config, MeshConfig, PipelineConfig
 from shardwise.config.sections import Positive
 from shardwise.construction.scan import scan_model
 from shardwise.runtime.batch_errors import refuse_misfit
+from shardwise.runtime.device import choose_kind, current_device, synchronize
 from shardwise.runtime.module_hooks import call_model, watch_calls
 from shardwise.runtime.torch_private import pytree
 
@@ -103,21 +104,16 @@ def _run(module: nn.Module, call: _Call) -> Any:
 
 def _median_s(run: Callable[[], Any], num_runs: int) -> float:
     """Return the median time of forward and backward; the first run, which warms up, does not count."""
-    times_s = []
+    times_s, device = [], current_device(choose_kind("auto"))
     for _ in range(num_runs + 1):
-        _synchronize()
+        synchronize(device)
         start_s = time.perf_counter()
         roots = [leaf for leaf in pytree.tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        _synchronize()
+        synchronize(device)
         times_s.append(time.perf_counter() - start_s)
     return statistics.median(times_s[1:])
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _leaves_of(tree: Any) -> Any:

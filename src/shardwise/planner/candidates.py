@@ -24,13 +24,16 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
 from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import TiersConfig, ZeroConfig
+from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 from shardwise.optim.rules import num_states
 from shardwise.planner.configs import KEYS
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.schedule.registry import RECIPES
+from shardwise.schedule.pipelines import RECIPES
 
-# gpipe and naive keep and wait at least as much as 1f1b.
-_SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+ZERO: Final = tuple(ZeroConfig(stage=number) for number in range(len(STAGES)))
+"""The config's section with each stage."""
+_GRADS_AWAY: Final = TiersConfig(grads="host")
 RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] = (
     ("none", 1),
     ("selective", 1),
@@ -179,7 +182,7 @@ def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
     tried = []
     for tiers in _all_tiers(job, space, candidate):
         is_away = tiers[:3] != ("device", "device", "device")
-        for stage in space.of("zero_stage", (0, 1, 2, 3)):
+        for stage in space.of("zero_stage", range(len(STAGES))):
             for gather in _gathers(space, candidate, stage):
                 for dp_shard in _shard_sizes(job, space, candidate, stage, is_away):
                     placement = PlacementCandidate(stage, dp_shard, gather, *tiers)
@@ -304,7 +307,7 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         return
     num_layers = job.shape.num_layers
     splits_weights = not job.traits.is_compiled and space.base.chunk_tokens is None
-    for schedule in space.of("schedule", _SCHEDULES):
+    for schedule in space.of("schedule", [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]):
         recipe = RECIPES[schedule]
         if recipe.splits_backward and not splits_weights:
             continue
@@ -347,7 +350,7 @@ def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
 
 
 def _gathers(space: SearchSpace, candidate: ParallelismCandidate, stage: int) -> Sequence[str]:
-    if candidate.pp == 1 or stage < 3:
+    if candidate.pp == 1 or not STAGES[stage].unshard_for_use:
         return [way for way in ("batch",) if space.allows("gather", way)]
     return space.of("gather", ("batch", "micro-batch"))
 
@@ -357,7 +360,7 @@ def _shard_sizes(
 ) -> list[int]:
     """Return the sizes to try of the group that shares states: a node's ranks, those of some nodes, all."""
     every = divisors(candidate.num_data_ranks)
-    if (near := job.secondary_shard) and stage == 3:
+    if (near := job.zero.secondary_shard) and STAGES[stage].unshard_for_use:
         every = [size for size in every if size * candidate.cp <= near or size * candidate.cp % near == 0]
     if "dp_shard" in space.pins or "dp_replicate" in space.pins:
         return [
@@ -380,10 +383,10 @@ def _shard_sizes(
 
 def _is_legal(space: SearchSpace, candidate: ParallelismCandidate, placement: PlacementCandidate) -> bool:
     """Say no to what the engine refuses, and to what it runs as another stage's strategy."""
-    is_away = placement.tiers[:3] != ("device", "device", "device")
-    if is_away and placement.zero_stage == 0:
+    is_away, stage = placement.tiers[:3] != ("device", "device", "device"), STAGES[placement.zero_stage]
+    if is_away and stage.optimizer is not Placement.SHARD:
         return False
-    if placement.params_tier != "device" and placement.zero_stage != 3:
+    if placement.params_tier != "device" and not stage.unshard_for_use:
         return False
     if placement.activations_tier != "device" and candidate.recompute == "none":
         return False  # only the inputs of blocks that run again are moved
@@ -392,7 +395,5 @@ def _is_legal(space: SearchSpace, candidate: ParallelismCandidate, placement: Pl
     if is_away and candidate.num_data_ranks * candidate.cp == 1:  # nothing is split: stages differ in what may be away
         least = 3 if placement.params_tier != "device" else 2 if placement.grads_tier != "device" else 1
         return placement.zero_stage == least
-    is_stage_1 = candidate.pp > 1 and placement.grads_tier == "device"
-    if placement.zero_stage == 2 and is_stage_1:
-        return False
-    return not (placement.zero_stage == 1 and placement.grads_tier != "device")
+    tiers = _GRADS_AWAY if placement.grads_tier != "device" else None
+    return effective_stage(ZERO[placement.zero_stage], 2, tiers, is_scheduled=candidate.pp > 1) is stage

@@ -270,7 +270,7 @@ class CommTimeModel:
             back, sharers = uses // s.num_micro_batches // 2, group.num_shards
             forth = uses // s.num_micro_batches - back
             if layout.secondary_bytes(group):
-                sharers = layout.secondary_shard
+                sharers = layout.stage.secondary_shard
                 if group.trainable:
                     yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
                     forth -= s.num_micro_batches == 1  # of several, the first's counts twice, once among the sharers

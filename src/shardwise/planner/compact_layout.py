@@ -20,7 +20,7 @@ from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, aligned_to_blocks, build_groups, whole_below
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import PrecisionPolicy, precision_policy
-from shardwise.layout.zero_stages import ZeroStage, effective_stage, secondary_ranks
+from shardwise.layout.zero_stages import STAGES, ZeroStage, effective_stage
 from shardwise.optim.rules import matrix_state_names
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
@@ -117,7 +117,7 @@ class CompactLayout:
 
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
         s, stages = strategy, self.stages.of(strategy)
-        mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), _stage_of(s)
+        mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), self._stage(s)
         policy = self._policy(s)
         held_folds = [
             LayerCount(_placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)
@@ -127,15 +127,10 @@ class CompactLayout:
         states = states_of(stage, policy, OptimizerConfig(name=self.job.optimizer), groups)
         pipeline = None
         if s.pp > 1:
-            gathers_once = s.gather == "batch" or s.zero_stage < 3
+            gathers_once = s.gather == "batch" or not STAGES[s.zero_stage].unshard_for_use
             pipeline = PipelineLayout(stages.placement, (), {}, gathers_once, index=pipeline_rank)
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
-        num_sharing = self.job.secondary_shard if s.params_tier == "device" else 0
-        secondary = secondary_ranks(num_sharing, mesh.size_along(SHARD_AXES), stage)
-        layout = Layout(mesh, units, groups, stage, policy, states, None, pipeline, secondary_shard=secondary)
-        node, num_shards = self.job.secondary_shard, mesh.size_along(SHARD_AXES)
-        layout = replace(layout, node_size=node if node and num_shards % node == 0 else 1)
-        return RankLayerCounts(layout, folds)
+        return RankLayerCounts(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
 
     def _tiered(
         self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int
@@ -205,7 +200,14 @@ class CompactLayout:
         return self._templates[key]
 
     def _keep_whole_below(self, strategy: Strategy) -> int:
-        return whole_below(self.job.keep_whole_below, _stage_of(strategy), self._policy(strategy))
+        return whole_below(self.job.zero.keep_whole_below, self._stage(strategy), self._policy(strategy))
+
+    def _stage(self, s: Strategy) -> ZeroStage:
+        zero, num_shards = self.job.zero.model_copy(update={"stage": s.zero_stage}), s.dp_shard * s.cp
+        near = zero.secondary_shard
+        if near and num_shards % near and not STAGES[s.zero_stage].unshard_for_use:
+            zero = zero.model_copy(update={"secondary_shard": 0})
+        return effective_stage(zero, num_shards, _tiers_of(s), is_scheduled=s.pp > 1)
 
     def _policy(self, s: Strategy) -> PrecisionPolicy:
         return precision_policy(
@@ -262,7 +264,7 @@ class CompactLayout:
         ]
         splits = {param.name: param.split(strategy.tp) for param in params} if strategy.tp > 1 else None
         units = () if unit == ROOT else (unit,)
-        groups = build_groups(entries, units, 1, 1, self.job.replicate_frozen, splits, keep_whole_below=below)
+        groups = build_groups(entries, units, 1, 1, self.job.zero.replicate_frozen, splits, keep_whole_below=below)
         return aligned_to_blocks(groups, self._policy(strategy))
 
 
@@ -276,10 +278,6 @@ def _placed(group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:
     share = ep if is_of_experts(group) else 1
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES) // share, mesh.size_along(SHARD_AXES) // share
     return replace(group, num_ranks=max(1, num_ranks), num_shards=max(1, num_shards))
-
-
-def _stage_of(s: Strategy) -> ZeroStage:
-    return effective_stage(s.zero_stage, s.dp_shard * s.cp, _tiers_of(s), is_scheduled=s.pp > 1)
 
 
 def _tiers_of(s: Strategy) -> TiersConfig:

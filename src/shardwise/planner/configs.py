@@ -24,10 +24,12 @@ from typing import Any, Final
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
+from shardwise.layout.zero_stages import STAGES
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
 from shardwise.planner.job import SHARDWISE, ModelShape, PlanJob, Strategy
+from shardwise.schedule.pipelines import RECIPES
 
 KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -88,7 +90,7 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
     resolved = config.resolve(world_size)
     sections = resolved.model_dump()
     values = {field: sections[key.partition(".")[0]][key.partition(".")[2]] for key, field in KEYS.items()}
-    if resolved.pipeline.schedule == "zb-v":
+    if RECIPES[resolved.pipeline.schedule].is_v_shaped:
         values["virtual_stages"] = 2
     if resolved.context.transport == "ulysses":
         values["heads_over"] = None
@@ -119,12 +121,10 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         cluster=cluster,
         traits=traits,
         optimizer=resolved.optimizer.name,
-        keep_whole_below=resolved.zero.keep_whole_below,
         states=resolved.precision.states,
         gather_codec=resolved.precision.gather,
-        secondary_shard=resolved.zero.secondary_shard,
+        zero=resolved.zero,
         reduce_feedback=resolved.precision.reduce_feedback,
-        replicate_frozen=resolved.zero.replicate_frozen,
         lora=resolved.lora,
     )
 
@@ -175,7 +175,7 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
         values["pipeline"]["cut"] = None
     if strategy.cp == 1:
         values["context"] = {**Config().context.model_dump(), "chunk_tokens": strategy.chunk_tokens}
-    if strategy.zero_stage < 3 or strategy.params_tier != "device":
+    if not STAGES[strategy.zero_stage].unshard_for_use or strategy.params_tier != "device":
         values["zero"]["secondary_shard"] = 0
     is_on_nvme = "nvme" in (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier)
     values["tiers"]["nvme_path"] = (base.tiers.nvme_path or "nvme") if is_on_nvme else None

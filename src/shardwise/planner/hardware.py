@@ -86,6 +86,11 @@ class GpuSpec:
         """Say whether it stands for a rank's share of the host and not for a device."""
         return self.name == CPU
 
+    @property
+    def run_device(self) -> str:
+        """Return the `run.device` of a run on it: the catalogue's are NVIDIA's and AMD's."""
+        return "cpu" if self.is_cpu else "cuda"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:

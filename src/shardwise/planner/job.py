@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, Dtype, LoraConfig, Reduce, Tier
-from shardwise.config.sections import MAX_LAYERS
-from shardwise.layout.precision import GatherCodec, StatesDtype
+from shardwise.config.resolve import Config, Dtype, LoraConfig, Reduce, Tier, ZeroConfig
+from shardwise.config.sections import MAX_LAYERS, Gather
+from shardwise.layout.precision import StatesDtype
 from shardwise.models.decoder import DecoderConfig
 from shardwise.planner.hardware import Cluster
 from shardwise.schedule.formulas import training_flops_per_token
@@ -280,10 +280,8 @@ class PlanJob:
         optimizer: its name, which says what states it keeps.
         states: how the optimizer's moments are stored, as `precision.states`.
         gather_codec: how parameters are sent to where they are used, as `precision.gather`.
-        secondary_shard: ranks that share secondary shards in stage 3, as `zero.secondary_shard`; 0 for none.
+        zero: what is sharded, as in the config, but for the stage, which a strategy has.
         reduce_feedback: whether what encoding gradients rounds off is kept, as `precision.reduce_feedback`.
-        keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
-        replicate_frozen: whether every rank keeps frozen parameters whole.
         lora: the adapters that train beside frozen weights; of rank 0, all weights train.
     """
 
@@ -294,11 +292,9 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     states: StatesDtype = "master"
-    gather_codec: GatherCodec = "param"
-    secondary_shard: int = 0
+    gather_codec: Gather = "param"
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
     reduce_feedback: bool = False
-    keep_whole_below: int = 0
-    replicate_frozen: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property

@@ -38,7 +38,7 @@ from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params
 from shardwise.schedule.formulas import moments_in_flight
-from shardwise.schedule.registry import recipe_of
+from shardwise.schedule.pipelines import recipe_of
 
 _Moments = NDArray[np.int64]
 

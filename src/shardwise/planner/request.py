@@ -246,8 +246,7 @@ def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global
     alone = replace(cluster, num_gpus=1, gpus_per_node=1)
     job = job_of(Config.from_dict(sections), alone)
     window = job.shape.window if job.shape.window is not None else shape.window
-    kept_keys = {key: getattr(base.zero, key) for key in ("keep_whole_below", "replicate_frozen", "secondary_shard")}
-    return replace(job, shape=replace(shape, window=window), cluster=cluster, **kept_keys)
+    return replace(job, shape=replace(shape, window=window), cluster=cluster, zero=base.zero)
 
 
 _OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})

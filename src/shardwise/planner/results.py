@@ -17,9 +17,11 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import Tier
+from shardwise.layout.zero_stages import STAGES
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.runtime.format import format_count, three_digits
+from shardwise.schedule.pipelines import recipe_of
 
 MEMORY_CATEGORIES: Final = (
     "params",
@@ -156,7 +158,7 @@ def num_extras(s: Strategy) -> int:
     tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
     extras = (s.pp > 1) + (s.tp > 1) + (s.cp - 1).bit_length()
     extras += s.cp > 1 and (s.heads_over is not None or s.transport != "ring")
-    extras += (s.pp > 1 and s.schedule != "1f1b") + s.schedule.startswith("zb-") + (s.recompute_every > 1)
+    extras += (s.pp > 1 and s.schedule != "1f1b") + recipe_of(s.schedule).splits_backward + (s.recompute_every > 1)
     extras += max(0, (s.virtual_stages - 1).bit_length() - 1)
     extras += sum(tier != "device" for tier in tiers) + tiers.count("nvme")
     return extras + (max(s.params_on_device, s.grads_on_device, s.optimizer_on_device) > 0)
@@ -274,7 +276,8 @@ def _data_parts(s: Strategy) -> Iterator[str]:
     if s.zero_stage == 0:
         yield f"DDP over {num_shards * replicas}"
         return
-    each_time = " each micro-batch" if s.zero_stage == 3 and s.pp > 1 and s.gather == "micro-batch" else ""
+    gathers_each_time = STAGES[s.zero_stage].unshard_for_use and s.pp > 1 and s.gather == "micro-batch"
+    each_time = " each micro-batch" if gathers_each_time else ""
     yield f"ZeRO-{s.zero_stage} over {num_shards}" + (f" x {replicas} replicas" if replicas > 1 else "") + each_time
 
 

@@ -21,8 +21,10 @@ from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
 from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import num_states
 from shardwise.planner.candidates import (
+    ZERO,
     ParallelismCandidate,
     PlacementCandidate,
     SearchSpace,
@@ -435,18 +437,17 @@ def least_states_bytes(
         base: its dtypes and expert ranks are taken.
         candidate, placement: how work and states are split.
     """
+    shards = placement.dp_shard * candidate.cp
+    stage = effective_stage(ZERO[placement.zero_stage], shards, is_scheduled=candidate.pp > 1)
     param_bytes = DTYPE_BYTES[base.param]
     grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
     of_moment = {"master": max(4, param_bytes), "bf16": 2, "int8": 1}[job.states]
     least, _ = num_states(job.optimizer)
     optimizer_bytes = least * of_moment + 4 * (param_bytes < 4)
     states = (
-        (placement.params_tier, PACKED_BYTES if job.lora.base == "nf4" else param_bytes, 3),
-        (placement.grads_tier, job.trains_all * grad_bytes, 3 if candidate.pp > 1 else 2),
-        (placement.optimizer_tier, job.trains_all * optimizer_bytes, 1),
+        (placement.params_tier, PACKED_BYTES if job.lora.base == "nf4" else param_bytes, stage.params),
+        (placement.grads_tier, job.trains_all * grad_bytes, stage.grads),
+        (placement.optimizer_tier, job.trains_all * optimizer_bytes, stage.optimizer),
     )
-    shards = placement.dp_shard * candidate.cp
-    of_param = sum(
-        size / (shards if placement.zero_stage >= stage else 1) for tier, size, stage in states if tier == "device"
-    )
+    of_param = sum(size / (shards if at is Placement.SHARD else 1) for tier, size, at in states if tier == "device")
     return of_param * job.shape.num_params / (candidate.tp * candidate.pp * base.ep)

@@ -25,8 +25,8 @@ from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.stage_partition import UnitCost, partition_stages
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.schedule.pipelines import placement_of
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.registry import placement_of
 
 
 @dataclass(frozen=True, kw_only=True)

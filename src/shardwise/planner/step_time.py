@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
@@ -26,6 +27,7 @@ from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s
+from shardwise.schedule.pipelines import recipe_of
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
 
 _NO_TIME: Final = PassTimes()
@@ -187,7 +189,7 @@ class TimeModel:
         return owned_s + 2 * self.communication.network.collective_s("all_to_all", num_bytes, num_owners)
 
     def _num_optimizer_shards(self, s: Strategy) -> int:
-        return 1 if s.zero_stage == 0 else s.dp_shard * s.cp
+        return s.dp_shard * s.cp if STAGES[s.zero_stage].optimizer is Placement.SHARD else 1
 
     def _straggling_s(self, step_s: float) -> float:
         """Return the delay by the slowest node: the largest of n normal deviates is about sqrt(2 ln n)."""
@@ -198,13 +200,15 @@ class TimeModel:
 def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
     """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
-    In ZB-V a B that is shorter than F waits until F would end, and the part of W that is longer fills no more.
+    Where a formula needs W <= F <= B, as ZB-V's, a B that is shorter than F waits until F would end, and the part of W
+    that is longer fills no more.
     """
     forward_s, backward_s, weight_s = (
         sum(each) / s.pp
         for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
     )
-    if s.schedule == "zb-v":
+    bubble = recipe_of(s.schedule).bubble
+    if bubble is not None and bubble.needs_ordered_costs:
         backward_s, weight_s = max(backward_s, forward_s), min(weight_s, forward_s)
     try:
         return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)

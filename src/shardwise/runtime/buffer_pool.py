@@ -26,14 +26,14 @@ False
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.runtime.device import current_stream, on_stream
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 
 _MIN_CLASS_BYTES: Final = 512
@@ -41,7 +41,7 @@ _CLASSES_PER_DOUBLING: Final = 8
 
 
 class StreamLike(Protocol):
-    """Names the part of `torch.cuda.Stream` that the pool uses."""
+    """Names the part of `torch.Stream` that the pool uses."""
 
     def record_event(self) -> Any:
         """Mark the end of what is enqueued so far."""
@@ -66,7 +66,7 @@ class BufferPool:
 
     Args:
         tracker: counts every buffer under BUCKETS, and the pool's idle bytes as fragments; None to count none.
-        home: the stream in whose order storage is allocated and freed; by default the current one on CUDA.
+        home: the stream in whose order storage is allocated and freed; by default the current one.
         allocate: makes the memory of a buffer, 1-D uint8 of at least so many bytes on the device; None for torch's.
         spared: idle memory that may be kept beyond what was in use at the same time, as a share of that.
     """
@@ -81,10 +81,9 @@ class BufferPool:
     ) -> None:
         self._spared = spared
         self.device = torch.device(device)
-        self._has_streams = self.device.type == "cuda"
         self._empty = allocate or partial(torch.empty, dtype=torch.uint8, device=self.device)
         self._tracker = tracker
-        self._home = self._current_stream() if home is None else home
+        self._home = current_stream(self.device) if home is None else home
         self._leased: dict[torch.UntypedStorage, _PooledBuffer] = {}
         self._idle: list[_PooledBuffer] = []
         # Capacities, not requested bytes: the pool's bound counts those.
@@ -106,7 +105,7 @@ class BufferPool:
         """Lease a buffer of `numel` elements with undefined content, until `release`.
 
         Args:
-            stream: that will use it first; by default the current one on CUDA.
+            stream: that will use it first; by default the current one.
             capacity_bytes: the least size of the buffer, so that larger tensors can use it later.
 
         Raises:
@@ -115,7 +114,7 @@ class BufferPool:
         if numel < 0:
             raise ValueError(f"numel={numel} is negative; a buffer has 0 or more elements")
         if stream is None:
-            stream = self._current_stream()
+            stream = current_stream(self.device)
         num_bytes = numel * dtype.itemsize
         capacity_bytes = max(num_bytes, capacity_bytes)
         buffer = self._take_idle(capacity_bytes) or self._allocate(capacity_bytes)
@@ -134,7 +133,7 @@ class BufferPool:
 
         Args:
             tensor: the very tensor that `acquire` returned, not a view of it.
-            stream: that used it last; by default the current one on CUDA.
+            stream: that used it last; by default the current one.
 
         Raises:
             ValueError: the tensor is not, or no longer, leased from this pool.
@@ -148,7 +147,7 @@ class BufferPool:
             )
         del self._leased[storage]
         buffer.tensor = None
-        buffer.last_stream = self._current_stream() if stream is None else stream
+        buffer.last_stream = current_stream(self.device) if stream is None else stream
         buffer.last_use = _record(buffer.last_stream)
         self._idle.append(buffer)
         self._leased_bytes -= buffer.capacity_bytes
@@ -174,7 +173,7 @@ class BufferPool:
         in_use_bytes = self._leased_bytes + capacity_bytes
         most_bytes = max(in_use_bytes, int(self._peak_leased_bytes * (1 + self._spared)))
         self._free_idle_until(most_bytes - capacity_bytes)
-        with self._on_home():
+        with on_stream(self.device, self._home):
             memory = self._empty(capacity_bytes)
         if self._tracker is not None:
             self._tracker.track(memory, Category.BUCKETS)
@@ -187,12 +186,6 @@ class BufferPool:
             if self._home is not None and buffer.last_use is not None and buffer.last_stream != self._home:
                 self._home.wait_event(buffer.last_use)
             self.reserved_bytes -= buffer.capacity_bytes
-
-    def _on_home(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(cast(torch.cuda.Stream, self._home)) if self._has_streams else nullcontext()
-
-    def _current_stream(self) -> StreamLike | None:
-        return torch.cuda.current_stream(self.device) if self._has_streams else None
 
 
 def size_class_bytes(num_bytes: int) -> int:

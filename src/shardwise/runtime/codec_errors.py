@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.optim.rules import STORED_STATES
+from shardwise.runtime.device import number_dtype
 
 NAMES: Final = ("gather", "reduce", *(state.name for state in STORED_STATES))
 """What may be encoded: parameters and gradients that are sent, and the optimizer's states."""
@@ -45,12 +46,12 @@ class CodecErrors:
         Args:
             decoded: what is decoded of them, of the same shape.
         """
-        wide = exact.double()
-        self._found.append((NAMES.index(name), (decoded.double() - wide).square().sum(), wide.square().sum()))
+        wide = exact.to(number_dtype(exact.device))
+        self._found.append((NAMES.index(name), (decoded.to(wide.dtype) - wide).square().sum(), wide.square().sum()))
 
     def take(self, device: torch.device) -> Tensor:
         """Return the sums of the squares, [2 * names] in fp64: of the errors, then of the values; forget them."""
-        sums = torch.zeros(2 * len(NAMES), dtype=torch.float64, device=device)
+        sums = torch.zeros(2 * len(NAMES), dtype=number_dtype(device), device=device)
         for index, *squares in self._found:
             for shift, square in zip((0, len(NAMES)), squares, strict=True):
                 sums[index + shift] += square.to(device)

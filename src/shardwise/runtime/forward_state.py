@@ -45,7 +45,6 @@ from shardwise.runtime.forward_values import (
     tensor_version,
     value_before,
 )
-from shardwise.runtime.torch_private import replaced_checkpoints
 from shardwise.runtime.user_hooks import HookDicts, hook_contents, hook_dicts_of
 
 _SMALL_BYTES: Final = 1 << 20  # of a module's tensors that are copied once though no pass has written anything
@@ -519,15 +518,14 @@ class CheckpointStates:
         self._model, self._around = model, around
         self._states: dict[int, ForwardState] = {}  # by id of the first of the modules, which each state keeps
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Return a context inside which calls of `torch.utils.checkpoint.checkpoint` are watched."""
-        return replaced_checkpoints(self._first)
-
     @contextmanager
-    def _first(
+    def first(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[Callable[..., Any]]:
-        """Watch the first pass of a checkpointed function inside the context; the function given repeats it."""
+        """Watch the first pass of a checkpointed function inside the context; the function given repeats it.
+
+        It is what `replaced_checkpoints` takes.
+        """
         if is_remembered(function):
             yield function
             return

@@ -18,17 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import EngineError
-from shardwise.runtime.param_guard import take_gradient
+from shardwise.runtime.module_hooks import uncompiled
 from shardwise.runtime.torch_private import (
     give_hooks,
     hooks_of,
     plain_torch_functions,
     set_data,
-    uncompiled,
     version,
 )
 
 Hook = Callable[[Tensor], Any]
+# They call nothing that the class of a parameter has; bound here, as each gradient of a step passes them.
+_GRAD: Final[Any] = Tensor.grad
+_READ_GRAD: Final[Any] = _GRAD.__get__
+_WRITE_GRAD: Final[Any] = _GRAD.__set__
 Run = Callable[[Sequence[Hook], Tensor], Any]
 
 
@@ -67,7 +70,8 @@ def hook_gradient(
     """
 
     def take(parameter: Tensor) -> None:
-        gradient, events = take_gradient(parameter), receiver()
+        gradient, events = _READ_GRAD(parameter), receiver()
+        _WRITE_GRAD(parameter, None)
         if gradient is not None and events is not None:
             events.on_gradient(parameter, gradient)
 
@@ -91,11 +95,9 @@ class GradientHandle:
         self._whole = whole
         self._joined = joined = set[str]()
 
-        @uncompiled
         def on_arrival(hooks: Sequence[Hook], gradient: Tensor) -> Tensor | None:
             return call_before(hooks, gradient, whole) if hooks or "before" in joined else None
 
-        @uncompiled
         def on_accumulated(hooks: Sequence[Hook], parameter: Tensor) -> None:
             if hooks or "after" in joined:
                 call_after(hooks, parameter, whole)
@@ -103,7 +105,7 @@ class GradientHandle:
 
         given = (
             before if whole is None else UserHooks(before, on_arrival),
-            UserHooks(after, on_accumulated, uncompiled(take) if whole is None else None),
+            UserHooks(after, on_accumulated, take if whole is None else None),
         )
         self._given: tuple[Hooks, Hooks] = given
         with plain_torch_functions():
@@ -152,6 +154,7 @@ class UserHooks(OrderedDict[int, Hook]):
         earlier, later = self._earlier, self._later
         alone = partial(run, ()) if alone is None else alone
 
+        @uncompiled
         def call(given: Tensor) -> Any:
             return run((*earlier.values(), *later.values()), given) if earlier or later else alone(given)
 

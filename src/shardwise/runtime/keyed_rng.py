@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Final
@@ -49,18 +48,6 @@ def derive_seed(seed: int, *keys: int | str) -> int:
 def keyed_generator(seed: int, *keys: int | str, device: torch.device | str = "cpu") -> torch.Generator:
     """Make a generator on `device` at the start of the stream that `derive_seed(seed, *keys)` names."""
     return torch.Generator(device).manual_seed(derive_seed(seed, *keys))
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Start torch's generators, of the CPU and of `device`, from `seed` inside the context; restore them at its end."""
-    is_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if is_cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if is_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
 
 
 def initial_values(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:

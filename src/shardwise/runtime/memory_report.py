@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.runtime.device import kind_of
 from shardwise.runtime.format import format_bytes
 
 
@@ -140,7 +141,7 @@ def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, conf
     advice = [str(each) for each in oom_advice(snapshot, config)]
     fix = f"try {advice[0].partition(':')[0]}" if advice else "use a smaller model or more ranks"
     lines = [f"out of memory {where}: {first_line(error)}; {fix}", "what it holds:", *rows]
-    if snapshot.device_type == "cuda" and snapshot.fragment_bytes > snapshot.reserved_bytes // 10:
+    if kind_of(snapshot.device_type).counts_memory and snapshot.fragment_bytes > snapshot.reserved_bytes // 10:
         idle = f"{format_bytes(snapshot.fragment_bytes)} of {format_bytes(snapshot.reserved_bytes)}"
         lines.append(f"  reserved but idle: {idle}; PYTORCH_ALLOC_CONF=expandable_segments:True leaves less of it")
     if advice:

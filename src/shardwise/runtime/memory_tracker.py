@@ -25,13 +25,13 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.runtime.device import AllocatorStats, allocator_stats, kind_of, reset_peak
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.memory_report import (
     Category,
@@ -49,10 +49,10 @@ __all__ = [
     "Allocator",
     "AllocatorStats",
     "Category",
-    "CudaAllocator",
     "MemoryAdvice",
     "MemorySnapshot",
     "MemoryTracker",
+    "TorchAllocator",
     "explain_out_of_memory",
     "first_line",
     "format_bytes",
@@ -62,15 +62,6 @@ __all__ = [
     "oom_advice",
     "trim_host_memory",
 ]
-
-
-@dataclass(frozen=True)
-class AllocatorStats:
-    """Holds the counters of a device's allocator, in bytes; the peak is since its last reset."""
-
-    allocated_bytes: int
-    peak_allocated_bytes: int
-    reserved_bytes: int
 
 
 class Allocator(Protocol):
@@ -83,23 +74,17 @@ class Allocator(Protocol):
         """Start a new peak at what is allocated now."""
 
 
-class CudaAllocator:
-    """Reads torch's caching allocator on one CUDA device."""
+class TorchAllocator:
+    """Reads torch's caching allocator on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def stats(self) -> AllocatorStats:
-        """Read the counters, all zero before CUDA is initialised."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        if not stats:
-            return AllocatorStats(0, 0, 0)
-        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        return AllocatorStats(allocated["current"], allocated["peak"], reserved["current"])
+        return allocator_stats(self._device)
 
     def reset_peak(self) -> None:
-        """Start a new peak at what is allocated now."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peak(self._device)
 
 
 class IdleBuffers(Protocol):
@@ -131,7 +116,7 @@ class MemoryTracker:
 
     Args:
         device: whose memory is counted; tensors elsewhere are left out, such as AdamW's step counts.
-        allocator: the source of totals; by default torch's on CUDA, none on the CPU.
+        allocator: the source of totals; by default torch's, where it counts; it does not on the CPU.
         limit_bytes: the device's memory, for simulations: a storage that would bring the total above it is not
             counted, and raises `torch.OutOfMemoryError`. None for no limit.
     """
@@ -144,8 +129,8 @@ class MemoryTracker:
     ) -> None:
         self.device = torch.device(device)
         self._limit_bytes = limit_bytes
-        if allocator is None and self.device.type == "cuda":
-            allocator = CudaAllocator(self.device)
+        if allocator is None and kind_of(self.device).counts_memory:
+            allocator = TorchAllocator(self.device)
         self._allocator = allocator
         self._records: dict[int, _Record] = {}
         # Storages die at any bytecode of any thread, also while the lock is held. So their deaths take no

@@ -7,7 +7,7 @@ compiled. `shardwise.zero.sharding_state` says what they do; this module says on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -20,7 +20,14 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.errors import ConfigError
-from shardwise.runtime.torch_private import in_backward, in_transform, outside_transforms, pytree, uncompiled
+from shardwise.runtime.torch_private import (
+    frame_hook_of_compiler,
+    in_backward,
+    in_transform,
+    never_compiled,
+    outside_transforms,
+    pytree,
+)
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
@@ -29,8 +36,8 @@ Reported = TypeVar("Reported", contravariant=True)
 class UnitEvents(Protocol[Reported]):
     """Receives what happens to units, in order."""
 
-    def pre_forward(self, unit: Reported) -> None:
-        """Run before the forward of a unit's module, in a recomputation too."""
+    def pre_forward(self, unit: Reported, is_recomputed: bool) -> None:
+        """Run before the forward of a unit's module; `is_recomputed` inside a backward."""
 
     def post_forward(self, unit: Reported, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         """Run after the module's forward.
@@ -50,6 +57,22 @@ class UnitEvents(Protocol[Reported]):
         """Run when every input that requires a gradient has it."""
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what `torch.compiler.disable` does, at no cost where nothing is compiled around the call, as for most hooks
+    outside blocks.
+
+    Public torch sets and resets the interpreter's frame hook at every call, a microsecond or two.
+    """
+    disabled, frame_hook = torch.compiler.disable(function), frame_hook_of_compiler()
+    if frame_hook is None:
+        return disabled
+
+    def call(*args: Any) -> Any:
+        return function(*args) if frame_hook() is None else disabled(*args)
+
+    return never_compiled(call)
+
+
 def hook_unit(
     module: nn.Module, events: UnitEvents[Unit], unit: Unit, inner: Iterable[nn.Module] = ()
 ) -> list[RemovableHandle]:
@@ -67,9 +90,10 @@ def hook_unit(
         nonlocal attributes, known
         if called is not module:
             return None  # a copy of the module: it has the hooks, but parameters of its own
-        with outside_transforms():
-            events.pre_forward(unit)
-        if not torch.is_grad_enabled() or in_backward() or in_transform():
+        is_recomputed, is_transformed = in_backward(), in_transform()
+        with outside_transforms() if is_transformed else nullcontext():
+            events.pre_forward(unit, is_recomputed)
+        if not torch.is_grad_enabled() or is_recomputed or is_transformed:
             return None
         changed, inputs = _report_input_gradients(args, kwargs, events, unit)
         known = {id(each): (each, each.grad_fn) for each in inputs}
@@ -82,9 +106,8 @@ def hook_unit(
         if called is not module or in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
         if in_transform():  # of torch.func, which runs backwards of its own, if any
-            follows = None if torch.is_grad_enabled() else False
             with outside_transforms():
-                events.post_forward(unit, [], follows)
+                events.post_forward(unit, [], None if torch.is_grad_enabled() else False)
             return
         leaves = _leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.config.errors import ConfigError
+from shardwise.runtime.device import forked_rng
 from shardwise.runtime.torch_private import step_hooks, unseen_by_op_modes
 from shardwise.runtime.user_hooks import reads_first_argument
 
@@ -396,8 +397,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     """Keep the generators of random numbers as they are, and make real tensors on the device."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    with torch.device(device), torch.random.fork_rng(devices), unseen_by_op_modes(is_real=True), _eagerly():
+    with torch.device(device), forked_rng(device), unseen_by_op_modes(is_real=True), _eagerly():
         try:
             yield
         finally:

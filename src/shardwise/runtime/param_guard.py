@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import detach_variable
 
 from shardwise.config.errors import CodedError
+from shardwise.runtime.module_hooks import uncompiled
 from shardwise.runtime.torch_private import (
     PARAMETER_CODE,
     STATE_DICT_CODE,
     of_class,
     plain_torch_functions,
     pytree,
-    uncompiled,
+    set_parameter_class,
 )
 
 OnRead = Callable[[FrameType], None]
@@ -91,8 +92,6 @@ class _WatchedParameter:
 
 
 _GRAD: Final[Any] = torch.Tensor.grad
-_READ_GRAD: Final[Any] = _GRAD.__get__  # bound here: each gradient of a step passes it
-_WRITE_GRAD: Final[Any] = _GRAD.__set__
 _DATA: Final[Any] = torch.Tensor.data
 _DETACH: Final[Any] = torch.Tensor.detach
 _CHECKPOINT_FILE: Final = detach_variable.__code__.co_filename
@@ -103,17 +102,10 @@ OnData = Callable[[nn.Parameter, Tensor | None], Tensor]
 """Is given a parameter whose `data` is read, or the value that it is set to; returns what to read it of."""
 
 
-def take_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the `grad` of a parameter and set it to None, without the calls that reading and setting it make."""
-    gradient: Tensor | None = _READ_GRAD(parameter)
-    _WRITE_GRAD(parameter, None)
-    return gradient
-
-
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Say whether a parameter has a `grad`, without the call that reading it makes."""
     with plain_torch_functions():
-        return _READ_GRAD(parameter) is not None
+        return _GRAD.__get__(parameter) is not None
 
 
 def watched_type(on_read: OnRead, on_data: OnData, on_write: OnWrite) -> type[nn.Parameter]:
@@ -415,11 +407,6 @@ def _is_made_of_one(parameter: Any) -> bool:
     if is_made:
         set_parameter_class(parameter, nn.Parameter)
     return is_made
-
-
-def set_parameter_class(parameter: Tensor, kind: type[Tensor]) -> None:
-    """Change the class of a parameter, or of another tensor; torch sees the same tensor."""
-    parameter.__class__ = kind
 
 
 _READABLE_PROPERTIES: Final = (

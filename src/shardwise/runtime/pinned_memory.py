@@ -11,17 +11,16 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from shardwise.runtime.device import kind_of, pin_pages
+
 # Direct reads and writes of files, past the page cache, need multiples of this: offset, length and address.
 ALIGNMENT_BYTES: Final = 4096
 _HUGE_PAGE_BYTES: Final = 2**21
-# Every context of this process sees the memory as pinned: cudaHostRegisterPortable.
-_PORTABLE: Final = 1
 
 
 class _Pages(mmap.mmap):
@@ -36,14 +35,14 @@ class _Pages(mmap.mmap):
             self.unpin()
 
 
-def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
+def host_pages(num_bytes: int, pinned_for: torch.device | None = None) -> Tensor:
     """Allocate memory in whole pages, which goes back to the system with the last tensor that views it.
 
     `torch.empty` keeps what is freed, below 32 MiB in the C library and where it is pinned in torch, which also rounds
     that up to a power of two.
 
     Args:
-        pin_memory: for copies from and to a CUDA device that overlap its work.
+        pinned_for: a device that copies from and to it while it computes; None, and what a device lacks, pin nothing.
 
     Returns:
         1-D uint8, `num_bytes` rounded up to a multiple of `ALIGNMENT_BYTES` (at least one). Fake under fake tensors.
@@ -54,14 +53,14 @@ def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
     num_bytes = max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
     if type(torch.empty(0)) is not Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-    return _map(num_bytes, num_bytes, pin_memory)
+    return _map(num_bytes, num_bytes, pinned_for)
 
 
-def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+def host_zeros(numel: int, dtype: torch.dtype, pinned_for: torch.device | None = None) -> Tensor:
     """Make zeros in pages of their own, as `host_pages` does: 1-D, with a storage of no more than its elements.
 
     Args:
-        pin_memory: for copies from and to a CUDA device that overlap its work.
+        pinned_for: a device that copies from and to it while it computes; None, and what a device lacks, pin nothing.
 
     Raises:
         MemoryError: the host has no more, or lets no more be pinned.
@@ -69,11 +68,16 @@ def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tens
     num_bytes = numel * dtype.itemsize
     if num_bytes == 0 or type(torch.empty(0)) is not Tensor:
         return torch.zeros(numel, dtype=dtype, device="cpu")
-    return _map(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, num_bytes, pin_memory).view(dtype)
+    return _map(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, num_bytes, pinned_for).view(dtype)
 
 
-def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
+def _map(num_bytes: int, num_shown_bytes: int, pinned_for: torch.device | None) -> Tensor:
     """Map new pages, and return a 1-D uint8 tensor of the first bytes."""
+    pinning = "none" if pinned_for is None else kind_of(pinned_for).pinning
+    if pinning == "torch":
+        memory = torch.zeros(num_shown_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=True)
+        first = -memory.data_ptr() % ALIGNMENT_BYTES
+        return memory[first : first + num_shown_bytes]
     try:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -87,20 +91,9 @@ def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
         # After a fork a disk or a GPU would copy into pages that are the child's from then on.
         pages.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(pages, dtype=torch.uint8, count=num_shown_bytes)
-    if pin_memory:
-        _pin(pages, tensor.data_ptr())
+    if pinned_for is not None and pinning == "pages":
+        pages.unpin = pin_pages(pinned_for, tensor.data_ptr(), len(pages))
     return tensor
-
-
-def _pin(pages: _Pages, address: int) -> None:
-    runtime = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(address, len(pages), _PORTABLE))
-    if error:
-        raise MemoryError(
-            f"CUDA pins no {len(pages)} bytes of the host (error {error}); let fewer ranks share it, or keep more on "
-            "nvme"
-        )
-    pages.unpin = partial(runtime.cudaHostUnregister, address)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

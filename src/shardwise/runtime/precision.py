@@ -1,4 +1,4 @@
-"""These functions cast and scale by the precision policy.
+"""These functions widen and scale by the precision policy.
 
 >>> total = torch.zeros(3)
 >>> add_widened(total, torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import PrecisionConfig
 from shardwise.layout.precision import TORCH_DTYPES, StoredDtype
-from shardwise.runtime.torch_private import is_fake, pytree
+from shardwise.runtime.torch_private import is_fake
 
 # On the CPU an addition of two dtypes is not vectorised: a cast and an addition of one dtype, through a scratch block
 # that fits the cache, take about half its time (`benchmarks/primitives.py`).
 SCRATCH_NUMEL: Final = 256 * 1024
-
-# More rows are summed in one call: each of them alone would cost more than the sum.
-_MAX_ROWS: Final = 64
 
 
 def torch_dtype(name: StoredDtype) -> torch.dtype:
@@ -46,72 +42,6 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
         widened = scratch[: total_block.numel()]
         widened.copy_(addend_block)
         total_block.add_(widened)
-
-
-def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
-    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider for any dtypes.
-
-    The order is the same in every call: that of the ranks where these are few. The rows are summed first, and then the
-    old value of `total` is added: so the bits are those of a sum that is made here and added elsewhere.
-
-    Args:
-        total: the sum, in place; its old value is added too where `accumulate` is set.
-        accumulate: whether `total` holds a sum already.
-    """
-    wide = total.dtype if total.dtype.itemsize >= 4 else torch.float32
-    if total.device.type != "cpu" or chunks.shape[0] > _MAX_ROWS:
-        summed = chunks[0] if chunks.shape[0] == 1 else chunks.sum(0, dtype=wide)
-        _put(summed, total, accumulate)
-        return
-    scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=wide)
-    if is_fake(total):  # as in `add_widened`
-        total.copy_(chunks[0])
-        return
-    for start in range(0, total.numel(), SCRATCH_NUMEL):
-        block = total[start : start + SCRATCH_NUMEL]
-        rows = chunks[:, start : start + block.numel()].unbind(0)
-        summed = block if total.dtype == wide and not accumulate else scratch[: block.numel()]
-        summed.copy_(rows[0])
-        for row in rows[1:]:
-            summed.add_(row)
-        if summed is not block:
-            _put(summed, block, accumulate)
-
-
-def _put(summed: Tensor, total: Tensor, accumulate: bool) -> None:
-    """Replace `total` by a sum, or add that in its dtype, the wider or equal one, and round once."""
-    if accumulate and summed.dtype.itemsize > total.dtype.itemsize:
-        total.copy_(summed + total)
-    elif accumulate:
-        total.add_(summed)
-    else:
-        total.copy_(summed)
-
-
-def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
-
-    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers.
-
-    Args:
-        tree: a pytree; leaves that are no tensors stay.
-        dtype: of floating tensors; None keeps theirs.
-    """
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Mapping):
-            return to_device(dict(leaf), device, dtype)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if leaf.is_meta and device.type != "meta":
-            raise ConfigError(
-                "batch-without-values",
-                f"a tensor of the batch, of shape {tuple(leaf.shape)}, is on meta and has no values; make it elsewhere",
-            )
-        wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-        return leaf.to(device, wanted, non_blocking=True)
-
-    return pytree.tree_map(move, tree)
 
 
 def explain_dtypes(error: BaseException, model: nn.Module, dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
@@ -38,13 +38,15 @@ from shardwise.layout.layout import Layout
 from shardwise.runtime.forward_state import ForwardState
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import (
-    COMPUTED_AGAIN,
+    OpMode,
     compiler_errors,
     in_op_mode,
+    is_compiling,
     named_backend,
     pytree,
+    same_version_alias,
     storage_key,
-    version,
+    versions,
     written_tensors,
 )
 
@@ -445,39 +447,69 @@ _IN_PART: Final[ContextVar[bool]] = ContextVar("shardwise_in_part", default=Fals
 
 def selective_contexts() -> Any:
     """Return the contexts of a block's first pass and of its recomputations, as torch's checkpoint takes them."""
-    if torch.compiler.is_compiling():  # the compiler takes no other contexts, and shows them no writes
+    if is_compiling():  # the compiler takes no other contexts, and shows them no writes
         return create_selective_checkpoint_contexts(_save_products)
-    policy = _Policy()
-    first, again = create_selective_checkpoint_contexts(policy)
-    policy.storage = again.storage
-    return first, _OnceSaved(again)
+    saving = _Saving()
+    return saving, _OnceSaved(saving)
 
 
-class _Policy:
-    """Saves products, until something writes into them.
+class _Saving(OpMode):
+    """Keeps the products of a block's first pass, until something writes into them.
 
-    Attributes:
-        storage: what is saved, by op and number of its call.
+    torch's own contexts are public, but not what they have saved, which a write must be able to take back.
     """
 
-    storage: Any
-
     def __init__(self) -> None:
-        self._num_calls: defaultdict[Any, int] = defaultdict(int)
-        self._saved: dict[int, list[tuple[Any, int]]] = {}  # the calls whose results have this storage
+        super().__init__()
+        self.num_calls: defaultdict[Any, int] = defaultdict(int)
+        self.results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}  # by op and call, with their versions then
+        self._calls: dict[int, list[tuple[Any, int]]] = {}  # those whose results have this storage
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        number = self._num_calls[op]
-        self._num_calls[op] += 1
-        for tensor in written_tensors(op, args, kwargs) if self._saved and hasattr(op, "_schema") else ():
-            for saved_op, saved_number in self._saved.pop(storage_key(tensor), ()):
-                self.storage[saved_op][saved_number] = COMPUTED_AGAIN
-        policy = _save_products(context, op, *args, **kwargs)
-        if policy is CheckpointPolicy.MUST_SAVE:
-            for leaf in pytree.tree_leaves(context.op_output):
-                if isinstance(leaf, Tensor):
-                    self._saved.setdefault(storage_key(leaf), []).append((op, number))
-        return policy
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = op(*args, **kwargs)
+        for tensor in written_tensors(op, args, kwargs) if self._calls and hasattr(op, "_schema") else ():
+            for call in self._calls.pop(storage_key(tensor), ()):
+                self.results.pop(call, None)
+        if _is_product(op):
+            call = op, self.num_calls[op]
+            self.num_calls[op] += 1
+            tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.results[call] = pytree.tree_map_only(Tensor, same_version_alias, result), versions(tensors)
+            for tensor in tensors:
+                self._calls.setdefault(storage_key(tensor), []).append(call)
+        return result
+
+
+class _Replaying(OpMode):
+    """Gives a recomputation the products that the first pass saved, each once."""
+
+    def __init__(self, saving: _Saving) -> None:
+        super().__init__()
+        self._saving = saving
+        self._num_calls: defaultdict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_product(op):
+            number = self._num_calls[op]
+            self._num_calls[op] += 1
+            if number >= self._saving.num_calls[op]:
+                raise RuntimeError(f"a recomputation calls {op} more often than the forward did; both must do the same")
+            if (saved := self._saving.results.pop((op, number), None)) is not None:
+                result, saved_versions = saved
+                tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+                # Code after the block may have written into them, such as a sum into the block's output.
+                if versions(tensors) == saved_versions:
+                    return result
+        return op(*args, **(kwargs or {}))
 
 
 class _OnceSaved(AbstractContextManager[None]):
@@ -486,37 +518,28 @@ class _OnceSaved(AbstractContextManager[None]):
     A forward that takes derivatives in itself recomputes twice, as a second backward of one graph does.
     """
 
-    def __init__(self, saved: Any) -> None:
-        self._saved: Any = saved
-        self._entered: list[AbstractContextManager[Any] | None] = []
+    def __init__(self, saving: _Saving) -> None:
+        self._saving: _Saving | None = saving
+        self._entered: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        entered, self._saved = self._saved, None
-        self._entered.append(entered)
-        if entered is not None:
-            _forget_written(entered.storage)
-            entered.__enter__()
+        saving, self._saving = self._saving, None
+        self._entered.append(nullcontext() if saving is None else _Replaying(saving))
+        self._entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        entered = self._entered.pop()
-        return None if entered is None else entered.__exit__(*error)
-
-
-def _forget_written(storage: Mapping[Any, dict[int, Any]]) -> None:
-    """Forget what code after the block has written into, such as a sum into the block's output."""
-    for results in storage.values():
-        for number, result in results.items():
-            held = [each for each in pytree.tree_leaves(result) if isinstance(getattr(each, "val", None), Tensor)]
-            if any(version(each.val) != each.version for each in held):
-                results[number] = COMPUTED_AGAIN
+        return self._entered.pop().__exit__(*error)
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save matrix products and attention (Korthikanti et al. 2022, section 5)."""
+    return CheckpointPolicy.MUST_SAVE if _is_product(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_product(op: Any) -> bool:
+    """Say whether to save what an op returns: matrix products and attention (Korthikanti et al. 2022, section 5)."""
     name = op.name() if hasattr(op, "name") else ""
     is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(_SAVED_PREFIXES)
-    is_product = is_product and not name.startswith(_RECOMPUTED_PREFIX) and not _IN_PART.get()
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+    return is_product and not name.startswith(_RECOMPUTED_PREFIX) and not _IN_PART.get()
 
 
 # Results of collectives are saved, which sum products; gathered sequences are not: sequence parallelism avoids them.

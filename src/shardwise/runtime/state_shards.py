@@ -140,30 +140,24 @@ class FlatSlice:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
         return self.stop - self.start
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the elements."""
         return self.whole.dtype
 
     @property
     def tensor(self) -> Tensor | None:
-        """Return the part, if the whole is in memory."""
         whole = self.whole.tensor
         return None if whole is None else whole[self.start : self.stop]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return the elements [start, stop) of the part."""
         return self.whole.read(self.start + start, self.start + stop)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Replace the elements from `start` of the part on."""
         self.whole.write(self.start + start, values)
 
     def part(self, start: int, stop: int) -> FlatState:
-        """Return the elements [start, stop) of the part."""
         return FlatSlice(self.whole, self.start + start, self.start + stop)
 
 

@@ -100,7 +100,10 @@ class Timeline:
 
     Attributes:
         clock: the seconds of a step by phase.
+        now: returns the seconds on the clock that all actions share.
     """
+
+    now = staticmethod(time.perf_counter)
 
     def __init__(self, rank: int) -> None:
         self.clock = StepClock()
@@ -171,11 +174,6 @@ class Timeline:
         """Return the last actions, of this step and before; another thread may call it."""
         entries = [*self._closed, *self._open]
         return tuple(map(self._timed, entries[-count:]))
-
-    @staticmethod
-    def now() -> float:
-        """Return the seconds on the clock that all actions share."""
-        return time.perf_counter()
 
     def close_step(self) -> None:
         """Finish the step's record; do nothing within an action of a schedule, whose executor closes the step at its

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -51,7 +52,7 @@ def in_transform() -> bool:
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Return a context outside of `torch.func`'s transforms, which let no op write into memory from before them."""
-    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
+    return temporarily_clear_interpreter_stack()
 
 
 def in_op_mode() -> bool:
@@ -61,6 +62,11 @@ def in_op_mode() -> bool:
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
     return is_in_torch_dispatch_mode()
+
+
+def is_compiling() -> bool:
+    """Say whether code is compiled now; before 2.13 `torch.compiler.is_compiling` denies it inside of a checkpoint."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def in_fake_mode() -> bool:
@@ -208,6 +214,17 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
             give_hooks(parameter, *hooks_of(parameter))
 
 
+def set_parameter_class(parameter: Tensor, kind: type[Tensor]) -> None:
+    """Change the class of a parameter, or of another tensor; torch sees the same tensor."""
+    parameter.__class__ = kind
+
+
+def set_parameter_classes(parameters: Sequence[Tensor], kinds: Sequence[type[Tensor]]) -> None:
+    """Change the classes of parameters, each to its own."""
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        parameter.__class__ = kind
+
+
 def hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
     """Return a leaf's hooks on its gradient, and those after it was accumulated, as torch has them by their handles."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -277,6 +294,37 @@ def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
+def parameter_ids(model: nn.Module) -> set[int]:
+    """Return the identities of a model's parameters: `named_parameters` takes several times as long to name them."""
+    found: set[int] = set()
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
+        modules.extend(each for each in module._modules.values() if each is not None)
+    return found
+
+
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """Return the 2-norms of tensors of one device, 1-D: on a GPU by a few kernels for all of them."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def zero_all(tensors: list[Tensor]) -> None:
+    """Fill tensors of one device with zeros, as `norms_of` takes norms."""
+    torch._foreach_zero_(tensors)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one device into others of their shapes, as `norms_of` takes norms."""
+    torch._foreach_copy_(targets, sources)
+
+
+def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add tensors to others, in place, of one device, as `norms_of` takes norms."""
+    torch._foreach_add_(targets, sources)
+
+
 def plain_torch_functions() -> AbstractContextManager[None]:
     """Run the body without calling any tensor subclass's `__torch_function__`, as torch's subclass guide does."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -312,6 +360,12 @@ def version(tensor: Tensor) -> int:
     return versions((tensor,))[0]
 
 
+def same_version_alias(tensor: Tensor) -> Tensor:
+    """Detach a tensor below autograd: the alias is in no graph, but a write into either counts for both."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def view_base(tensor: Tensor) -> Tensor | None:
     """Return the tensor that this one is a view of, as autograd knows it; public torch says only that there is one."""
     return tensor._base
@@ -326,23 +380,16 @@ def wrapper_like(kind: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Do what `torch.compiler.disable` does, at no cost where nothing is compiled around the call, as for most hooks
-    outside blocks.
-
-    Public torch sets and resets the interpreter's frame hook at every call, a microsecond or two.
-    """
+def never_compiled(function: AnyFunction) -> AnyFunction:
+    """Let compilers leave a function as it is, but not what it calls, as `torch.compiler.disable` would."""
     from torch._dynamo.decorators import skip
 
-    disabled = torch.compiler.disable(function)
-    frame_hook = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
-    if frame_hook is None:
-        return disabled
+    return cast(AnyFunction, skip(function))
 
-    def call(*args: Any) -> Any:
-        return function(*args) if frame_hook() is None else disabled(*args)
 
-    return skip(call)
+def frame_hook_of_compiler() -> Callable[[], object] | None:
+    """Return what tells the interpreter's frame hook, None where nothing is compiled; None where torch has no such."""
+    return getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
 
 
 def step_hooks(optimizer: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any], Mapping[int, Any]]:
@@ -365,7 +412,6 @@ def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:
 
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.
-COMPUTED_AGAIN: Final = checkpoints._RECOMPUTE  # in what selective checkpointing stores, in place of a result
 HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
 
 # A fake tensor raises these where its values are needed: for a number, or for a shape that follows from them.

@@ -34,17 +34,21 @@ from shardwise.schedule.formulas import (
 from shardwise.schedule.generators import data_parallel_step, forward_only
 from shardwise.schedule.lower import Gather, insert_gathers, insert_offload, insert_transfers, lower
 from shardwise.schedule.pipelines import (
+    RECIPES,
+    ScheduleRecipe,
     gpipe,
     interleaved,
     naive,
     one_f_one_b,
     pipeline_evaluation,
+    pipeline_rows,
+    pipeline_step,
+    placement_of,
     zero_bubble_h1,
     zero_bubble_h2,
     zero_bubble_v,
 )
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.registry import RECIPES, ScheduleRecipe, pipeline_rows, pipeline_step, placement_of
 from shardwise.schedule.simulate import Cost, bubble_fraction, busy_s, makespan_s, rank_bubble_s, rank_span_s, simulate
 from shardwise.schedule.verify import verify
 

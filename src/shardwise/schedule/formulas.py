@@ -1,4 +1,4 @@
-"""Compute bubbles, micro-batches in flight and FLOPs by closed forms, with their sources.
+"""Compute bubbles and micro-batches in flight, by the closed forms of `RECIPES` where it has them, and FLOPs.
 
 Those of the pipeline schedules hold for equal stages and free transfers, and some only for enough micro-batches or for
 some costs. Where one does not hold, a ScheduleError says so, and `simulate` gives the numbers of the schedule itself.
@@ -21,25 +21,19 @@ for one micro-batch's forward, gradient of the input and gradient of the weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final, TypeVar
+from typing import Final
 
 from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
-from shardwise.schedule.pipelines import interleaved_rounds
-from shardwise.schedule.registry import pipeline_rows, placement_of, recipe_of
+from shardwise.schedule.pipelines import interleaved_rounds, pipeline_rows, placement_of, recipe_of
 from shardwise.schedule.simulate import OpTimes
 
 _ENDS_IN_FLIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
-Number = TypeVar("Number", int, float)
-
 # Rounds of micro-batches after which a schedule that `repeats_by_rounds` holds what it held before.
 _NUM_ROUNDS: Final = 3
-
-# Forward, and gradients of inputs and of weights, do not take exactly the same time.
-_OF_THIRDS: Final = 0.9
 
 
 def bubble_s(
@@ -54,48 +48,25 @@ def bubble_s(
     """Return the seconds that the rank with the longest span is idle between its first start and its last end.
 
     `rank_bubble_s` measures the same. A rank's own span counts, since an optimizer step that waits for no other
-    rank may begin directly after it; where the step waits for all ranks, H2 and ZB-V lose more.
-
-        naive        m(p - 1)(F + B + W)      any m
-        gpipe        (p - 1)(F + B + W) / v   m >= p; any m where v = 1
-        1f1b         (p - 1)(F + B + W)       any m
-        interleaved  (p - 1)(F + B + W) / v   m >= p
-        zb-h1        (p - 1)(F + B - W)       m >= p
-        zb-h2        (p - 1)(F + B - 2W)      m >= 2p - 1
-        zb-v         (p - 1)(B - W)           m >= 2p - 1 and W <= F <= B
-
-    What W is longer than F, in H2 also than half of F + B, fills no more of the bubble and does not count.
-    Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, for gpipe, 1f1b and interleaved;
-    Qi et al. 2023 (arXiv 2401.10241), section 2.3 for H1 and H2 and section 6 for ZB-V, which gives 0 for
-    F = B = W; the values for other costs are counted from the schedules.
+    rank may begin directly after it; where the step waits for all ranks, H2 and ZB-V lose more. `RECIPES` has the
+    formulas and where they hold.
 
     Args:
-        recipe_name: a name of `RECIPES`; in its formula p is `num_ranks`, m is `num_micro_batches` and v is
-            `virtual_stages`.
         forward_s: F of the formulas; B is `backward_input_s`, and W is `backward_weight_s`.
 
     Raises ScheduleError where a formula does not hold, and what `placement_of` raises.
     """
     p, m = num_ranks, num_micro_batches
-    v = placement_of(recipe_name, p, virtual_stages).stages_per_rank
-    forward, backward, weight = forward_s, backward_input_s, backward_weight_s
-    least = {"naive": 1, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p - 1}.get(recipe_name, p if v > 1 else 1)
+    v, bubble = placement_of(recipe_name, p, virtual_stages).stages_per_rank, recipe_of(recipe_name).bubble
     unknown = f"where the bubble of {recipe_name} has no closed form; simulate the schedule"
-    if m < least:
+    if bubble is None:
+        raise ScheduleError("no-closed-form", f"schedule {recipe_name} is one {unknown}")
+    if m < (least := bubble.least_micro_batches(p, v)):
         raise ScheduleError("no-closed-form", f"num_micro_batches={m} is below {least}, {unknown}")
-    costs = f"F={forward} s, B={backward} s, W={weight} s"
-    if recipe_name == "zb-v" and not weight <= forward <= backward:
+    if bubble.needs_ordered_costs and not backward_weight_s <= forward_s <= backward_input_s:
+        costs = f"F={forward_s} s, B={backward_input_s} s, W={backward_weight_s} s"
         raise ScheduleError("no-closed-form", f"{costs} without W <= F <= B, {unknown}")
-    pass_s = forward + backward + weight
-    closed_forms = {
-        "naive": m * (p - 1) * pass_s,
-        "zb-h1": (p - 1) * (forward + backward - min(weight, forward)),
-        "zb-h2": (p - 1) * (forward + backward - min(2 * weight, 2 * forward, forward + backward)),
-        "zb-v": (p - 1) * (backward - weight),
-    }
-    return _of_name(
-        recipe_name, {**dict.fromkeys(("gpipe", "1f1b", "interleaved"), (p - 1) * pass_s / v), **closed_forms}
-    )
+    return bubble.seconds(p, m, v, forward_s, backward_input_s, backward_weight_s)
 
 
 def bubble_share(
@@ -128,64 +99,29 @@ def bubble_share(
 
 
 def least_bubble_share(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """Return a lower bound of the bubble as a share of what a rank computes, for any times of equal stages.
-
-    With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
-    section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
-    2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
-    p (F + B) or with W, and has the other backwards to do after it; for V, half of them.
+    """Return a lower bound of the bubble as a share of what a rank computes for any times of equal stages, or 0.
 
     >>> least_bubble_share("interleaved", 4, 8, 3), least_bubble_share("zb-h2", 4, 8, 1)
     (0.125, 0.0)
     >>> least_bubble_share("interleaved", 4, 1, 3), round(least_bubble_share("zb-h2", 4, 1, 1), 3)
     (3.0, 1.8)
     """
-    p, m = num_ranks, num_micro_batches
-    if recipe_name == "zb-v":
-        return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
-    if recipe_name.startswith("zb-"):
-        # Less than the third, since W may be longer than the others.
-        filled = (p - 1) / (4 * m) if recipe_name == "zb-h1" else 0.0
-        return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
-    return max((p - 1) / (m * virtual_stages), (p - m) / m)
+    formula = recipe_of(recipe_name).least_bubble_share
+    return 0.0 if formula is None else formula(num_ranks, num_micro_batches, virtual_stages)
 
 
 def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, rank: int) -> int:
     """Return the most stage activations that a rank holds between forward and backward, each 1/v of a rank's layers.
 
-        naive        v
-        gpipe        mv
-        1f1b         min(m, p - i)
-        interleaved  min(mv, 2(p - 1 - i) + (v - 1)r + 1)   r: the longest round; r = p where p divides m
-        zb-h1        min(m, p - i)                          with deferred ones min(m, p) on every rank
-        zb-h2        min(m, 2(p - i) - 1)                   with deferred ones min(m, 2p - 1) on every rank
-        zb-v         min(2m, m + i + 1, 2p)
-
-    They hold for every m. Sources: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for gpipe and 1f1b;
-    Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3, for interleaved, whose L(1 + (p - 1) / (pv)) layers
-    are pv + p - 1 stages on rank 0; Qi et al. 2023 (arXiv 2401.10241), sections 2.3 and 6, for H1, H2 and ZB-V's
-    2p; the values for ZB-V with m < 2p - 1 are counted from its schedule.
-
-    Args:
-        rank: i of the formulas, from 0; the other symbols are those of `bubble_s`.
-
     Raises what `placement_of` raises, and ScheduleError where there is no such rank or no micro-batch.
     """
-    p, m = num_ranks, num_micro_batches
-    placement = placement_of(recipe_name, p, virtual_stages)
+    placement = pipeline_rows(recipe_name, num_ranks, num_micro_batches, virtual_stages).placement
     placement.stages_of(rank)  # raises where there is no such rank
-    v = placement.stages_per_rank
-    longest_round = max(interleaved_rounds(p, m))
-    most_in_flight = {
-        "naive": v,
-        "gpipe": m * v,
-        "1f1b": min(m, p - rank),
-        "zb-h1": min(m, p - rank),
-        "interleaved": min(m * v, 2 * (p - 1 - rank) + (v - 1) * longest_round + 1),
-        "zb-h2": min(m, 2 * (p - rank) - 1),
-        "zb-v": min(2 * m, m + rank + 1, 2 * p),
-    }
-    return _of_name(recipe_name, most_in_flight)
+    formula, v = recipe_of(recipe_name).max_in_flight, placement.stages_per_rank
+    if formula is not None:
+        return formula(num_ranks, num_micro_batches, v, rank)
+    moments = moments_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
+    return max(sum(held[:v]) for _, *held in moments)
 
 
 def moments_in_flight(
@@ -203,7 +139,7 @@ def moments_in_flight(
         ends; the micro-batches in flight of each stage; and of each stage those with deferred gradients of weights.
     """
     recipe, stages = recipe_of(recipe_name), placement_of(recipe_name, num_ranks, virtual_stages).stages_of(rank)
-    if len(stages) == 1 and not recipe.splits_backward:  # most is held as a backward begins
+    if len(stages) == 1 and not recipe.splits_backward and recipe.max_in_flight:  # most is held as a backward begins
         return ((0, max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank), 0),)
     number = num_micro_batches
     if recipe.repeats_by_rounds:
@@ -221,12 +157,6 @@ def moments_in_flight(
         if kind is not ActionKind.BACKWARD:
             moments[-1, *counts] = None
     return tuple(moments)
-
-
-def _of_name(recipe_name: str, known: Mapping[str, Number]) -> Number:
-    if recipe_name not in known:
-        raise ScheduleError("no-closed-form", f"schedule {recipe_name} has no closed form; add it to formulas.py")
-    return known[recipe_name]
 
 
 def num_in_flight(schedule: Schedule) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
-"""Generate pipeline schedules by recipe: the computations of each rank for one optimizer step or one evaluation.
+"""Generate pipeline schedules, and list them by name: a row of `RECIPES` says all that is particular to one.
 
-Generators write computations of whole stages only; passes insert transfers, gathers, reductions and steps.
+The config's choices, the closed forms, the planner and the tests read the row. Generated are the computations of each
+rank for one optimizer step or one evaluation, of whole stages only; passes insert transfers, gathers, reductions and
+steps.
 
 Every recipe here takes the micro-batches of a stage in ascending order, for each kind of computation. So a row
 is a sequence of (kind, stage) without numbers, a *pattern*: the k-th of its kind and stage is about micro-batch k.
@@ -17,14 +19,19 @@ rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 >>> print(zero_bubble_h1(num_ranks=2, num_micro_batches=3))
 rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
 rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+>>> placement_of("zb-v", num_ranks=4).stages_of(0)
+(0, 7)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import starmap
+from types import MappingProxyType
+from typing import Final
 
+from shardwise.config.errors import ConfigError
 from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.placement import StagePlacement
 
@@ -297,3 +304,218 @@ def _check_micro_batches(num_micro_batches: int) -> None:
         raise ScheduleError(
             "count-below-one", f"num_micro_batches={num_micro_batches} is below 1; a step runs at least one"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """The seconds that the rank with the longest span is idle, as a closed form.
+
+    `seconds` takes p, m, v, F, B and W. It holds from `least_micro_batches` on, which takes p and v, and with
+    `needs_ordered_costs` for W <= F <= B alone.
+    """
+
+    seconds: Callable[[int, int, int, float, float, float], float]
+    least_micro_batches: Callable[[int, int], int] = lambda p, v: 1
+    needs_ordered_costs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRecipe:
+    """Describe a pipeline schedule.
+
+    `rows` takes the numbers of ranks, micro-batches and virtual stages. A rank has `min_virtual_stages` to
+    `max_virtual_stages` stages (None: any number). `splits_backward` says that it writes BACKWARD_INPUT and
+    BACKWARD_WEIGHT instead of BACKWARD.
+
+    The rest may be left out; the planner then counts and simulates all rows, which is slower. `max_in_flight` takes p,
+    m, v and i and returns the most stage activations that a rank holds. `repeats_by_rounds` says that what a rank holds
+    repeats itself after a few rounds of micro-batches, of the lengths of `interleaved_rounds`. `least_bubble_share`
+    takes p, m and v and returns a lower bound of the bubble as a share of what a rank computes, for any times of equal
+    stages; the planner's search tries the schedules that have one.
+    """
+
+    name: str
+    rows: Callable[[int, int, int], ScheduleRows]
+    min_virtual_stages: int = 1
+    max_virtual_stages: int | None = None
+    is_v_shaped: bool = False
+    splits_backward: bool = False
+    repeats_by_rounds: bool = False
+    max_in_flight: Callable[[int, int, int, int], int] | None = None
+    bubble: Bubble | None = None
+    least_bubble_share: Callable[[int, int, int], float] | None = None
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Say whether a rank has two stages or more, as many as the user wants."""
+        return self.min_virtual_stages > 1 and self.max_virtual_stages is None
+
+    def placement(self, num_ranks: int, virtual_stages: int = 1) -> StagePlacement:
+        """Return where the stages are; 1 virtual stage, the default of the config, means 2 in a V.
+
+        Raises ConfigError where the schedule has no such number of virtual stages, ScheduleError without a rank.
+        """
+        stages_per_rank = 2 if self.is_v_shaped and virtual_stages == 1 else virtual_stages
+        most = stages_per_rank if self.max_virtual_stages is None else self.max_virtual_stages
+        if not self.min_virtual_stages <= stages_per_rank <= most:
+            raise ConfigError(
+                "schedule-virtual-stages",
+                f"pipeline.virtual_stages={virtual_stages} for schedule {self.name}, {self._rule()}",
+            )
+        return StagePlacement(num_ranks, stages_per_rank, self.is_v_shaped)
+
+    def _rule(self) -> str:
+        if self.is_v_shaped:
+            return "which has two stages a rank, in a V; use 2, or schedule interleaved"
+        if self.max_virtual_stages == 1:
+            return "which has one stage a rank; use 1, or schedule interleaved"
+        if self.is_interleaved:
+            return "which has several stages a rank; use 2 or more, or schedule 1f1b"
+        return "which has a stage or more on every rank; use 1 or more"
+
+
+# Forward, and gradients of inputs and of weights, do not take exactly the same time.
+_OF_THIRDS: Final = 0.9
+
+
+def _least_of_whole_backwards(p: int, m: int, v: int) -> float:
+    """Narayanan et al. 2021, section 2.2; few micro-batches: the first rank waits until one is back, p(F + B + W)."""
+    return max((p - 1) / (m * v), (p - m) / m)
+
+
+def _least_of_deferred_weights(p: int, m: int) -> float:
+    """With few micro-batches the first rank waits until one is back, p(F + B), and has the other backwards to do."""
+    return _OF_THIRDS * (2 * p - m - 1) / (3 * m)
+
+
+_OF_WHOLE_BACKWARDS: Final = Bubble(lambda p, m, v, f, b, w: (p - 1) * (f + b + w) / v, lambda p, v: p if v > 1 else 1)
+
+# Sources of the closed forms. Bubbles of gpipe, 1f1b, interleaved: Narayanan et al. 2021 (arXiv 2104.04473), sections
+# 2.2.1 and 2.2.2. H1 and H2: Qi et al. 2023 (arXiv 2401.10241), section 2.3; ZB-V: section 6, which gives 0 for
+# F = B = W. The values for other costs are counted from the schedules: what W is longer than F, in H2 also than half of
+# F + B, fills no more of the bubble and does not count. In flight: Narayanan, section 2.2, for gpipe and 1f1b;
+# Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3, for interleaved, whose L(1 + (p - 1) / (pv)) layers are
+# pv + p - 1 stages on rank 0 where p divides m; Qi, sections 2.3 and 6, for H1 and H2, which with deferred ones hold
+# min(m, p) and min(m, 2p - 1) on every rank, and for ZB-V's 2p; its values for m < 2p - 1 are counted.
+RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
+    {
+        recipe.name: recipe
+        for recipe in (
+            ScheduleRecipe(
+                "naive",
+                naive_rows,
+                max_in_flight=lambda p, m, v, i: v,
+                bubble=Bubble(lambda p, m, v, f, b, w: m * (p - 1) * (f + b + w)),
+            ),
+            ScheduleRecipe(
+                "gpipe",  # it keeps and waits at least as much as 1f1b, as naive does: neither is searched
+                gpipe_rows,
+                max_in_flight=lambda p, m, v, i: m * v,
+                bubble=_OF_WHOLE_BACKWARDS,
+            ),
+            ScheduleRecipe(
+                "1f1b",
+                lambda p, m, v: one_f_one_b_rows(p, m),
+                max_virtual_stages=1,
+                max_in_flight=lambda p, m, v, i: min(m, p - i),
+                bubble=_OF_WHOLE_BACKWARDS,
+                least_bubble_share=_least_of_whole_backwards,
+            ),
+            ScheduleRecipe(
+                "interleaved",
+                interleaved_rows,
+                min_virtual_stages=2,
+                repeats_by_rounds=True,
+                max_in_flight=lambda p, m, v, i: min(
+                    m * v, 2 * (p - 1 - i) + (v - 1) * max(interleaved_rounds(p, m)) + 1
+                ),
+                bubble=_OF_WHOLE_BACKWARDS,
+                least_bubble_share=_least_of_whole_backwards,
+            ),
+            ScheduleRecipe(
+                "zb-h1",
+                lambda p, m, v: zero_bubble_h1_rows(p, m),
+                max_virtual_stages=1,
+                splits_backward=True,
+                repeats_by_rounds=True,
+                max_in_flight=lambda p, m, v, i: min(m, p - i),
+                bubble=Bubble(lambda p, m, v, f, b, w: (p - 1) * (f + b - min(w, f)), lambda p, v: p),
+                # A third of 1F1B's were F = B = W; less, since W may be longer than the others.
+                least_bubble_share=lambda p, m, v: max((p - 1) / (4 * m), _least_of_deferred_weights(p, m)),
+            ),
+            ScheduleRecipe(
+                "zb-h2",
+                lambda p, m, v: zero_bubble_h2_rows(p, m),
+                max_virtual_stages=1,
+                splits_backward=True,
+                repeats_by_rounds=True,
+                max_in_flight=lambda p, m, v, i: min(m, 2 * (p - i) - 1),
+                bubble=Bubble(
+                    lambda p, m, v, f, b, w: (p - 1) * (f + b - min(2 * w, 2 * f, f + b)), lambda p, v: 2 * p - 1
+                ),
+                least_bubble_share=lambda p, m, v: max(0.0, _least_of_deferred_weights(p, m)),
+            ),
+            ScheduleRecipe(
+                "zb-v",
+                lambda p, m, v: zero_bubble_v_rows(p, m),
+                min_virtual_stages=2,
+                max_virtual_stages=2,
+                is_v_shaped=True,
+                splits_backward=True,
+                repeats_by_rounds=True,
+                max_in_flight=lambda p, m, v, i: min(2 * m, m + i + 1, 2 * p),
+                bubble=Bubble(
+                    lambda p, m, v, f, b, w: (p - 1) * (b - w), lambda p, v: 2 * p - 1, needs_ordered_costs=True
+                ),
+                # Half of the other backwards are to do after the first micro-batch came back.
+                least_bubble_share=lambda p, m, v: _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m),
+            ),
+        )
+    }
+)
+"""`pipeline.schedule` may name these schedules."""
+
+
+def recipe_of(name: str) -> ScheduleRecipe:
+    """Return the recipe of a name; raise ConfigError where there is none."""
+    if name not in RECIPES:
+        raise ConfigError(
+            "schedule-unknown", f"pipeline.schedule={name!r} is no schedule; use one of {', '.join(RECIPES)}"
+        )
+    return RECIPES[name]
+
+
+def placement_of(recipe_name: str, num_ranks: int, virtual_stages: int = 1) -> StagePlacement:
+    """Return where the stages of a schedule are.
+
+    Args:
+        virtual_stages: stages a rank; 1 means 2 in a V.
+
+    Raises ConfigError as `ScheduleRecipe.placement` and `recipe_of` do.
+    """
+    return recipe_of(recipe_name).placement(num_ranks, virtual_stages)
+
+
+def pipeline_step(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """Return the computations of one optimizer step, a row for each pipeline rank, of whole stages.
+
+    Args:
+        virtual_stages: stages a rank; 1 means 2 in a V.
+
+    Raises ConfigError where the schedule is unknown or has no such number of virtual stages, and ScheduleError
+    on counts below 1.
+    """
+    return pipeline_rows(recipe_name, num_ranks, num_micro_batches, virtual_stages).schedule()
+
+
+def pipeline_rows(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> ScheduleRows:
+    """Return the rows of `pipeline_step`, generated rank by rank and without `Action` objects.
+
+    `recipe_name`, `num_ranks`, `num_micro_batches`, `virtual_stages` and the errors are those of `pipeline_step`.
+
+    >>> [stage for _, stage, _ in pipeline_rows("zb-v", num_ranks=4, num_micro_batches=1).of(1)]
+    [1, 6, 6, 6, 1, 1]
+    """
+    recipe = recipe_of(recipe_name)
+    placement = recipe.placement(num_ranks, virtual_stages)
+    return recipe.rows(num_ranks, num_micro_batches, placement.stages_per_rank)

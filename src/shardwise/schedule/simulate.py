@@ -39,7 +39,7 @@ from shardwise.schedule.actions import (
     TimedAction,
 )
 from shardwise.schedule.dependencies import Position, dependencies, execution_order
-from shardwise.schedule.registry import pipeline_rows, pipeline_step, placement_of
+from shardwise.schedule.pipelines import pipeline_rows, pipeline_step, placement_of
 
 Cost = Callable[[int, Action], float]
 """Returns the seconds of an action on a rank; those of a transfer belong to SEND, whose end its RECEIVE follows."""

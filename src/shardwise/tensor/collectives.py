@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import ConfigError
-from shardwise.runtime.streams import StreamName
+from shardwise.runtime.device import StreamName
 
 
 def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:

@@ -41,8 +41,8 @@ from torch.nn import functional as F
 
 from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.layout.tp_sharding import check_length
+from shardwise.runtime.device import StreamName
 from shardwise.runtime.op_registry import OpRegistry
-from shardwise.runtime.streams import StreamName
 from shardwise.runtime.torch_private import in_backward, on_backward_end, version
 from shardwise.runtime.weight_grad_queue import WeightGradSink, parameter_of_weight, weight_sink
 from shardwise.tensor import collectives

@@ -101,7 +101,7 @@ def _given(seq_len: int | None, global_batch: int | None) -> list[str]:
 
 
 def _config_on(path: str, cluster: Cluster, settings: Sequence[str]) -> Config:
-    return job_config(path, [f"run.device={'cpu' if cluster.gpu.is_cpu else 'cuda'}", *settings])
+    return job_config(path, [f"run.device={cluster.gpu.run_device}", *settings])
 
 
 def _strategy(

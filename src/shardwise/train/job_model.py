@@ -41,6 +41,7 @@ from shardwise.models import (
     pretrained,
 )
 from shardwise.models.decoder import IGNORED_TARGET
+from shardwise.runtime.device import current_device, forked_rng, is_there, kind_of, wanted_kind
 from shardwise.runtime.format import format_count
 from shardwise.runtime.keyed_rng import keyed_generator
 from shardwise.schedule.formulas import training_flops_per_token
@@ -250,7 +251,7 @@ class HuggingFaceModel:
     def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
         """Return the prompt and what transformers' own sampling adds; the arguments are those of `DecoderModel`."""
         device = prompt.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with forked_rng(device):
             torch.manual_seed(config.run.seed)
             tokens: Tensor = model.generate(  # type: ignore[operator]
                 input_ids=prompt,
@@ -418,8 +419,11 @@ def packing(config: Config) -> dict[str, Any]:
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
     )
-    is_on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    return {"quantization_config": how, "device_map": {"": "cpu" if is_on_cpu else torch.cuda.current_device()}}
+    row = wanted_kind(config.run.device)
+    return {
+        "quantization_config": how,
+        "device_map": {"": current_device(row if is_there(row) else kind_of("cpu"))},
+    }
 
 
 def unpacking(theirs: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.planner.hardware import known_gpu
+from shardwise.runtime.device import device_name
 from shardwise.runtime.memory_tracker import MemorySnapshot, first_line, is_out_of_memory
 from shardwise.train.dataset import PackedDataset, TokenDataset, batches_for_step, sample_order
 from shardwise.train.job_model import JobModel, job_model
@@ -278,7 +279,5 @@ def peak_flops(device_name: str) -> float | None:
 
 def mfu_of(engine: Engine, flops_per_s: float) -> float | None:
     """Return the share of the devices' dense peak that a speed is; None on a CPU, and where the peak is not known."""
-    if engine.device.type != "cuda":
-        return None
-    peak = peak_flops(torch.cuda.get_device_name(engine.device))
+    peak = peak_flops(device_name(engine.device))
     return None if peak is None else flops_per_s / (peak * engine.comm.world_size)

@@ -28,6 +28,7 @@ from shardwise.planner.hardware import CPU, Cluster, GpuSpec
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import RankMemory
+from shardwise.runtime.device import kind_of, total_bytes
 from shardwise.runtime.format import format_bytes
 
 # A prediction that is so much too high is rare; one that is too low refuses nothing.
@@ -128,9 +129,9 @@ def checkpoint_bytes(config: ResolvedConfig, layout: Layout, num_params: int) ->
 
 def _of_memory(config: ResolvedConfig, vocab_size: int, num_local_ranks: int) -> Iterator[ConfigError]:
     """Yield that a rank's predicted peak is more than its device, or its share of the host, holds."""
-    is_gpu = config.run.device == "cuda"
+    is_gpu = not kind_of(config.run.device).is_cpu
     share_bytes = usable_bytes() // num_local_ranks
-    held_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else share_bytes
+    held_bytes = total_bytes(torch.device(config.run.device, 0)) if is_gpu else share_bytes
     memory = _predicted(config, vocab_size, held_bytes)
     if memory is None:
         return

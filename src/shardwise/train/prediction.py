@@ -25,6 +25,7 @@ from shardwise.planner.profile import find_profile
 from shardwise.planner.results import TIMELINE_PARTS, by_timeline_part
 from shardwise.report.page import installed
 from shardwise.report.run_folder import PREDICTION_NAME
+from shardwise.runtime.device import device_name, kind_of, num_devices
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
 from shardwise.train.loop import Trainer
@@ -158,8 +159,8 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
     if profile is not None:
         return cluster_of(profile, num_ranks), ""
     note = "this machine's speed was not measured: shardwise doctor --calibrate lets the planner say times, too"
-    if device.type == "cuda" and (gpu := known_gpu(name)) is not None:
-        num_local = min(num_ranks, torch.cuda.device_count())
+    if not kind_of(device).is_cpu and (gpu := known_gpu(name)) is not None:
+        num_local = min(num_ranks, num_devices(kind_of(device)))
         cluster = Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=gpu.nic_bytes_per_s)
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
     return sizes_cluster(num_ranks, usable_bytes() / num_ranks), note
@@ -215,4 +216,4 @@ def _write(trainer: Trainer, folder: Path, prediction: StepFigures, measured: St
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+    return CPU if kind_of(device).is_cpu else device_name(device)

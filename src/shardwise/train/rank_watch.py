@@ -25,11 +25,13 @@ from typing import Any, Final
 
 import torch
 
+from shardwise.comm.collectives import ScalarSum
 from shardwise.comm.merged import exchange_texts
 from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.launch.host import machine_name, usable_bytes
 from shardwise.report.page import installed
+from shardwise.runtime.device import device_name, kind_of, numbers_on, total_bytes
 from shardwise.runtime.format import format_s
 from shardwise.runtime.timeline import WAIT
 
@@ -127,6 +129,7 @@ class RankWatch:
         self._folder = folder if engine.comm.rank == 0 else None
         self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._recent_parts: deque[Mapping[str, float]] = deque(maxlen=_NUM_RECENT)
+        self._unread: tuple[int, dict[str, float], ScalarSum] | None = None  # of the last step
         hosts = [json.loads(text) for text in self._exchange([machine_name(), socket.gethostname()], "hosts")]
         num_local = sum(host[0] == hosts[engine.comm.rank][0] for host in hosts)
         self._limit_bytes = device_limit_bytes(engine.device, num_local)
@@ -135,7 +138,7 @@ class RankWatch:
             versions = {"python": platform.python_version()} | {name: installed(name) for name in _VERSIONS}
             values = {
                 "versions": {name: version for name, version in versions.items() if version is not None},
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+                "device": device_name(device),
                 "world_size": engine.comm.world_size,
                 "hosts": list(dict.fromkeys(name for _, name in hosts)),
                 "command": list(sys.argv),
@@ -160,11 +163,24 @@ class RankWatch:
         return StepFacts(memory=memory)
 
     def _find_slow(self, step: int, step_s: float) -> SlowStep | None:
-        """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long."""
-        own_s = torch.tensor([step_s], dtype=torch.float64, device=self._engine.device)
-        (longest_s,) = self._engine.comm.max_scalars(own_s, "time of the step")
+        """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long.
+
+        On a GPU what is found is that of the step before: to read the numbers of this one now, the host would wait
+        until the GPU has nothing to do.
+        """
+        comm = self._engine.comm
+        own_s = numbers_on(self._engine.device, step_s).reshape(1)
         parts = dict(self._engine.parts.timeline.clock.parts_s)
         parts["data"] = max(0.0, step_s - sum(parts.values()))  # what comes before and between the passes
+        seen = step, parts, comm.start_max_of_scalars(own_s, "time of the step")
+        if comm.waits_on_host:
+            return self._judge(*seen)
+        before, self._unread = self._unread, seen
+        return None if before is None else self._judge(*before)
+
+    def _judge(self, step: int, parts: dict[str, float], longest: ScalarSum) -> SlowStep | None:
+        """Say whether a step was slow, and which rank the others waited for."""
+        (longest_s,) = longest.read()
         slow = None
         if len(self._recent_s) >= _NUM_BEFORE:
             usual_s = median(self._recent_s)
@@ -225,9 +241,9 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
 
 def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None:
     """Return the memory that one rank may fill: a GPU's, or its share of the host's, which `num_local_ranks` share."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return usable_bytes() // num_local_ranks if device.type == "cpu" else None
+    if device.type == "meta":
+        return None
+    return usable_bytes() // num_local_ranks if kind_of(device).is_cpu else total_bytes(device)
 
 
 def note_command(folder: Path) -> None:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-import torch
 from rich.console import Console
 
 from shardwise.config.arguments import checked
@@ -29,6 +28,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.report.console import Escaped, Terminal
 from shardwise.report.run_folder import WIRE_NAME, write_run_page
+from shardwise.runtime.device import device_name
 from shardwise.runtime.format import format_count
 from shardwise.train.loop import StepMeter, mfu_of
 from shardwise.train.metrics import METRICS_NAME, RunInfo, SinkSet, StepRecord
@@ -215,7 +215,7 @@ def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resu
         resumed: words on the checkpoint that the run goes on from.
     """
     config, mesh = engine.config, engine.layout.mesh
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+    device = device_name(engine.device)
     return Header(
         model=model,
         layout=f"{layout_line(config, mesh.world_size)}, {device}, {precision_line(config.precision)}",

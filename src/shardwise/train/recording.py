@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 
 from shardwise.comm.merged import exchange_texts
 from shardwise.config.arguments import checked
 from shardwise.config.written_files import write_whole
 from shardwise.engine.engine import Engine
 from shardwise.report.chrome_trace import chrome_trace
+from shardwise.runtime.device import numbers_on
 from shardwise.schedule import Action, TimedAction
 from shardwise.zero.flat_buffer import ParamState
 
@@ -45,7 +45,7 @@ def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
     """
     engine.parts.refuse_if_simulated()
     comm = engine.parts.comms.pipeline
-    comm.max_scalars(torch.zeros(1, dtype=torch.float64, device=engine.device), "clocks of the timeline")
+    comm.max_scalars(numbers_on(engine.device, [0.0]), "clocks of the timeline")
     here_s = time.perf_counter()
     rows = [
         (str(timed.action), timed.start_s - here_s, timed.end_s - here_s, timed.stream) for timed in engine.timeline
@@ -103,11 +103,9 @@ class ProfileWindow:
         if self._profile is not None and num_steps >= last:
             self.close()
         elif self._profile is None and first <= num_steps + 1 <= last:
-            activities = [ProfilerActivity.CPU]
-            activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             try:
                 self._settle()
-                self._profile = profile(activities=activities)
+                self._profile = profile(activities=supported_activities())
                 self._profile.start()
             except RuntimeError as error:  # another profiler is on
                 self._profile = self._steps = None

@@ -42,6 +42,7 @@ from shardwise.launch.signals import StopFlag
 from shardwise.report.console import Escaped, LogFormatter, progress, write_line
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
+from shardwise.runtime.device import choose_kind, num_devices
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.schedule import TimedAction
 from shardwise.tensor.plan_layout import plan_layout
@@ -68,7 +69,6 @@ from shardwise.train.setup import (
     CONFIG_NAME,
     TOKENIZER_NAME,
     create_folder,
-    device_kind,
     lent_data_line,
     prepare_job_data,
     resolve_job,
@@ -105,8 +105,8 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
         ConfigError: the config does not fit this machine; it is raised before any process starts.
     """
     num_ranks = config.run.num_procs or default_num_ranks(config.run.device)
-    num_gpus = torch.cuda.device_count()
-    if device_kind(config) == "cuda" and num_ranks > num_gpus:
+    num_gpus = num_devices(choose_kind(config.run.device))
+    if 0 < num_gpus < num_ranks:
         raise ConfigError(
             "more-ranks-than-gpus",
             f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU",
@@ -157,7 +157,7 @@ def join(
         ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
         LaunchError: the ranks did not meet.
     """
-    start_process_group(env, device_kind(config), config.run.timeout_s)
+    start_process_group(env, choose_kind(config.run.device).name, config.run.timeout_s)
     if prepared is None:
         config, folder, shard_path, resume = _agree_on_place(config, env, console, resume)
     else:

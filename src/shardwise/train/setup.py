@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from shardwise.optim.rules import optimizer_kind
 from shardwise.planner.configs import strategy_of
 from shardwise.planner.results import layout_words
 from shardwise.report.page import leaves
+from shardwise.runtime.device import choose_kind, kind_of, total_bytes, wanted_kind
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.fp8_linears import check_fp8
 from shardwise.runtime.recompute import check_backend
@@ -56,8 +57,6 @@ TOKENIZER_NAME = "tokenizer"
 _TIME: Final = "%Y%m%d-%H%M%S"
 _RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
-DeviceKind = Literal["cpu", "cuda"]
-
 # `shardwise train` uses these values where the user gives none and the library's own defaults do not suit a job.
 _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {"batch.micro_size": 8, "optimizer.lr": 6e-4, "scheduler.name": "cosine"}
@@ -70,7 +69,7 @@ _TINY_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
 # hardware is 2.4 times as fast with it as with fp32.
 _TINY_ON: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "cuda": {"run.steps": 2000, "batch.micro_size": 16},
+        "gpu": {"run.steps": 2000, "batch.micro_size": 16},
         "cpu with bf16": {"run.steps": 800},
         "cpu": {"run.steps": 350},
     }
@@ -124,7 +123,7 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Resolv
     Raises:
         ConfigError: it does not fit itself or this machine.
     """
-    run = config.run.model_copy(update={"device": device_kind(config)})
+    run = config.run.model_copy(update={"device": choose_kind(config.run.device).name})
     _refuse_unknown_homes(config)
     check_tiers(config.tiers)
     if config.compile.enabled or config.compile.backend != CompileConfig().backend:  # the compiler takes a second
@@ -194,8 +193,8 @@ def _refuse_too_large(layout: Layout, config: ResolvedConfig, num_local_ranks: i
     device_bytes, host_bytes, nvme_bytes = (sum(layout.bytes_at_rest(tier=tier).values()) for tier in TIERS)
     host_bytes *= num_local_ranks
     memories = []
-    if config.run.device == "cuda":
-        memories.append((device_bytes, torch.cuda.get_device_properties(0).total_memory, "a GPU"))
+    if not kind_of(config.run.device).is_cpu:
+        memories.append((device_bytes, total_bytes(torch.device(config.run.device, 0)), "a GPU"))
     else:
         host_bytes += num_local_ranks * device_bytes
     memories.append((host_bytes, usable_bytes(), "this machine"))
@@ -261,26 +260,6 @@ def sparse_words(config: Config, num_heads: int) -> str:
         return ""
     share = 100 * structure.layout(config.data.seq_len).causal_density
     return f", {config.attention.kind} attention over {share:.3g} % of the causal half"
-
-
-def device_kind(config: Config) -> DeviceKind:
-    """Return where the run computes: on GPUs where there are any, unless the config says otherwise.
-
-    Raises:
-        ConfigError: GPUs are asked for and there are none.
-    """
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "no-gpu", "run.device=cuda but torch sees no GPU; use run.device=cpu, or check the driver and torch's build"
-        )
-    return wanted_device(config)
-
-
-def wanted_device(config: Config) -> DeviceKind:
-    """Return what `device_kind` does, but do not raise where GPUs are asked for and there are none."""
-    if config.run.device != "auto":
-        return config.run.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def prepare_job_data(config: ResolvedConfig, progress: Progress | None = None, **shown: Any) -> PreparedData:
@@ -359,8 +338,8 @@ def runs_in(root: Path) -> list[tuple[str, str, Path]]:
 
 def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
     """Return default values by dotted key, for the keys that the user has not given."""
-    device_type = wanted_device(config)
-    hardware = "cpu with bf16" if device_type == "cpu" and has_fast_bf16() else device_type
+    row = wanted_kind(config.run.device)
+    hardware = ("cpu with bf16" if has_fast_bf16() else "cpu") if row.is_cpu else "gpu"
     defaults: dict[str, Any] = {**_DEFAULTS, "precision.param": "fp32" if hardware == "cpu" else "bf16"}
     if config.model.path is not None:
         defaults |= _tuning_defaults(config)
@@ -386,7 +365,8 @@ def _tuning_defaults(config: Config) -> dict[str, Any]:
 def slow_dtype_line(config: Config) -> str:
     """Warn that a run on this CPU computes in a dtype that the CPU lacks; empty where it does not."""
     dtype = config.precision.param
-    if wanted_device(config) != "cpu" or dtype not in ("bf16", "fp16") or _has_in_hardware(dtype):
+    row = wanted_kind(config.run.device)
+    if not row.is_cpu or dtype not in ("bf16", "fp16") or _has_in_hardware(dtype):
         return ""
     return (
         f"warning: precision.param={dtype}, which this CPU computes in software, up to a hundred times more slowly "

@@ -34,13 +34,14 @@ from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape, check
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.planner.configs import config_of
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory
+from shardwise.runtime.device import kind_of, wanted_kind
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import bubble_share
 from shardwise.schedule.simulate import OpTimes
 from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.needs import checkpoint_bytes
-from shardwise.train.setup import check_job, layout_line, precision_line, sparse_words, wanted_device
+from shardwise.train.setup import check_job, layout_line, precision_line, sparse_words
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
 from shardwise.verify.simulate import RankJob
 
@@ -86,7 +87,7 @@ def dry_run(
         ConfigError: the config is wrong, as for a run, or its optimizer cannot be simulated.
     """
     start_s = time.perf_counter()
-    run = config.run.model_copy(update={"device": wanted_device(config)})
+    run = config.run.model_copy(update={"device": wanted_kind(config.run.device).name})
     resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
     model = job_model(resolved)
 
@@ -251,9 +252,12 @@ def _header(run: DryRun) -> Table:
     grid.add_row("batch", f"{batch}, {config.data.seq_len:,} tokens each")
     if num_bytes := checkpoint_bytes(config, run.layout, run.model.num_params):
         grid.add_row("checkpoint", f"{format_bytes(num_bytes)} by all ranks together")
-    is_cuda = config.run.device == "cuda"
-    device = "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
-    grid.add_row("device", device)
+    row = kind_of(config.run.device)
+    more = "; run.device=cuda for NCCL's" if row.is_cpu else ""
+    grid.add_row(
+        "device",
+        f"{row.name}: {row.backend if row.is_cpu else row.backend.upper()}'s collectives{more}",
+    )
     return grid
 
 
@@ -319,9 +323,8 @@ def _job(price: Estimate, base: Config) -> tuple[str, int, int] | None:
     """Return what `peak_of` takes; None for what only the planner can have, or what is far from full."""
     if price.memory.worst.peak_bytes < _MATTERS_FROM * price.job.cluster.gpu.memory_bytes:
         return None
-    device = "cpu" if price.job.cluster.gpu.is_cpu else "cuda"
     try:
-        config = config_of(price.job, price.strategy, base.override([f"run.device={device}"]))
+        config = config_of(price.job, price.strategy, base.override([f"run.device={price.job.cluster.gpu.run_device}"]))
     except ConfigError:
         return None
     num_ranks = price.job.cluster.num_gpus

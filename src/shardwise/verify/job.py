@@ -33,7 +33,7 @@ from shardwise.models.shrink import (
     shrink_huggingface,
     shrink_seq_len,
 )
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.pipelines import placement_of
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.setup import check_job, job_layout
 from shardwise.verify.model import ModelSpec, build_skeleton

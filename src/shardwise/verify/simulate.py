@@ -59,6 +59,7 @@ from shardwise.engine.runner import RankBatch, run_model
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.runtime.device import kind_of
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory, first_line
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, fake_copy, fake_like, fake_tensors, pytree
@@ -185,7 +186,7 @@ def build_rank(job: RankJob) -> tuple[Engine, Callable[[int], list[Any]]]:
     if layout.pipeline is not None:
         steps = [make_step(config.batch.accumulation or 1) for _ in range(2)]
         examples = _what_stages_receive(model, config, layout.pipeline, steps)
-    comm_factory = SimulatedFactory(layout.mesh, job.rank, "nccl" if config.run.device == "cuda" else "gloo", examples)
+    comm_factory = SimulatedFactory(layout.mesh, job.rank, kind_of(config.run.device).backend, examples)
     with explain_out_of_memory(memory, config, f"on rank {job.rank} while its engine is made"):
         engine = Engine(
             EngineInputs(model, config, layout, memory, comm_factory, loss_fn=job.loss_fn, optimizer=job.optimizer)
@@ -258,7 +259,7 @@ def _what_stages_receive(
     plain_config = _without_pipeline(config)
     copied = _copy_without_memory(model)
     layout = plan_layout(copied, plain_config)
-    comm_factory = SimulatedFactory(layout.mesh, 0, "nccl" if config.run.device == "cuda" else "gloo")
+    comm_factory = SimulatedFactory(layout.mesh, 0, kind_of(config.run.device).backend)
     engine = Engine(
         EngineInputs(
             copied, plain_config, layout, MemoryTracker("cpu"), comm_factory, loss_fn=lambda *_: torch.zeros(())

@@ -35,22 +35,23 @@ from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
+from shardwise.runtime.device import Event
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.param_guard import (
     ParameterClasses,
     Placeholder,
     ReleasedParameterError,
-    set_parameter_class,
     without_parts,
 )
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import (
     has_views,
     is_fake,
     parameter_class,
     plain_torch_functions,
     set_data,
+    set_parameter_class,
+    set_parameter_classes,
     set_unsharded_storage,
 )
 from shardwise.schedule.actions import ActionKind
@@ -110,6 +111,7 @@ class Gather:
     def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources) -> None:
         self.secondary: SecondaryShard | None = None
         self._shards = resources.comms.shards
+        self._is_stored_away = spec.tiers.params != "device"
         num_bytes, near = layout.secondary_bytes(spec), resources.comms.secondary
         if num_bytes and near is not None:
             dtype = torch.uint8 if self.is_encoded else torch_dtype(layout.precision_of(spec).param)
@@ -127,19 +129,23 @@ class Gather:
         if self.secondary is not None:
             self.secondary.is_current = False
 
-    def send(self, buffer: FlatBuffer) -> tuple[Tensor, AllGather, Event]:
-        """Start to write this rank's slice; return what is gathered, by what, and when the slice is written."""
+    def send(self, buffer: FlatBuffer) -> tuple[Tensor, AllGather, Event | None]:
+        """Start to write this rank's slice; return what is gathered, by what, and when the slice is written.
+
+        That is None where it is written in the order of the current stream.
+        """
         wire, secondary = self._open(buffer), self.secondary
         if secondary is None or not secondary.is_current:
             return wire, self._shards.all_gather, self._write(buffer, self._shards.own_slice(wire))
         secondary.near.own_slice(wire).copy_(secondary.values)
-        return wire, secondary.near.all_gather, Event(None)
+        return wire, secondary.near.all_gather, None
 
-    def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event, gathered: AsyncWork) -> AsyncWork:
+    def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event | None, gathered: AsyncWork) -> AsyncWork:
         """Return the work that ends with a valid flat buffer."""
 
         def finish() -> None:
-            written.wait()
+            if written is not None:
+                written.wait()
             gathered.wait()
             if self.secondary is not None:
                 self.secondary.keep(wire)
@@ -152,9 +158,16 @@ class Gather:
         buffer.allocate()
         return buffer.full
 
-    def _write(self, buffer: FlatBuffer, sent: Tensor) -> Event:
+    def _write(self, buffer: FlatBuffer, sent: Tensor) -> Event | None:
         """Start to write this rank's slice of what is gathered; a shard that is a part of the buffer is there."""
-        return buffer.shard.fetch(sent) if buffer.is_released_between_uses else Event(None)
+        if not buffer.is_released_between_uses:
+            return None
+        if self._is_stored_away:
+            return buffer.shard.fetch(sent)
+        stored = buffer.shard.tensor
+        assert stored is not None, "what is stored on the device is a tensor"
+        sent.copy_(stored)
+        return None
 
     def _land(self, buffer: FlatBuffer, wire: Tensor) -> None:
         """Make the flat buffer valid by what was gathered."""
@@ -184,7 +197,7 @@ class EncodedGather(Gather):
     # [Note: Memory of codes]
     # The flat buffer gets its storage only when the codes are there, so that both are whole for as short as can be. For
     # the same reason few groups' codes are under way: the oldest gather is waited for, and its codes go to the pool.
-    def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event, gathered: AsyncWork) -> AsyncWork:
+    def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event | None, gathered: AsyncWork) -> AsyncWork:
         work = super().receive(buffer, wire, written, gathered)
         self._decoding.append(work)
         while len(self._decoding) > MOST_DECODING:
@@ -202,7 +215,7 @@ class EncodedGather(Gather):
     def _open(self, buffer: FlatBuffer) -> Tensor:
         return self._pool.acquire(self._num_bytes, torch.uint8)
 
-    def _write(self, buffer: FlatBuffer, sent: Tensor) -> Event:
+    def _write(self, buffer: FlatBuffer, sent: Tensor) -> None:
         shard = buffer.shard
         is_here = shard.tier == "device"
         exact = shard.read(0, shard.numel) if is_here else self._pool.acquire(shard.numel, shard.dtype)
@@ -214,7 +227,6 @@ class EncodedGather(Gather):
         # event to wait for.
         if not is_here:
             self._pool.release(exact)
-        return Event(None)
 
     def _land(self, buffer: FlatBuffer, wire: Tensor) -> None:
         buffer.allocate()
@@ -243,8 +255,8 @@ class EncodedGather(Gather):
 class Recoding(EncodedGather):
     """Rounds a flat buffer that every rank steps whole: nothing is sent."""
 
-    def send(self, buffer: FlatBuffer) -> tuple[Tensor, AllGather, Event]:
-        return buffer.full, lambda wire, name: AsyncWork(), Event(None)
+    def send(self, buffer: FlatBuffer) -> tuple[Tensor, AllGather, Event | None]:
+        return buffer.full, lambda wire, name: AsyncWork(), None
 
     def _land(self, buffer: FlatBuffer, wire: Tensor) -> None:
         self.recode(wire)
@@ -490,8 +502,7 @@ class FlatBuffer(ABC):
             self._set_classes(self._present_kinds)
 
     def _set_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
-        for parameter, kind in zip(self.parameters, kinds, strict=True):
-            set_parameter_class(parameter, kind)
+        set_parameter_classes(self.parameters, kinds)
         if self._part_type is not None:
             self.show_parts(self._part_type)
 

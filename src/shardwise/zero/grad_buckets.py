@@ -13,7 +13,7 @@ so it runs in every backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Final
@@ -30,9 +30,11 @@ from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
+from shardwise.runtime.device import number_dtype
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
 from shardwise.runtime.state_shards import FlatState
+from shardwise.runtime.torch_private import add_all, copy_all, norms_of, zero_all
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges
 
@@ -62,15 +64,18 @@ class NormShare:
         ]
         self._owned = self._share(left_out).owned
 
-    def square_of(self, gradient: Tensor) -> Tensor:
-        """Return the sum of the squares of this rank's gradients, fp64 and 0-d.
+    def counted_of(self, gradient: Tensor) -> list[Tensor]:
+        """Return the parts of this rank's gradients that it counts.
 
         What tensor-parallel ranks share counts on its owner alone.
         """
         gradient = gradient[self._range]
-        parts = [gradient] if self._owned is None else [gradient[low:high] for low, high in self._owned]
-        squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
-        return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
+        return [gradient] if self._owned is None else [gradient[low:high] for low, high in self._owned]
+
+    def square_of(self, gradient: Tensor) -> Tensor:
+        """Return the sum of the squares of what this rank counts, 0-d, in the device's dtype of numbers."""
+        parts, dtype = self.counted_of(gradient), number_dtype(gradient.device)
+        return norms_of(parts).to(dtype).square().sum() if parts else gradient.new_zeros((), dtype=dtype)
 
 
 class GradState(Enum):
@@ -96,6 +101,7 @@ class GradArrivals:
 
     Attributes:
         used: for each parameter, whether it got a gradient on this rank since the last step.
+        num_missing: how many have got none in the current backward.
     """
 
     def __init__(self, spec: GroupSpec) -> None:
@@ -108,7 +114,7 @@ class GradArrivals:
     def end_backward(self) -> None:
         """Expect a gradient of every parameter again."""
         self._arrived = [False] * len(self._params)
-        self._num_missing = len(self._params)
+        self.num_missing = len(self._params)
 
     def note(self, index: int) -> bool:
         """Note a parameter's gradient; say whether the bucket has one of it, to which this one is added."""
@@ -119,18 +125,13 @@ class GradArrivals:
                 "does; pass use_reentrant=False to torch.utils.checkpoint",
             )
         was_written = self._written[index]
-        self._num_missing -= 1
+        self.num_missing -= 1
         self._written[index] = self._arrived[index] = self.used[index] = True
         return was_written
 
     def mark_used(self, index: int) -> None:
         """Count a parameter as one that got a gradient."""
         self.used[index] = True
-
-    @property
-    def is_complete(self) -> bool:
-        """Say whether the current backward has given every parameter its gradient."""
-        return self._num_missing == 0
 
     @property
     def are_there(self) -> bool:
@@ -144,8 +145,8 @@ class GradArrivals:
             for param, was_written in zip(self._params, self._written, strict=True)
             if not was_written
         ]
-        for start, stop in (*self._gaps, *unused):
-            bucket[start:stop].zero_()
+        if gaps := [bucket[start:stop] for start, stop in (*self._gaps, *unused)]:
+            zero_all(gaps)
         self._written = [False] * len(self._params)
 
     def clear(self) -> None:
@@ -232,7 +233,10 @@ class GradBucket:
         self._slice = slice(start, stop) if is_whole else slice(0, spec.shard_numel)  # of what is stored
         self._memory: Tensor | None = None  # of what is stored on the device
         self._sum: Tensor | None = None  # this rank's slice of it
+        self._cut: Sequence[Tensor] | None = None  # views of that, for the pieces of the optimizer
         self._leased: Tensor | None = None  # the bucket, where it is the pool's
+        # By index, gradients that are not in the bucket yet, and whether they are added there; None where none waits.
+        self._waiting: dict[int, tuple[Tensor, bool]] | None = None if comms.data.waits_on_host else {}
         self._stashed: Tensor | None = None
         self._square: Tensor | None = None
         self._work: AsyncWork | None = None  # the reduction under way
@@ -243,8 +247,8 @@ class GradBucket:
             raise RuntimeError(f"the gradients of {self.spec.name} cannot go from {before} to {after}")
         self.state = state
 
-    def add(self, index: int, gradient: Tensor, will_reduce: bool) -> None:
-        """Add one parameter's gradient to the bucket.
+    def add(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
+        """Add one parameter's gradient to the bucket; say whether this backward has given all of the group's.
 
         Args:
             gradient: of the parameter's shape, any floating dtype.
@@ -256,12 +260,42 @@ class GradBucket:
                 "sparse-gradient",
                 f"the gradient of {param.name} is sparse but shards are dense; build the embedding with sparse=False",
             )
-        bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
-        target = bucket[param.offset : param.offset + param.numel]
-        if self.arrivals.note(index):
-            add_widened(target, gradient.reshape(-1))
-        else:
-            target.view(param.shape).copy_(gradient)
+        if self._waiting is None:
+            bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
+            target = bucket[param.offset : param.offset + param.numel]
+            if self.arrivals.note(index):
+                add_widened(target, gradient.reshape(-1))
+            else:
+                target.view(param.shape).copy_(gradient)
+            return self.arrivals.num_missing == 0
+        if index in self._waiting:  # of the backward before
+            self._write_waiting(will_reduce)
+        self._expect_gradient(will_reduce)
+        self._waiting[index] = gradient, self.arrivals.note(index)
+        if self.arrivals.num_missing == 0:
+            self._write_waiting(will_reduce)
+        return self.arrivals.num_missing == 0
+
+    # [Note: Gradients wait for their group]
+    # On a GPU each kernel costs the host some microseconds, and a copy for each gradient would be the most of what is
+    # launched beside the model's own kernels. So there the gradients of a group are held until the last one has come,
+    # and go into the bucket by one kernel; the bucket is leased then, and not at the first of them. At the end of a
+    # unit's backward, when its activations are gone, there are so both. A CPU copies each while the cache has it.
+    def _write_waiting(self, will_reduce: bool) -> None:
+        """Put the gradients that wait into the bucket."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, {}
+        bucket = self._open_bucket(will_reduce)
+        params = self.spec.params
+        for is_there, write in ((False, copy_all), (True, add_all)):
+            found = [(params[index], gradient) for index, (gradient, each) in waiting.items() if each is is_there]
+            if found:
+                targets = [bucket[at.offset : at.offset + at.numel].view(at.shape) for at, _ in found]
+                write(targets, [gradient for _, gradient in found])
+
+    def _expect_gradient(self, will_reduce: bool) -> None:
+        """Prepare for a gradient that is not in the bucket yet."""
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
         if self._leased is None:
@@ -313,6 +347,7 @@ class GradBucket:
     def _close_bucket(self) -> tuple[Tensor, Tensor | None]:
         """Return the bucket, full, and what of it goes back to the pool."""
         self.finish_reduce()
+        self._write_waiting(will_reduce=True)
         bucket = self._open_bucket(will_reduce=True)
         self.arrivals.close_bucket(bucket)
         leased, self._leased = self._leased, None
@@ -402,6 +437,18 @@ class GradBucket:
         """
         return self._on_device().to(self._master_dtype) if self.holds_sum else None
 
+    def cut(self, gradient: Tensor, places: Sequence[tuple[slice, torch.Size]]) -> Sequence[Tensor]:
+        """Return views of what `gradient` has returned; those of memory that outlives the step are made once.
+
+        Args:
+            places: where the views are and their shapes; the same ones in each call.
+        """
+        if self._cut is not None and gradient is self._sum:
+            return self._cut
+        views = [gradient[where].view(shape) for where, shape in places]
+        self._cut = views if gradient is self._sum else None
+        return views
+
     def _on_device(self) -> Tensor:
         return self._accumulator()
 
@@ -413,11 +460,12 @@ class GradBucket:
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that are allocated."""
+        self._write_waiting(will_reduce=False)
         return [buffer for buffer in (self._memory, self._leased, self._stashed) if buffer is not None]
 
     def drop(self) -> int:
         """Free the buffers, which hold no gradients; the next backward makes new ones. Returns the freed bytes."""
-        memory, self._memory, self._sum = self._memory, None, None
+        memory, self._memory, self._sum, self._cut = self._memory, None, None, None
         return 0 if memory is None else memory.untyped_storage().nbytes()
 
     def clear(self) -> None:
@@ -426,13 +474,15 @@ class GradBucket:
         self.await_taken()  # what is still to be added must not be added to what comes next
         self._enter(GradState.EMPTY)
         self._stashed = self._square = None
+        if self._waiting:
+            self._waiting = {}
         self.arrivals.clear()
         leased, self._leased = self._leased, None
         self._release(leased)
 
     def close(self) -> None:
         """Free what is stored."""
-        self._memory = self._sum = None
+        self._memory = self._sum = self._cut = None
 
 
 class WholeBucket(GradBucket):
@@ -441,6 +491,9 @@ class WholeBucket(GradBucket):
     def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources) -> None:
         super().__init__(spec, layout, resources)
         self._may_be_narrow = self.sums.dtype != self._dtype and resources.comms.data.world_size > 1
+
+    def _expect_gradient(self, will_reduce: bool) -> None:
+        self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
         if self._leased is not None:

@@ -25,7 +25,14 @@ from shardwise.config.errors import ConfigError, EngineError
 from shardwise.offload.step_pipeline import StepChunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
-from shardwise.optim.rules import lacks_some_momentum, scale_in_step, stepped_unfused
+from shardwise.optim.rules import (
+    LateFactor,
+    lacks_some_momentum,
+    may_scale_in_step,
+    rule_of_kind,
+    scaled_in_step,
+    stepped_unfused,
+)
 from shardwise.runtime.state_shards import FlatState, ScalarState, TensorFlatState
 from shardwise.runtime.torch_private import step_hooks
 from shardwise.runtime.user_hooks import reads_first_argument
@@ -59,6 +66,7 @@ class OptimizerUpdate:
 
     Attributes:
         factor: turns accumulated sums into the clipped mean gradient.
+        late: the factor that counts in its place, where the device alone knows it; see `GroupStep.takes_late_factor`.
         used: whether each parameter, by name, got a gradient on some rank; the others stay, as in plain torch.
         gradients: of groups, on the device, until their steps take them.
         options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
@@ -69,6 +77,7 @@ class OptimizerUpdate:
     gradients: dict[ParamGroup, Tensor]
     hooks: StepHooks
     options_of: OptionsOf
+    late: LateFactor | None = None
 
     def take(self, group: ParamGroup) -> Tensor | None:
         """Take a group's summed gradient, brought to the device; None if no backward has reached it."""
@@ -100,7 +109,20 @@ def final_gradient(group: ParamGroup, gradients: Mapping[ParamGroup, Tensor]) ->
 
 
 class GroupStep(ABC):
-    """Steps param groups."""
+    """Steps param groups.
+
+    Attributes:
+        is_settled: a step makes no new states.
+    """
+
+    is_settled = False
+
+    def takes_late_factor(self, gradients: Mapping[ParamGroup, Tensor]) -> bool:
+        """Say whether a step by these gradients may be enqueued before the host knows its factor, and if it is taken.
+
+        Then it makes no states, since a step that is not taken leaves all as it was.
+        """
+        return False
 
     @abstractmethod
     def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
@@ -192,12 +214,29 @@ class TorchStep(GroupStep, StateKeeper):
         self._pieces = pieces
         self._optimizer = optimizer
         self._groups = groups
+        self._pieces_of = {group: [piece for piece in pieces if piece.group is group] for group in groups}
+        self._places_of = {
+            group: [(slice(piece.start, piece.stop), piece.view.shape) for piece in of_group]
+            for group, of_group in self._pieces_of.items()
+        }
         self._first_states = first_states
+        self._settled: tuple[int, int] | None = None  # what `optimizer.state` was once all pieces had states
 
     @property
     def views(self) -> Mapping[str, nn.Parameter]:
         """Return what the optimizer steps, by name of the parameter."""
         return {piece.name: piece.view for piece in self._pieces}
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        return self._settled == (id(self._optimizer.state), len(self._optimizer.state))
+
+    def takes_late_factor(self, gradients: Mapping[ParamGroup, Tensor]) -> bool:
+        if not self.is_settled or len(gradients) < len(self._groups):
+            return False
+        has_momentum = any(group.get("momentum") for group in self._optimizer.param_groups)
+        has_all = not has_momentum or all("momentum_buffer" in states for states in self._optimizer.state.values())
+        return has_all and may_scale_in_step(self._optimizer, gradients.values())
 
     def step(self, update: OptimizerUpdate) -> list[HostUpdate]:
         gradients = {group: update.gradients.pop(group) for group in self._groups if group in update.gradients}
@@ -210,23 +249,30 @@ class TorchStep(GroupStep, StateKeeper):
 
     def _step(self, gradients: Mapping[ParamGroup, Tensor], update: OptimizerUpdate) -> None:
         optimizer, used = self._optimizer, update.used
-        stepped = [piece.view for piece in self._pieces if used[piece.name] and piece.group in gradients]
-        is_mixed = lacks_some_momentum(optimizer, stepped)
-        is_scaled = not (is_mixed or update.hooks.are_there) and scale_in_step(optimizer, update.factor)
-        if not is_scaled:
-            for gradient in gradients.values():
-                gradient.mul_(update.factor)
-        for piece in self._pieces:
-            slices = gradients.get(piece.group) if used[piece.name] else None
-            piece.view.grad = slices[piece.start : piece.stop].view(piece.view.shape) if slices is not None else None
-        try:
+        parts = [
+            (piece.view, part)
+            for group, gradient in gradients.items()
+            if group.grads is not None
+            for piece, part in zip(
+                self._pieces_of[group], group.grads.cut(gradient, self._places_of[group]), strict=True
+            )
+            if used[piece.name]
+        ]
+        is_mixed = lacks_some_momentum(optimizer, [view for view, _ in parts])
+        # Other code may read the gradients, or a step without the fused kernel.
+        scaled = () if is_mixed or update.hooks.are_there else gradients.values()
+        with scaled_in_step(optimizer, update.late or update.factor, scaled) as is_scaled:
+            if not is_scaled:
+                for gradient in gradients.values():
+                    gradient.mul_(update.factor)
+            for view, part in parts:
+                view.grad = part
             with stepped_unfused(optimizer) if is_mixed else nullcontext():
                 update.hooks.step_torch()
-        finally:
-            if is_scaled:
-                del optimizer.grad_scale  # type: ignore[attr-defined]
-        for piece in self._pieces:
-            piece.view.grad = None
+        for view, _ in parts:
+            view.grad = None
+        if len(parts) == len(self._pieces) and rule_of_kind(type(optimizer)) is not None:
+            self._settled = (id(optimizer.state), len(optimizer.state))
 
     def change_weights(self, change: Callable[[], object]) -> None:
         change()
@@ -255,18 +301,22 @@ class TorchStep(GroupStep, StateKeeper):
                     yield name, state, value
 
     def flat_state(self, piece: ParamPiece, state: str) -> FlatState:
+        self._settled = None
         states = self._optimizer.state[piece.view]
         if state not in states:
             states[state] = torch.zeros_like(piece.view, requires_grad=False)
         return TensorFlatState(states[state])
 
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
+        self._settled = None
         place_state(self._optimizer, piece.view, state, value)
 
     def train(self, names: Collection[str], options_of: OptionsOf) -> None:
+        self._settled = None
         self._first_states({name: view for name, view in self.views.items() if name in names})
 
     def prepare(self, wanted: Mapping[str, Mapping[str, Wanted]]) -> None:
+        self._settled = None
         views = self.views
         reset = {name: view for name, view in views.items() if not wanted.get(name)}
         for view in reset.values():

@@ -48,8 +48,10 @@ from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.offload.storage import DeviceStorage, HostStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.device import empty_cache, kind_of, synchronize
 from shardwise.runtime.memory_tracker import Category, MemoryTracker, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
+from shardwise.runtime.param_guard import ReleasedParameterError, released_type
+from shardwise.runtime.torch_private import set_parameter_class
 from shardwise.zero.flat_buffer import ParamState
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup
@@ -66,7 +68,7 @@ class ReleaseTarget:
 
     Attributes:
         path: the folder for the file; None for `tiers.nvme_path`.
-        pin_memory: whether to pin host memory, on CUDA: copies are several times as fast, and torch keeps it for later.
+        pin_memory: whether to pin host memory of a GPU: copies are several times as fast, and torch keeps it for later.
     """
 
     place: Target = "host"
@@ -215,8 +217,7 @@ class MemoryRelease:
         self._kinds_before.clear()
         self._spill_buffer.close()
         self._tiers.trim()
-        if self._tracker.device.type == "cuda":
-            torch.cuda.synchronize(self._tracker.device)
+        synchronize(self._tracker.device)
 
     def refuse(self, params_suffice: bool = False) -> None:
         """Raise, unless only what an evaluation does not need is away and `params_suffice`.
@@ -244,15 +245,14 @@ class MemoryRelease:
                     "offload-inside-gathered", "states cannot be offloaded inside engine.gathered(); call it outside"
                 )
         self._tiers.wait_idle()
-        if self._tracker.device.type == "cuda":
-            torch.cuda.synchronize(self._tracker.device)
+        synchronize(self._tracker.device)
         self._tiers.forget_prefetched()
 
     def _move_out(self, memories: Sequence[_ReleasedMemory]) -> None:
         num_bytes = sum(memory.num_bytes for memory in memories)
         if self._target.place == "host":
             self._spill_buffer = HostSpillBuffer(
-                num_bytes, self._target.pin_memory and self._tracker.device.type == "cuda"
+                num_bytes, self._target.pin_memory and kind_of(self._tracker.device).pins
             )
             for memory in memories:  # each is freed before the next takes host memory
                 self._spill_buffer.write(memory.bytes())
@@ -338,9 +338,7 @@ class MemoryRelease:
         """Return what was freed to the system."""
         self._pool.trim()
         self._tiers.trim()
-        if self._tracker.device.type == "cuda":
-            torch.cuda.synchronize(self._tracker.device)
-            torch.cuda.empty_cache()
+        empty_cache(self._tracker.device)
         trim_host_memory()
 
 
@@ -410,7 +408,7 @@ class HostSpillBuffer:
 
     Args:
         num_bytes: the bytes that will be written.
-        pin_memory: use page-locked memory, so that copies from and to CUDA need not be waited for.
+        pin_memory: use page-locked memory, so that copies from and to a GPU need not be waited for.
     """
 
     def __init__(self, num_bytes: int, pin_memory: bool) -> None:
@@ -421,7 +419,6 @@ class HostSpillBuffer:
         self._num_read = 0  # of the first
 
     def write(self, source: Tensor) -> None:
-        """Append a copy."""
         while source.numel() > 0:
             if not self._chunks or self._num_written == self._chunks[-1].numel():
                 num_bytes = min(CHUNK_BYTES, self._num_bytes_left)
@@ -437,7 +434,6 @@ class HostSpillBuffer:
         """Do nothing: copies are in the order of the stream, and so is the freeing of their source."""
 
     def read(self, target: Tensor) -> None:
-        """Copy back."""
         while target.numel() > 0:
             unread = self._chunks[0][self._num_read :]
             part, target = target[: unread.numel()], target[unread.numel() :]
@@ -448,7 +444,6 @@ class HostSpillBuffer:
                 self._num_read = 0
 
     def close(self) -> None:
-        """Free what was not read."""
         self._chunks.clear()
 
 
@@ -480,7 +475,6 @@ class FileSpillBuffer:
             raise
 
     def write(self, source: Tensor) -> None:
-        """Append a copy, which is written in the background."""
         while source.numel() > 0:
             if self._filling is None:
                 self._filling, self._num_done = self._buffers.acquire(self._next_bytes()), 0
@@ -500,7 +494,6 @@ class FileSpillBuffer:
         self._position = self._num_done = 0
 
     def read(self, target: Tensor) -> None:
-        """Copy what is there, and start to read what is needed next."""
         while target.numel() > 0:
             while len(self._moving) < _MOST_MOVING and self._position < self._num_bytes:
                 buffer = self._buffers.acquire(self._next_bytes())

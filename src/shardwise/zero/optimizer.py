@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,13 @@ from shardwise.config.errors import ConfigError
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.optim.muon import MuonWithAdamW
-from shardwise.optim.rules import refuse_without_rule, rule_of, rule_of_kind
+from shardwise.optim.rules import LateFactor, refuse_without_rule, rule_of, rule_of_kind
+from shardwise.runtime.device import number_dtype, numbers_on
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.optimizer_probe import StepScope
 from shardwise.runtime.state_shards import FlatState
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.torch_private import norms_of
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import (
@@ -278,10 +281,10 @@ class ShardedOptimizer:
         """Return for each of `names` whether it has got a gradient on this rank since the last step."""
         return [flag for group in self._groups if group.grads for flag in group.grads.arrivals.used]
 
-    def square_sums(self) -> list[Tensor]:
-        """Prepare the gradients for the step, and return for each group's slice the sum of its squares.
+    def square_sum(self) -> Tensor:
+        """Prepare the gradients for the step, and return the sum of their squares, fp64 and 0-d, on the device.
 
-        These are fp64 and 0-d, on the device; what ranks of the tensor-parallel group share counts on one of them.
+        What ranks of the tensor-parallel group share counts on one of them.
         """
         # [Note: The norm comes before the step]
         # One factor clips all gradients, and it depends on all of them, on all ranks. So every gradient is made final
@@ -303,14 +306,25 @@ class ShardedOptimizer:
             sum_over_sharers(shared, self._resources.comms.tensor)
         if tied := [(group, grads) for group, grads in held if len(group.holders) > 1]:
             self._sum_over_stages(tied)
-        squares, stage = [], self._resources.comms.pipeline.rank
-        for group, grads in held:
-            if len(group.holders) > 1 and group.holders[0] != stage:
-                continue  # another stage counts it
-            whole = self._gradients.get(group)
-            square = grads.square() if whole is None else grads.norm.square_of(whole)
-            squares.append(square.to(self._resources.comms.tensor.device, non_blocking=True))
-        return squares
+        return self._sum_squares(held)
+
+    def _sum_squares(self, held: Sequence[tuple[ParamGroup, GradBucket]]) -> Tensor:
+        """Return the sum of squares over groups: each of its terms is a group's, so kernels are as few as can be."""
+        device, stage = self._resources.comms.tensor.device, self._resources.comms.pipeline.rank
+        counted = [(group, grads) for group, grads in held if len(group.holders) == 1 or group.holders[0] == stage]
+        parts_of = [
+            grads.norm.counted_of(whole) if (whole := self._gradients.get(group)) is not None else None
+            for group, grads in counted  # what several stages have, one of them counts
+        ]
+        norms = [part for parts in parts_of if parts is not None for part in parts]
+        squares = norms_of(norms).to(number_dtype(device)).square() if norms else numbers_on(device, [])
+        if len(norms) == len(counted) and all(parts is not None and len(parts) == 1 for parts in parts_of):
+            return squares.sum()
+        terms = []
+        for (_, grads), parts in zip(counted, parts_of, strict=True):
+            own, squares = squares[: len(parts or ())], squares[len(parts or ()) :]
+            terms.append(own.sum() if parts is not None else grads.square().to(device, non_blocking=True))
+        return torch.stack(terms).sum()
 
     def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GradBucket]]) -> None:
         by_holders: dict[tuple[int, ...], list[FlatState]] = {}
@@ -319,17 +333,29 @@ class ShardedOptimizer:
             grads.forget_square()
         sum_over_stages(by_holders, self._resources.comms.tied)
 
-    def step(self, factor: float, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
+    @property
+    def takes_late_factor(self) -> bool:
+        """Say whether a step may be enqueued before the host knows its factor, and whether it is taken.
+
+        Then this rank's gradients say that all parameters are used, and one fused kernel steps all of them.
+        """
+        is_one = len(self.steps) == 1 and self.steps[0].takes_late_factor(self._gradients)
+        return is_one and not self.hooks.are_there and all(self.used())
+
+    def step(self, factor: float | LateFactor, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
         """Update the masters with `factor` times the gradients; off the device this happens in the background.
 
         Args:
-            factor: turns accumulated sums into the clipped mean gradient.
+            factor: turns accumulated sums into the clipped mean gradient; a late one if `takes_late_factor`.
             used: whether each parameter, by name, got a gradient on some rank; the others stay, as in plain torch.
 
         Returns:
             the groups whose update is under way.
         """
-        update = OptimizerUpdate(factor, dict(used), self._gradients, self.hooks, self.options_of)
+        late = factor if isinstance(factor, LateFactor) else None
+        known = math.nan if isinstance(factor, LateFactor) else factor
+        update = OptimizerUpdate(known, dict(used), self._gradients, self.hooks, self.options_of, late)
+        are_settled = all(step.is_settled for step in self.steps)
         with timeline.span(ActionKind.STEP, None):
             if self.hooks.are_there:
                 for step in self.steps:
@@ -337,7 +363,8 @@ class ShardedOptimizer:
             on_host = [host for step in self.steps for host in step.step(update)]
             self._gradients.clear()
             stepping = self._submit(on_host) if on_host else {}
-        self.track_states()
+        if not are_settled:
+            self.track_states()
         self._forget_gradients()
         return stepping
 

@@ -23,10 +23,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-import torch
-
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import CodedError
+from shardwise.runtime.device import numbers_on
 from shardwise.zero.param_group import ParamGroup
 
 Names = Sequence[str]
@@ -38,6 +37,8 @@ class LockstepError(CodedError, RuntimeError):
 
 class PrefetchOrder(Protocol):
     """Answers what to gather; `enter_...` and `end_...` return skipped blocks, to be gathered and released at once.
+
+    A block that comes when it cannot raises a `LockstepError`.
 
     Attributes:
         is_lockstep: it is the same on all ranks, whatever blocks they run.
@@ -93,34 +94,28 @@ class RecordedOrder:
         self._beyond: Names = ()
 
     def start_forward(self) -> Names:
-        """Start to record a new order."""
         self._seen = []
         self._next, self._beyond = self._order[:1], self._order[1:]
         return ()
 
     def enter_forward(self, name: str) -> Names:
-        """Note the block; none is skipped."""
         self._seen.append(name)
         self._set_next(name, self._order)
         return ()
 
     def end_forward(self) -> Names:
-        """Keep the recorded order."""
         self._order = tuple(self._seen) or self._order
         return ()
 
     def start_backward(self) -> Names:
-        """Begin with the forward's order in reverse."""
         self._next, self._beyond = self._order[-1:], self._order[-2::-1]
         return ()
 
     def enter_backward(self, name: str) -> Names:
-        """Note where the backward is."""
         self._set_next(name, self._order[::-1])
         return ()
 
     def end_backward(self) -> Names:
-        """End the backward; none is skipped."""
         return ()
 
     def next_units(self) -> Names:
@@ -129,15 +124,12 @@ class RecordedOrder:
         return units
 
     def upcoming(self, count: int) -> Names:
-        """Return the blocks that followed that one."""
         return self._beyond[:count]
 
     def is_last(self, name: str) -> bool:
-        """Say whether the block was the last one."""
         return bool(self._order) and name == self._order[-1]
 
     def unused(self) -> Names:
-        """Return the blocks that the current forward has not run."""
         return [name for name in self._names if name not in self._seen]
 
     def _set_next(self, name: str, order: Names) -> None:
@@ -157,52 +149,34 @@ class StaticOrder:
         self._has_next = False
 
     def start_forward(self) -> Names:
-        """Begin at the first block."""
         return self._start(self._names)
 
     def enter_forward(self, name: str) -> Names:
-        """Return the blocks between the last one and this.
-
-        Raises:
-            LockstepError: the order is past this block already.
-        """
         return self._advance(name, "forward")
 
     def end_forward(self) -> Names:
-        """Return the blocks after the last one that ran."""
         return self._end()
 
     def start_backward(self) -> Names:
-        """Begin at the last block."""
         return self._start(self._names[::-1])
 
     def enter_backward(self, name: str) -> Names:
-        """Return the blocks between the last one and this.
-
-        Raises:
-            LockstepError: the order is past this block already.
-        """
         return self._advance(name, "backward")
 
     def end_backward(self) -> Names:
-        """Return the blocks that the backward has not reached."""
         return self._end()
 
     def next_units(self) -> Names:
-        """Return the next block in module order; only once for each block that runs."""
         has_next, self._has_next = self._has_next, False
         return self._path[self._position : self._position + 1] if has_next else ()
 
     def upcoming(self, count: int) -> Names:
-        """Return the blocks after the next one in module order."""
         return self._path[self._position + 1 : self._position + 1 + count]
 
     def is_last(self, name: str) -> bool:
-        """Say whether the block is the last in module order."""
         return name == self._names[-1]
 
     def unused(self) -> Names:
-        """Return none: the skipped blocks have been gathered and released."""
         return ()
 
     def _start(self, path: Names) -> Names:
@@ -326,7 +300,7 @@ class ReductionOrder(Generic[Group]):
     def late_on_any(self, ranks: Comm) -> list[Group]:
         """Return the groups that are late on any of the ranks, in the order of reductions. All of them call it."""
         flags = [float(group in self.late) for group in self.groups]
-        agreed = ranks.max_scalars(torch.zeros(0, dtype=torch.float64, device=ranks.device), "late gradients", flags)
+        agreed = ranks.max_scalars(numbers_on(ranks.device, []), "late gradients", flags)
         return [group for group, flag in zip(self.groups, agreed, strict=True) if flag]
 
     @property

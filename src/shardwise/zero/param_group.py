@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -252,7 +253,7 @@ class ParamGroup(FlatBuffer):
         No class reports when it is read, so an update must have come when the step returns.
         """
         is_whole = self.state is ParamState.UNSHARDED and not self.is_released_between_uses
-        return is_whole and self._is_shared(len(self.parameters) + self._num_pieces())
+        return is_whole and self._is_shared(len(self.parameters) + self._num_pieces)
 
     # [Note: Steps that go on in the background]
     # A step returns while the host still steps some groups, so that the next forward begins earlier. Until its task
@@ -322,15 +323,6 @@ class ParamGroup(FlatBuffer):
             self.shard.write(0, written)
         self.writes.accept()
 
-    def check_unchanged(self) -> None:
-        """Take over what other code has written into the parameters; raise where the engine cannot follow.
-
-        Raises:
-            ConfigError: as `ParamWrites.check`.
-        """
-        self.writes.check()
-        self.follow_writes()
-
     def follow_writes(self) -> None:
         if self.state is ParamState.UNSHARDED and self.writes.are_followed:
             with torch.no_grad():
@@ -364,7 +356,7 @@ class ParamGroup(FlatBuffer):
                 set_data(parameter, torch.empty(shape, dtype=parameter.dtype, device="meta"))
         if self.transport.secondary is not None:
             self._tracker.resize(self.transport.secondary.values, 0)
-        if not self._is_shared(self._num_pieces() if at_once else 1):  # otherwise it dies with the last of its views
+        if not self._is_shared(self._num_pieces if at_once else 1):  # otherwise it dies with the last of its views
             self._tracker.resize(self.full, 0)
         for storage in {self.shard, self.master}:
             storage.close()
@@ -419,6 +411,7 @@ class ParamGroup(FlatBuffer):
         for start in range(0, self.master.numel, CHUNK_NUMEL):
             self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
 
+    @cached_property
     def _num_pieces(self) -> int:
         """Return how many tensors share the memory of `full` beside the parameters: the shard, and what is stepped."""
         if self.is_released_between_uses:

@@ -20,7 +20,7 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
-from shardwise.runtime.torch_private import in_backward, on_backward_end
+from shardwise.runtime.torch_private import on_backward_end, parameter_ids
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradState
 from shardwise.zero.order import (
@@ -83,7 +83,6 @@ class ShardingState:
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
         self._updates = HostUpdates()
-        self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
         self._lent = LentGroups()
         self.watch = GradientWatch(model, weakref.ref(self), resources.events.zero_grad)
         self.parts = ShownParts()
@@ -113,7 +112,7 @@ class ShardingState:
                         handle.remove()
                     group.release()
                     del groups[spec]
-                    self._unannounced = [other for other in self._unannounced if other is not group]
+                    self._lent.forget(group)
             for spec in specs:
                 if spec not in groups:
                     groups[spec] = self._make_group(spec, layout)
@@ -138,11 +137,12 @@ class ShardingState:
         Raises:
             ConfigError: names the parameter.
         """
-        known = {key: group.spec.params[index].name for key, (group, index) in self._place_of.items()}
-        known |= self.absent.names
-        check_members(self._model, known)
+        if parameter_ids(self._model) != self._place_of.keys() | self.absent.names.keys():
+            known = {key: group.spec.params[index].name for key, (group, index) in self._place_of.items()}
+            check_members(self._model, known | self.absent.names)
         for group in self.groups:
-            group.check_unchanged()
+            group.writes.check()
+            group.follow_writes()
 
     def is_as_trainable(self, may_pause: bool) -> bool:
         """Say whether groups agree with `requires_grad`; with `may_pause` trained groups may have frozen parameters."""
@@ -155,9 +155,8 @@ class ShardingState:
         """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
         self.watch.turn(is_on, self.reductions.groups)
 
-    def pre_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: Unit, is_recomputed: bool) -> None:
         """Make a unit's parameters available, and start to gather the next unit's."""
-        is_recomputed = in_backward()
         if not is_recomputed:
             self._enter_forward(unit)
         for group in unit.used_groups:
@@ -199,7 +198,7 @@ class ShardingState:
         read = read_with(outputs)
         for group in unit.groups:
             if group.is_viewed_by(read):
-                self._pin_until_backward(group)
+                self._lent.keep(group)
                 group.share()
             if not group.is_pinned or group in self.held:
                 group.guard()
@@ -209,7 +208,7 @@ class ShardingState:
             return
         if backward_follows is None:
             for group in unit.groups:
-                self._pin_until_backward(group)
+                self._lent.keep(group)
         # The backward begins with the last unit, so to free that would only gather it again. If another one was the
         # last, this one stays whole until its backward.
         elif not backward_follows or not self.order.is_last(unit.name):
@@ -227,19 +226,19 @@ class ShardingState:
             self.reshard_all(keeps_views=True)
 
     def expect_input_gradients(self, unit: Unit, are_tracked: bool) -> None:
-        """Note a forward: a unit's backward ends only after its inputs have their gradients, if they are tracked."""
         unit.expect_inputs(are_tracked)
 
     def pre_backward(self, unit: Unit) -> None:
         """Make a unit's parameters available, and start to gather the previous unit's."""
         begins = unit.backward_start_s is None
         if begins:
-            self._begin_backward()
+            if self.phase is not Phase.BACKWARD:
+                self._begin_backward()
             if not unit.is_root:
                 self._enter_block(unit, self.order.enter_backward)
         if torch.is_grad_enabled():
             for group in unit.used_groups:  # a graph through this backward is being built, and will need the data again
-                self._pin_until_backward(group)
+                self._lent.keep(group)
         for group in unit.used_groups:
             group.unshard()
             group.wait()
@@ -272,11 +271,11 @@ class ShardingState:
         """
         group, index = self._place_of[id(parameter)]
         assert group.grads is not None, "the parameter is trained"
-        self._begin_backward()
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
         self.has_foreign_gradients |= self.backward.began_in is not Phase.PRE_BACKWARD
         self.reductions.note_gradient(group)
-        group.grads.add(index, gradient, self.backward.will_reduce)
-        if group.grads.arrivals.is_complete:
+        if group.grads.add(index, gradient, self.backward.will_reduce):
             unit = self._unit_of[group.spec.unit]
             if self._is_over(unit):
                 self._close_backward(unit)
@@ -291,8 +290,9 @@ class ShardingState:
         That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first. Where
         inputs cannot be watched, it is when every parameter has its gradient and none of them is frozen.
         """
-        is_complete = all(group.grads is not None and group.grads.arrivals.is_complete for group in unit.groups)
-        return not unit.is_root and (unit.has_all_inputs or (is_complete and unit.num_awaited_inputs <= 0))
+        if unit.is_root or unit.has_all_inputs or unit.num_awaited_inputs > 0:
+            return unit.has_all_inputs and not unit.is_root
+        return all(group.grads is not None and group.grads.arrivals.num_missing == 0 for group in unit.groups)
 
     def _close_backward(self, unit: Unit) -> None:
         """Release a unit's parameters and record its backward, if one has begun."""
@@ -308,7 +308,7 @@ class ShardingState:
 
     def finish(self) -> None:
         """Reduce what backwards have left unreduced, so that a step may follow."""
-        self.reductions.is_last = True
+        self.reductions.expect(is_last=True)
         if self.reductions.has_unreduced:
             self.reductions.start_backward()
             self._reduce_all()
@@ -369,20 +369,14 @@ class ShardingState:
         self.expect_gradients()
         for group in self.units[0].used_groups:
             group.wait()
-        for group in self._unannounced:
+        for group in self._lent.unannounced:
             group.wait()
             group.pin()
-
-    def _pin_until_backward(self, group: ParamGroup) -> None:
-        """Keep a group whose use no hook ends until the end of the backward, or of an evaluation's forward."""
-        group.pin()
-        if group not in self._unannounced:
-            self._unannounced.append(group)
 
     def end_step(self) -> None:
         """Reset after a step: no graph outlives it, and its gradients are no longer final."""
         self._enter(Phase.IDLE)
-        self._unannounced.clear()
+        self._lent.unannounced.clear()
         self.reductions.final.clear()
         self.watch_gradients(False)
 
@@ -452,7 +446,7 @@ class ShardingState:
         self.groups.clear()
         self.reductions.set_groups(())
         self._place_of.clear()
-        self._unannounced.clear()
+        self._lent.unannounced.clear()
         self._updates = HostUpdates()
         release_claim()
 
@@ -462,7 +456,8 @@ class ShardingState:
                 group.unshard()
         for name in self.order.upcoming(NUM_PREFETCHED):
             for group in self._unit_of[name].groups:
-                group.prefetch()
+                if group.spec.tiers.params != "device":
+                    group.prefetch()
 
     def _enter_block(self, unit: Unit, enter: Callable[[str], Names]) -> None:
         """Take part in the gathers of the blocks before this one."""
@@ -492,18 +487,16 @@ class ShardingState:
                 unit.reshard()
 
     def _begin_backward(self) -> None:
-        if self.phase is Phase.BACKWARD:
-            return
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
-        if self.phase is Phase.IDLE and not is_inner:
-            self.backward.after = self._resources.events.before_backward()
+        is_own = self.phase is not Phase.IDLE or is_inner
+        after = None if is_own else self._resources.events.before_backward()
         began_in = self.phase
         for group in self.groups:
             group.follow_writes()  # before a step in this backward
         # What is frozen around another engine's step has no gradients to reduce.
         has_gradients = began_in is Phase.PRE_BACKWARD or any(any(group.trains()) for group in self.reductions.groups)
-        self.backward.begin(began_in, is_inner, has_gradients)
+        self.backward.begin(began_in, is_inner, has_gradients, after)
         self._enter(Phase.BACKWARD)
         self.reductions.start_backward()
         self.order.start_backward()
@@ -544,7 +537,6 @@ class ShardingState:
     def _end_units(self) -> None:
         for unit in self.units:
             self._close_backward(unit)
-        self.backward.num_units = 0
         for group in self.reductions.groups:
             if group.grads is not None:
                 group.grads.arrivals.end_backward()
@@ -573,12 +565,11 @@ class ShardingState:
                 return alias
         group.wait()
         if group.is_released_between_uses:
-            self._pin_until_backward(group)
+            self._lent.keep(group)
             group.unguard()
         return parameter
 
     def on_data(self, parameter: nn.Parameter, value: Tensor | None) -> Tensor:
-        """Note that a parameter's `data` is read, or set to `value`; return the tensor whose `data` it is."""
         used = self.on_released_use(parameter)
         group, index = self._place_of[id(parameter)]
         group.share()
@@ -586,6 +577,5 @@ class ShardingState:
         return used
 
     def on_save(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return what a state dict has in the place of a parameter that is a shard; None where it has its values."""
         group, index = self._place_of[id(parameter)]
         return group.placeholder(index) if group.is_released else None

@@ -40,6 +40,7 @@ from shardwise.comm.mesh import CommGroups
 from shardwise.config.arguments import described
 from shardwise.config.errors import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
+from shardwise.runtime.device import numbers_on
 from shardwise.runtime.optimizer_probe import first_states
 from shardwise.runtime.state_shards import FlatState, is_flat
 from shardwise.zero.optimizer import ShardedOptimizer
@@ -372,7 +373,7 @@ def mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, boo
     states.sharding.finish()
     grads, data = place.group.grads, states.comms.data
     is_used = grads is not None and grads.arrivals.used[place.index]
-    flag = torch.tensor([float(is_used)], dtype=torch.float64, device=data.device)
+    flag = numbers_on(data.device, [float(is_used)])
     _, count, num_used = states.losses.sum_with(flag, f"gradient of {place.spec.name}")
     return states.losses.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
 
@@ -510,7 +511,7 @@ def _receive(
     is_wrong = is_giver and (given is None or given.shape != shape)
     found = "nothing" if given is None else str(tuple(given.shape))
     if from_rank is not None:  # all ranks raise, or none: the others would wait for the value
-        flag = torch.tensor([float(is_wrong)], dtype=torch.float64, device=ranks.device)
+        flag = numbers_on(ranks.device, [float(is_wrong)])
         is_wrong = ranks.max_scalars(flag, f"shape of {what}") > [0.0]
         found = found if is_giver else "another"
     if is_wrong:

@@ -180,6 +180,10 @@ class GroupState:
             scales = self._scales.read(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
         return Encoded(self._codec, stored, scales)
 
+    def encodes(self, piece: ParamPiece) -> bool:
+        """Say whether the values of a piece are encoded."""
+        return self._codec is not None and piece.name not in self._starts
+
     def settle(self, piece: ParamPiece) -> None:
         """Encode what was written of a piece in parts, before it is stepped."""
         flat = self._flats[piece.name]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.config.errors import ConfigError
+from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.precision import StatesDtype
 from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
@@ -29,8 +30,8 @@ from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.optim.rules import OptimizerRule
 from shardwise.runtime.codec_errors import CodecErrors
+from shardwise.runtime.device import Event, kind_of
 from shardwise.runtime.state_shards import FlatState, ScalarState
-from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import is_fake, version
 from shardwise.zero.group_step import (
     GroupStep,
@@ -351,6 +352,9 @@ class StoredStep(GroupStep, StateKeeper):
     ) -> None:
         if is_fake(tensors[_MASTER]):
             return  # no values to step, and no tracker counts the step's buffers
+        by_kernel = has_kernel(tensors[_MASTER]) and not self.errors.is_on
+        if by_kernel:
+            plans = self.runs(plans)
         found: list[StepPiece] = []
         end = 0
         for piece, options, num_steps, is_first in plans:
@@ -367,9 +371,29 @@ class StoredStep(GroupStep, StateKeeper):
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
                 found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
         self._narrow(tensors, end, stop - start)
-        by_kernel = tensors[_MASTER].is_cuda and not self.errors.is_on
         left = _step_on_gpu(self.rule, found, factor) if by_kernel else found
         step_pieces(self.rule, left, factor, self.tiers.step_threads if self.reads_stored else None, self.errors)
+
+    # [Note: Pieces that a kernel steps at once]
+    # Pieces whose states are encoded begin at block borders, so between two of them is at most the rest of a block.
+    # Its gradients and states are zeros, as padding is: a step of it changes nothing, nor a scale. So pieces that are
+    # neighbours, and step by the same numbers, are one piece to a kernel whose launch costs more than its work.
+    def runs(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
+        """Return plans in which neighbours that have encoded states, and step by the same numbers, are one piece."""
+        found: list[StepPlan] = []
+        for plan in plans:
+            piece, *how = plan
+            if found and self._is_encoded(piece):
+                before, *how_before = found[-1]
+                is_next = 0 <= piece.start - before.stop < BLOCK_NUMEL and self._is_encoded(before)
+                if is_next and id(how[0]) == id(how_before[0]) and how[1:] == how_before[1:]:
+                    found[-1] = replace(before, stop=piece.stop), *found[-1][1:]
+                    continue
+            found.append(plan)
+        return found
+
+    def _is_encoded(self, piece: ParamPiece) -> bool:
+        return bool(self.states) and all(state.encodes(piece) for state in self.states.values())
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:
@@ -378,10 +402,13 @@ class StoredStep(GroupStep, StateKeeper):
             tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
 
 
+def has_kernel(master: Tensor) -> bool:
+    """Say whether a kernel of Triton's may step masters where this one is."""
+    return kind_of(master.device).has_kernels and find_spec("triton") is not None
+
+
 def _step_on_gpu(rule: OptimizerRule, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:
-    """Step by one kernel a piece where Triton is installed; return the pieces that the kernel does not know."""
-    if find_spec("triton") is None:
-        return pieces
+    """Step by one kernel a piece; return the pieces that the kernel does not know."""
     from shardwise.zero import triton_step  # it needs Triton
 
     can_step = partial(triton_step.can_step, rule.kind)

@@ -1,4 +1,4 @@
-"""Step a piece whose states are encoded in int8 by one Triton kernel, which decodes, steps and encodes in one pass.
+"""Step a piece whose states are encoded by one Triton kernel, which decodes, steps and encodes in one pass.
 
 It takes a step as `shardwise.offload.cpu_optimizer` does, to rounding. An element's result depends on its own block of
 256 alone, so that it is the same in every layout here too.
@@ -32,7 +32,10 @@ _KEYS = tl.constexpr((1 << (32 - NUM_DROPPED)) - 1)
 
 
 class CodedState(NamedTuple):
-    """Holds pointers to a state's codes and scales, to the codes' values, and to the codes by a float's first bits."""
+    """Holds pointers to a state's codes and scales, to the codes' values, and to the codes by a float's first bits.
+
+    Where it is rounded values, in bf16, all are the pointer to these.
+    """
 
     codes: Any
     scales: Any
@@ -69,13 +72,14 @@ class StepShape(NamedTuple):
     KIND: str
     IS_FIRST: bool
     IS_NESTEROV: bool
+    IS_CODED: bool
     ROWS: int
 
 
 def can_step(kind: type[Optimizer], piece: StepPiece) -> bool:
-    """Say whether the kernel can step a piece: its states are those of the kernel, in int8, and its master is fp32."""
+    """Say whether the kernel can step a piece: its states are those of the kernel, encoded, and its master is fp32."""
     rule = rule_of_kind(kind)
-    num_encoded = sum(isinstance(state, Encoded) and state.scales is not None for state in piece.states.values())
+    num_encoded = sum(isinstance(state, Encoded) for state in piece.states.values())
     is_case = rule is not None and len(piece.states) == _NUM_STATES.get(rule.gpu_kernel)
     return is_case and num_encoded == len(piece.states) and piece.master.dtype == torch.float32
 
@@ -96,7 +100,7 @@ def launch_of(kind: type[Optimizer], piece: StepPiece, factor: float) -> KernelL
     rule = rule_of_kind(kind)
     assert rule is not None, "`can_step` was true"
     numbers, is_nesterov = _numbers(rule.gpu_kernel, piece, factor)
-    shape = StepShape(rule.gpu_kernel, piece.is_first, is_nesterov, _ROWS)
+    shape = StepShape(rule.gpu_kernel, piece.is_first, is_nesterov, states[0].scales is not None, _ROWS)
     numel = piece.master.numel()
     arguments = (piece.master, piece.grad, *map(_pointers, (states[0], states[-1])), numbers, numel, shape)
     return KernelLaunch(_step_blocks, (triton.cdiv(numel, _ROWS * BLOCK_NUMEL), 1, 1), arguments, _NUM_WARPS, 1)
@@ -105,7 +109,8 @@ def launch_of(kind: type[Optimizer], piece: StepPiece, factor: float) -> KernelL
 def _pointers(state: Encoded) -> CodedState:
     is_signed, device = state.codec.is_signed, state.codes.device
     scales = state.scales
-    assert scales is not None, "an int8 state has scales"
+    if scales is None:
+        return CodedState(state.codes, state.codes, state.codes, state.codes)
     return CodedState(state.codes, scales, code_values(is_signed, device), code_table(is_signed, device))
 
 
@@ -152,27 +157,27 @@ def _step_blocks(
     param = tl.load(master + at, mask=at < numel, other=0.0)
     gradient = tl.load(grad + at, mask=at < numel, other=0.0).to(tl.float32) * numbers.factor + numbers.decay * param
     param *= numbers.shrink
-    kept = _decoded(first, rows, numel)
+    kept = _decoded(first, rows, numel, shape.IS_CODED)
     if shape.KIND == "adam":
         kept += (gradient - kept) * (1 - numbers.first)
-        squares = _decoded(second, rows, numel)
+        squares = _decoded(second, rows, numel, shape.IS_CODED)
         squares = squares * numbers.second + gradient * gradient * (1 - numbers.second)
         param -= numbers.lr * tl.div_rn(kept, tl.sqrt_rn(squares) / numbers.root + numbers.eps)
-        _encode(squares, second, rows, numel, False)
-        _encode(kept, first, rows, numel, True)
+        _encode(squares, second, rows, numel, False, shape.IS_CODED)
+        _encode(kept, first, rows, numel, True, shape.IS_CODED)
     elif shape.KIND == "sgd":
         kept = gradient if shape.IS_FIRST else kept * numbers.first + gradient * numbers.second
         param -= numbers.lr * (gradient + kept * numbers.first if shape.IS_NESTEROV else kept)
-        _encode(kept, first, rows, numel, True)
+        _encode(kept, first, rows, numel, True, shape.IS_CODED)
     elif shape.KIND == "lion":
         direction = kept + (gradient - kept) * (1 - numbers.first)
         param -= numbers.lr * ((direction > 0).to(tl.float32) - (direction < 0).to(tl.float32))
         kept += (gradient - kept) * (1 - numbers.second)
-        _encode(kept, first, rows, numel, True)
+        _encode(kept, first, rows, numel, True, shape.IS_CODED)
     else:
         kept += gradient * gradient
         param -= numbers.lr * tl.div_rn(gradient, tl.sqrt_rn(kept) + numbers.eps)
-        _encode(kept, first, rows, numel, False)
+        _encode(kept, first, rows, numel, False, shape.IS_CODED)
     tl.store(master + at, param, mask=at < numel)
 
 
@@ -183,25 +188,41 @@ def _elements(rows: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _decoded(state: tl.tuple, rows: tl.tensor, numel: tl.tensor) -> tl.tensor:
+def _decoded(state: tl.tuple, rows: tl.tensor, numel: tl.tensor, is_coded: tl.constexpr) -> tl.tensor:
     """Return the values of blocks [rows, 256]; those past the end are 0."""
     at = _elements(rows)
-    codes = tl.load(state.codes + at, mask=at < numel, other=0).to(tl.int32)
-    scales = tl.load(state.scales + rows, mask=rows * _BLOCK < numel, other=0.0)
-    return tl.where(at < numel, tl.load(state.levels + codes) * scales[:, None], 0.0)
+    if is_coded:
+        codes = tl.load(state.codes + at, mask=at < numel, other=0).to(tl.int32)
+        scales = tl.load(state.scales + rows, mask=rows * _BLOCK < numel, other=0.0)
+        values = tl.where(at < numel, tl.load(state.levels + codes) * scales[:, None], 0.0)
+    else:
+        values = tl.load(state.codes + at, mask=at < numel, other=0.0).to(tl.float32)
+    return values
 
 
 @triton.jit
-def _encode(values: tl.tensor, state: tl.tuple, rows: tl.tensor, numel: tl.tensor, is_signed: tl.constexpr) -> None:
-    """Store blocks [rows, 256] as the nearest codes, and each block's element of largest magnitude as its scale."""
+def _encode(
+    values: tl.tensor,
+    state: tl.tuple,
+    rows: tl.tensor,
+    numel: tl.tensor,
+    is_signed: tl.constexpr,
+    is_coded: tl.constexpr,
+) -> None:
+    """Store blocks [rows, 256] as the nearest codes, and each block's element of largest magnitude as its scale; or
+    rounded.
+    """
     at = _elements(rows)
-    values = tl.where(at < numel, values, 0.0)
-    scales = tl.max(values, 1)
-    if is_signed:
-        low = tl.min(values, 1)
-        scales = tl.where(scales >= -low, scales, low)
-    scales += tl.sum(values * 0.0, 1)  # a NaN or an infinity makes the scale NaN, which a maximum may overlook
-    shares = tl.div_rn(values, tl.where(scales != 0, scales, 1.0)[:, None])
-    keys = ((shares.to(tl.int32, bitcast=True) + _HALF) >> _DROPPED) & _KEYS
-    tl.store(state.codes + at, tl.load(state.table + keys), mask=at < numel)
-    tl.store(state.scales + rows, scales, mask=rows * _BLOCK < numel)
+    if is_coded:
+        values = tl.where(at < numel, values, 0.0)
+        scales = tl.max(values, 1)
+        if is_signed:
+            low = tl.min(values, 1)
+            scales = tl.where(scales >= -low, scales, low)
+        scales += tl.sum(values * 0.0, 1)  # a NaN or an infinity makes the scale NaN, which a maximum may overlook
+        shares = tl.div_rn(values, tl.where(scales != 0, scales, 1.0)[:, None])
+        keys = ((shares.to(tl.int32, bitcast=True) + _HALF) >> _DROPPED) & _KEYS
+        tl.store(state.codes + at, tl.load(state.table + keys), mask=at < numel)
+        tl.store(state.scales + rows, scales, mask=rows * _BLOCK < numel)
+    else:
+        tl.store(state.codes + at, values.to(tl.bfloat16), mask=at < numel)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, Final, Literal
 
@@ -25,10 +25,9 @@ from shardwise.runtime.param_guard import (
     ReleasedParameterError,
     parameter_classes,
     released_type,
-    set_parameter_class,
 )
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data
+from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, set_parameter_class
 from shardwise.zero.flat_buffer import ParamState, PartType
 from shardwise.zero.param_group import ParamGroup
 
@@ -78,9 +77,15 @@ class BackwardPass:
     reduces: bool = False
     after: Callable[[], None] | None = None
 
-    def begin(self, began_in: Phase, is_inner: bool, has_gradients: bool) -> None:
-        """Begin a backward; `has_gradients` if it may give gradients to parameters that are trained."""
-        self.began_in, self.is_inner = began_in, is_inner
+    def begin(
+        self, began_in: Phase, is_inner: bool, has_gradients: bool, after: Callable[[], None] | None = None
+    ) -> None:
+        """Begin a backward; `has_gradients` if it may give gradients to parameters that are trained.
+
+        Args:
+            after: what is to be called at its end.
+        """
+        self.began_in, self.is_inner, self.num_units, self.after = began_in, is_inner, 0, after
         self.reduces = self.will_reduce and has_gradients and not is_inner
 
     def count_units(self, change: int) -> int:
@@ -116,7 +121,7 @@ class Unit:
     has_all_inputs: bool = False
     has_untracked_forward: bool = False
 
-    @property
+    @cached_property
     def is_root(self) -> bool:
         """Say whether the unit holds what no block does."""
         return self.name == ROOT
@@ -209,10 +214,24 @@ class LentGroups:
 
     They stay until others are gathered so, or their unit claims them. All ranks that run the same code gather the same
     groups here, as in a forward.
+
+    Attributes:
+        unannounced: those that stay until the end of the backward, or of an evaluation's forward.
     """
 
     def __init__(self) -> None:
+        self.unannounced: list[ParamGroup] = []
         self._groups: list[ParamGroup] = []  # the last one last
+
+    def keep(self, group: ParamGroup) -> None:
+        """Keep a group, whose use no hook ends, until the end of the backward."""
+        group.pin()
+        if group not in self.unannounced:
+            self.unannounced.append(group)
+
+    def forget(self, group: ParamGroup) -> None:
+        """Leave out a group that is no more."""
+        self.unannounced = [other for other in self.unannounced if other is not group]
 
     def lend(self, group: ParamGroup, index: int, stays: bool) -> Tensor | None:
         """Gather a group; return one of its parameters as `ParamGroup.lend` does.

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import atexit
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from device.virtual.cuda_names import replace_torch_cuda
-from device.virtual.operators import Generator, Operators
+from device.virtual.operators import Generator, Operators, foreach_operators
 from device.virtual.streams import Order, Scheduler
 
 SOURCE = Path(__file__).with_name("memory.cpp")
@@ -51,6 +51,8 @@ def install(order: Order = "eager", seed: int = 0) -> Scheduler:
     aten = torch.library.Library("aten", "IMPL", "CUDA")
     aten.impl("copy_", operators.copy_, "CUDA")
     aten.impl("record_stream", lambda tensor, stream: None, "CUDA")
+    for op in foreach_operators():  # a GPU has kernels for lists, where torch falls back to one op a tensor
+        aten.impl(str(op).removeprefix("aten.").removesuffix(".default"), partial(operators, op), "CUDA")
     plain_resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
@@ -82,7 +84,7 @@ def interpret_quickly() -> None:
     def patch(function: Any) -> Any:
         key = id(function.__globals__)
         if key in seen:
-            return None  # of calls inside a launch, nobody asks for it
+            return None  # of calls inside a launch, which are not asked
         seen.add(key)
         return plain_patch(function)
 

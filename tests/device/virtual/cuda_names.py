@@ -1,4 +1,4 @@
-"""`torch.cuda`, as far as the library and torch ask it, over the virtual device's scheduler."""
+"""`torch.cuda` and `torch.accelerator`, as far as the library and torch ask them, over the scheduler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Device:
 
 
 class Stream:
-    """Used as `torch.cuda.Stream`."""
+    """Used as `torch.Stream` and `torch.cuda.Stream`."""
 
     device, device_index, device_type = DEVICE, 0, 1
 
@@ -53,6 +53,9 @@ class Stream:
     def query(self) -> bool:
         return Device.scheduler.query(Device.scheduler.record(self.stream_id))
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.stream_id == self.stream_id
 
@@ -68,7 +71,7 @@ class Stream:
 
 
 class Event:
-    """Used as `torch.cuda.Event`."""
+    """Used as `torch.Event` and `torch.cuda.Event`."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
         self.mark: Mark | None = None
@@ -146,7 +149,7 @@ def replace_torch_cuda(native: Any, scheduler: Scheduler, generator: Generator) 
     modes = ("default", "warn", "error")
 
     def set_sync_debug_mode(mode: str | int) -> None:
-        scheduler.on_wait = mode if isinstance(mode, str) else modes[mode]
+        scheduler.debug_mode = mode if isinstance(mode, str) else modes[mode]
 
     def nothing() -> Any:
         """A function of its own for each name, since torch._dynamo keeps a table by function."""
@@ -179,10 +182,13 @@ def replace_torch_cuda(native: Any, scheduler: Scheduler, generator: Generator) 
         "get_rng_state_all": lambda: [generator.get_state()],
         "set_rng_state_all": lambda states: generator.set_state(states[0]),
         "cudart": lambda: Cudart, "set_sync_debug_mode": set_sync_debug_mode,
-        "get_sync_debug_mode": lambda: modes.index(scheduler.on_wait),
+        "get_sync_debug_mode": lambda: modes.index(scheduler.debug_mode),
     }  # fmt: skip
     for name, value in names.items():
         setattr(torch.cuda, name, value)
+    torch.Stream, torch.Event = Stream, Event
+    for name in ("current_stream", "set_stream", "synchronize"):
+        setattr(torch.accelerator, name, names[name])
     torch.cuda._initialized = True
     torch._C._cuda_getCurrentRawStream = lambda index: native.current_stream()
     torch._C._cuda_getDeviceCount = lambda: 1

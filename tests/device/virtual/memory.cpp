@@ -237,8 +237,15 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex current_device() const override { return 0; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  // For a while: what had no device before has none afterwards.
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override {
+    bool had_one = std::exchange(has_chosen_device, true);
+    return had_one ? 0 : -1;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex former) const override {
+    has_chosen_device = former >= 0;
+    return 0;
+  }
   int getNumGPUs() const override { return 1; }
   bool isPinnedPtr(const void* pointer) const override {
     return arena().is_pinned(reinterpret_cast<uintptr_t>(pointer));

@@ -89,6 +89,15 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def foreach_operators() -> Iterator[Any]:
+    """torch's operators over lists of tensors."""
+    for name in sorted(name for name in dir(torch._C._VariableFunctions) if name.startswith("_foreach_")):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                yield getattr(packet, overload)
+
+
 def is_on_device(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cuda"
 

@@ -78,8 +78,10 @@ class Scheduler:
         self.kernels: Counter[str] = Counter()
         self.host_waits: Counter[str] = Counter()
         self.foreign_calls: Counter[str] = Counter()  # of threads that chose no device
-        self.on_wait = "default"  # of the host: also "warn" and "error", as torch.cuda.set_sync_debug_mode says
+        self.debug_mode = "default"  # of waits of the host: also "warn" and "error", as torch.cuda says
         self.trace: Any = None  # torch.cuda._gpu_trace, where CUDA's sanitizer is on
+        # Called at each wait of the host: who asked for it, and whether the device had come so far already.
+        self.on_wait: Callable[[str, bool], object] = lambda why, is_over: None
         self._native = native
         self._lock = threading.RLock()
         self._num_marks = 0
@@ -159,9 +161,10 @@ class Scheduler:
         """Block the host until a point is reached; without one, until all is done."""
         self.spoil_freed()
         self.host_waits[f"{why} {caller()}"] += 1
-        if self.on_wait == "error" and why in ("item", "copy"):
+        self.on_wait(f"{why} {caller()}", mark is not None and mark.is_reached)
+        if self.debug_mode == "error" and why in ("item", "copy"):
             raise RuntimeError("called a synchronizing CUDA operation")
-        if self.on_wait == "warn" and why in ("item", "copy"):
+        if self.debug_mode == "warn" and why in ("item", "copy"):
             place, line = f"{caller()}:0".split(":")[:2]
             warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, place, int(line))
         with self._lock:
@@ -319,7 +322,7 @@ def caller() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         for root in ("/src/shardwise/", "/tests/"):
-            if root in name and "/device/virtual/" not in name:
+            if root in name and not name.endswith("/runtime/device.py") and "/device/virtual/" not in name:
                 return f"{name.split(root)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

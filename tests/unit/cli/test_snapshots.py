@@ -74,7 +74,7 @@ COMMANDS = {
         "train --dry-run my.toml mesh.tp=2 tensor.sequence_parallel=true --world-size 4",
         *(f"train {arguments}" for arguments in TRAIN_REFUSALS),
     ],
-    "config": ["config --help", "config run.device=cpu"],
+    "config": ["config --help"],
     "presets": ["presets"],
     "plan": [
         "plan --help",
@@ -120,6 +120,7 @@ PLACEHOLDERS = {
     r"simulated in [\d.]+ m?s": "simulated in TIME",
     r"\d[\d.]* m?s \([\d.,]+ .?B/s\)": "TIME (SPEED)",
     r"(?<=/cache/)\w{24}": "HASH",
+    r"(?<=is not element-wise; choose one of )[\w, ]+(?= \[)": "NAMES",
     r"/\S*/test_\w+_prints\w*": "FOLDER",
     re.escape(f"shardwise {shardwise.__version__}") + "(?=\n)": "shardwise VERSION",
 }

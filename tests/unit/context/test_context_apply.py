@@ -11,7 +11,6 @@ from shardwise.comm.backends import simulated_comm
 from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.config.resolve import Config
 from shardwise.context.apply import apply_context_parallel, check_context
-from shardwise.context.batch import WholeBatch
 from shardwise.models import Decoder
 
 
@@ -59,7 +58,7 @@ def test_one_rank_keeps_its_batches_and_its_attention() -> None:
     model = decoder()
     attend = model.blocks[0].attention.attend
     sequences, undone = apply_context_parallel(model, config_of(1), simulated(1))
-    assert isinstance(sequences, WholeBatch)
+    assert sequences is None
     assert undone == []
     assert model.blocks[0].attention.attend is attend
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.refusals import refused
 from harness.scanned import scanned
-from shardwise.context.batch import TokenShardedBatch, WholeBatch, cut_batch, main_input, take_tokens
+from shardwise.context.batch import TokenShardedBatch, cut_batch, main_input, take_tokens
 from shardwise.hf.losses import count_targets
 from shardwise.layout.token_ranges import zigzag
 
@@ -100,14 +100,6 @@ def test_more_inputs_than_the_model_takes_are_refused() -> None:
     sequences = TokenShardedBatch(Model(), 0, lambda length: zigzag(length, 2))
     with refused("too-many-inputs", "4 inputs", "3 (tokens, kinds, positions)"):
         sequences.share([TOKENS] * 4, False)
-
-
-def test_a_rank_alone_gets_the_batch_itself() -> None:
-    batch = (TOKENS, torch.ones(3))
-    share = WholeBatch(None).share(batch, True)
-    assert share.batch is batch
-    assert share.inputs is TOKENS
-    assert share.tokens is None
 
 
 SMALL = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -418,6 +418,26 @@ class TestQuiet:
                 module.train()(torch.ones(4, 8))
         module.eval()(torch.ones(4, 8))
         assert modes == [1, int(is_keyed), 0]
+
+    @pytest.mark.parametrize("shares", ["", "mesh.tp=2"])
+    def test_a_model_is_left_as_it_is_until_it_draws(self, shares: str) -> None:
+        class Module(nn.Module):
+            rate = 0.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                return F.dropout(x, self.rate)
+
+        module, draws, is_own = Module(), KeyedDraws(7), []
+        key_dropouts(module, draws, shares=shares)
+        for step in range(6):
+            module.rate = 0.0 if step < 3 else P
+            is_refused = step == 3 and shares
+            with refused("draw-began-late", shares) if is_refused else nullcontext(), draws.at(step, 0, 0, 4):
+                is_own.append(type(module) is Module)
+                dropped = module(torch.ones(4, 8))
+            draws.forget()
+        assert is_own == [False, False, True, True, False, False]
+        assert torch.equal(dropped != 0, mask(4, 8, step=5))
 
     def test_a_forward_that_fails_tells_nothing(self) -> None:
         class Module(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.refusals import refused
+from shardwise.comm.collectives import ScalarSum
 from shardwise.comm.loss import LossAccumulator, LossSum, first_nonfinite_module, read_loss
 
 
@@ -25,8 +26,12 @@ class FakeComm:
         self._others = others
 
     def sum_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
+        return self.start_sum_of_scalars(values, name, known).read()
+
+    def start_sum_of_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> ScalarSum:
         self.names.append(name)
-        return sum(self._others, torch.cat([values, values.new_tensor(known)])).tolist()
+        summed = sum(self._others, torch.cat([values, values.new_tensor(known)]))
+        return ScalarSum(summed, summed.tolist)
 
     def max_scalars(self, values: Tensor, name: str) -> list[float]:
         self.names.append(name)

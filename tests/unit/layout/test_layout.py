@@ -10,7 +10,7 @@ from torch import nn
 
 from harness.models import CASES
 from harness.refusals import refused
-from shardwise.config.resolve import Config, PrecisionConfig
+from shardwise.config.resolve import Config, PrecisionConfig, ZeroConfig
 from shardwise.construction.scan import build_layout
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
@@ -231,8 +231,8 @@ def test_stages_shard_one_role_after_another() -> None:
         sharded = [place is Placement.SHARD for place in (stage.optimizer, stage.grads, stage.params)]
         assert sharded == [number >= 1, number >= 2, number >= 3]
         assert (stage.grads is Placement.PARTIAL) == (number < 2)
-        assert effective_stage(number, num_shards=2) is stage
-        assert effective_stage(number, num_shards=1) is STAGES[0]
+        assert effective_stage(ZeroConfig(stage=number), num_shards=2) is stage
+        assert effective_stage(ZeroConfig(stage=number), num_shards=1) is STAGES[0]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.models import CASES
-from shardwise.config.resolve import Config, Tier, TiersConfig
+from shardwise.config.resolve import Config, Tier, TiersConfig, ZeroConfig
 from shardwise.construction.scan import build_layout
 from shardwise.layout.layout import TIERS, Layout, StateSpec, assign_tiers
 from shardwise.layout.param_groups import GroupSpec, GroupTiers, ParamSpec
@@ -143,7 +143,8 @@ def test_the_stage_is_the_tables_but_for_two_cases(
     stage: int, num_shards: int, params: Tier, grads: Tier, optimizer: Tier
 ) -> None:
     """Gradients off the device are slices in stage 1 too; one rank whose device stores all has nothing to shard."""
-    found = effective_stage(stage, num_shards, TiersConfig(params=params, grads=grads, optimizer=optimizer))
+    tiers = TiersConfig(params=params, grads=grads, optimizer=optimizer)
+    found = effective_stage(ZeroConfig(stage=stage), num_shards, tiers)
     if (params, grads, optimizer) == ("device", "device", "device"):
         assert found is STAGES[0 if num_shards == 1 else stage]
     else:
@@ -153,8 +154,8 @@ def test_the_stage_is_the_tables_but_for_two_cases(
 
 
 def test_activations_on_the_host_change_no_stage() -> None:
-    assert effective_stage(3, 1, TiersConfig(activations="host")) is STAGES[0]
-    assert effective_stage(1, 2, TiersConfig(activations="host")) is STAGES[1]
+    assert effective_stage(ZeroConfig(stage=3), 1, TiersConfig(activations="host")) is STAGES[0]
+    assert effective_stage(ZeroConfig(stage=1), 2, TiersConfig(activations="host")) is STAGES[1]
 
 
 # States

@@ -22,9 +22,9 @@ from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_l
 from shardwise.models.decoder import Decoder, DecoderConfig
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.counters import TransferCounters
+from shardwise.runtime.device import Event, Streams
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.recompute import run_forward, run_stored
-from shardwise.runtime.streams import Event, Streams
 
 OUT, BACK = ("device", "host"), ("host", "device")
 NUM_FEATURES = 16
@@ -557,8 +557,8 @@ class LateEvents:
     def __init__(self, copies: LateCopies) -> None:
         self._copies = copies
 
-    def __call__(self, cuda_event: None) -> Event:
-        return Event(cuda_event)
+    def __call__(self, mark: None) -> Event:
+        return Event(mark)
 
     def record(self, device: torch.device) -> LateEvent:
         return LateEvent(self._copies)

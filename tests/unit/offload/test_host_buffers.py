@@ -130,7 +130,7 @@ def test_threads_take_and_give_one_after_the_other(monkeypatch: pytest.MonkeyPat
 def test_fake_tensors_need_no_memory() -> None:
     tracker = MemoryTracker()
     with fake_tensors():
-        buffers = StagingBuffers(pin_memory=True, tracker=tracker)
+        buffers = StagingBuffers(torch.device("cuda", 0), tracker)
         leased = buffers.acquire(2**44)
         assert (leased.shape, leased.dtype, leased.device.type) == ((2**44,), torch.uint8, "cpu")
         assert tracker.snapshot().live_bytes[Category.BUCKETS] == 2**44

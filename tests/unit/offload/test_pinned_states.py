@@ -8,11 +8,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from harness.fake_device import FakeDevice
 from shardwise.config.resolve import TiersConfig
 from shardwise.layout.layout import Layout
 from shardwise.offload.tiers import Tiers
+from shardwise.runtime.device import Streams
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
-from shardwise.runtime.streams import Streams
 
 NUM = 5000
 
@@ -24,7 +25,8 @@ def test_what_crosses_is_pinned(monkeypatch: pytest.MonkeyPatch, pin_memory: boo
         cudaHostRegister=lambda address, num_bytes, flags: pinned.append(address) or 0,
         cudaHostUnregister=lambda address: pinned.remove(address),
     )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    FakeDevice("cuda").install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime, raising=False)
     streams = cast(Streams, SimpleNamespace(device=torch.device("cuda", 0)))
     layout = cast(Layout, SimpleNamespace(groups=(), states=()))
     tiers = Tiers(TiersConfig(pin_memory=pin_memory), layout, streams, MemoryTracker("cpu"), 0, is_simulated=False)

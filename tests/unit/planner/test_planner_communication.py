@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.config.resolve import Reduce
+from shardwise.config.resolve import Reduce, ZeroConfig
+from shardwise.config.sections import Gather
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
-from shardwise.layout.precision import GatherCodec
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
@@ -158,10 +158,10 @@ def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], 
 @pytest.mark.parametrize("gather", ["param", "int8"])
 @pytest.mark.parametrize(("num_micro_batches", "axes"), [(1, {"dp_shard": 64}), (4, {"dp_shard": 16, "pp": 4})])
 def test_secondary_shards_keep_gathers_within_a_node(
-    gather: GatherCodec, num_micro_batches: int, axes: dict[str, int]
+    gather: Gather, num_micro_batches: int, axes: dict[str, int]
 ) -> None:
     job = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=5e9))  # where the network is slow
-    model = CommTimeModel(replace(job, secondary_shard=8, gather_codec=gather))
+    model = CommTimeModel(replace(job, zero=ZeroConfig(secondary_shard=8), gather_codec=gather))
     strategy = Strategy(zero_stage=3, num_micro_batches=num_micro_batches, gather="micro-batch", **axes)  # type: ignore[arg-type]
     sent = {8: 0, axes["dp_shard"]: 0}
     for call in model.data_calls(strategy):
@@ -190,7 +190,7 @@ def test_secondary_shards_keep_gathers_within_a_node(
 )
 def test_encoded_sums_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], node: int) -> None:
     """As many bytes; steps within nodes are among neighbours, and those across them among one rank of each."""
-    model = CommTimeModel(replace(JOB, secondary_shard=node))
+    model = CommTimeModel(replace(JOB, zero=ZeroConfig(secondary_shard=node)))
     strategy = Strategy(zero_stage=zero_stage, num_micro_batches=4, reduce="int8", **axes)  # type: ignore[arg-type]
     for rank in range(strategy.pp):
         calls, sent = model.data_calls(strategy, rank), 0
@@ -210,7 +210,7 @@ def test_encoded_sums_send_what_the_layout_says(zero_stage: int, axes: dict[str,
 
 def test_codes_shorten_reductions_where_they_stay_in_a_node_first() -> None:
     def reduce_s(dp_shard: int, reduce: Reduce, node: int) -> float:
-        model = CommTimeModel(replace(JOB, secondary_shard=node))
+        model = CommTimeModel(replace(JOB, zero=ZeroConfig(secondary_shard=node)))
         return model.data(Strategy(dp_shard=dp_shard, zero_stage=2, num_micro_batches=2, reduce=reduce)).backward_s
 
     assert reduce_s(8, "int4", 0) < reduce_s(8, "int8", 0) < reduce_s(8, "param", 0)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, Tier
+from shardwise.config.resolve import Config, Tier, ZeroConfig
+from shardwise.config.sections import Gather
 from shardwise.layout.layout import Layout
-from shardwise.layout.precision import GatherCodec, StatesDtype
+from shardwise.layout.precision import StatesDtype
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, GpuSpec
 from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.schedule import RECIPES
 from shardwise.tensor.plan_layout import plan_layout
 
 GPU = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 CLUSTER = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
-SCHEDULES = (("1f1b", 1), ("gpipe", 2), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
+SCHEDULES = (*((name, recipe.min_virtual_stages) for name, recipe in RECIPES.items()), ("gpipe", 2))
 TIERS: tuple[tuple[Tier, Tier, Tier], ...] = (
     ("device", "device", "device"),
     ("device", "device", "host"),
@@ -115,11 +118,13 @@ def layout_or_none(shape: DecoderConfig, s: Strategy, keep_whole_below: int, opt
 def test_folded_bytes_are_those_of_the_whole_model(
     shape: DecoderConfig, strategy: Strategy, below: int, optimizer: str
 ) -> None:
+    # The planner cuts stages by their elements, of which those of Muon's matrices have fewer bytes than the others.
+    assume(strategy.pp == 1 or optimizer != "muon")
     layout = layout_or_none(shape, strategy, below, optimizer)
     assume(layout is not None)
     assert layout is not None
     model = ModelShape.of_decoder(shape)
-    job = PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, keep_whole_below=below)
+    job = PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, zero=ZeroConfig(keep_whole_below=below))
     folded = CompactLayout(replace(job, optimizer=optimizer))
     for rank in range(strategy.pp):
         own = layout.of_pipeline_rank(rank)
@@ -141,10 +146,10 @@ def test_encoded_states_are_counted_to_the_byte(states: StatesDtype, tp: int) ->
     assert CompactLayout(job).at_rest(strategy)["optimizer"] < 0.8 * plain["optimizer"]
 
 
-@pytest.mark.parametrize("gather", ["param", "int8", "fp8"])
+@pytest.mark.parametrize("gather", get_args(Gather))
 @pytest.mark.parametrize(("tp", "stage", "near"), [(1, 0, 0), (1, 1, 0), (2, 2, 0), (1, 3, 0), (2, 3, 2), (1, 3, 1)])
 def test_encoded_gathers_and_secondary_shards_are_counted_to_the_byte(
-    gather: GatherCodec, tp: int, stage: int, near: int
+    gather: Gather, tp: int, stage: int, near: int
 ) -> None:
     shape = replace(preset("tiny"), hidden_size=512, ffn_size=1024, num_layers=3, num_heads=8, num_kv_heads=8)
     shape = replace(shape, head_dim=64, vocab_size=1000)
@@ -154,7 +159,7 @@ def test_encoded_gathers_and_secondary_shards_are_counted_to_the_byte(
     zero, precision = config.zero.model_dump(), config.precision.model_dump()
     sections = {"zero": {**zero, "secondary_shard": near}, "precision": {**precision, "gather": gather}}
     own = plan_layout(Decoder(shape, device="meta"), Config.from_dict({**config.model_dump(), **sections}))
-    folded = CompactLayout(replace(job, gather_codec=gather, secondary_shard=near))
+    folded = CompactLayout(replace(job, gather_codec=gather, zero=ZeroConfig(secondary_shard=near)))
     assert folded.at_rest(strategy) == own.bytes_at_rest()
     assert folded.on_wire(strategy) == own.bytes_on_wire(2)
     if gather == "param" and not near:
@@ -183,8 +188,8 @@ def test_encoded_gradients_are_counted_to_the_byte(zero_stage: int, axes: dict[s
     )
     own = plan_layout(Decoder(shape, device="meta"), config)
     job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
-    folded = CompactLayout(replace(job, reduce_feedback=True, secondary_shard=node))
-    plain = CompactLayout(replace(job, secondary_shard=node))
+    folded = CompactLayout(replace(job, reduce_feedback=True, zero=ZeroConfig(secondary_shard=node)))
+    plain = CompactLayout(replace(job, zero=ZeroConfig(secondary_shard=node)))
     for rank in range(strategy.pp):
         found = folded.at_rest(strategy, rank)
         assert found == own.of_pipeline_rank(rank).bytes_at_rest()

@@ -15,6 +15,7 @@ from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.schedule import RECIPES
 from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
@@ -38,7 +39,7 @@ def job(num_gpus: int, global_batch: int, shape: ModelShape = SHAPE) -> PlanJob:
 def legal_strategies(draw: st.DrawFn) -> Strategy:
     """That our engine runs on the small shape."""
     tp, cp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    schedules = [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]
+    schedules = [(name, recipe.min_virtual_stages) for name, recipe in RECIPES.items()]
     pp = draw(st.sampled_from([1, 2, 3]))
     schedule, virtual_stages = draw(st.sampled_from(schedules)) if pp > 1 else ("1f1b", 1)
     stage = draw(st.integers(0, 3))

@@ -44,6 +44,7 @@ from shardwise.planner.search import (
 )
 from shardwise.planner.step_time import TimeModel
 from shardwise.schedule.formulas import least_bubble_share
+from shardwise.schedule.pipelines import RECIPES
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
 
@@ -286,7 +287,7 @@ def test_no_candidate_takes_less_than_its_bound(hidden_size: int) -> None:
 
 
 @given(
-    st.sampled_from([("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)]),
+    st.sampled_from([("interleaved", 4), *((name, recipe.min_virtual_stages) for name, recipe in RECIPES.items())]),
     st.integers(2, 6),
     st.integers(1, 14),
     st.floats(1.0, 2.5),

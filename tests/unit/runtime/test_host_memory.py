@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.fake_device import FakeDevice
 from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES, host_pages, host_zeros, memory_of
 
 
@@ -65,15 +66,24 @@ class Runtime:
         return 0
 
 
+DEVICE = torch.device("cuda", 0)
+
+
+def runtime_of(monkeypatch: pytest.MonkeyPatch, error: int = 0) -> Runtime:
+    FakeDevice("cuda").install(monkeypatch)
+    runtime = Runtime(error)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime, raising=False)
+    return runtime
+
+
 def is_mapped(address: int) -> bool:
     ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
 
 
 def test_pinned_pages_are_let_go_before_they_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    pages = host_pages(5000, pin_memory=True)
+    runtime = runtime_of(monkeypatch)
+    pages = host_pages(5000, DEVICE)
     view, address = pages[10:20], pages.data_ptr()
     assert runtime.pinned == {address: 8192}
     del pages
@@ -84,18 +94,17 @@ def test_pinned_pages_are_let_go_before_they_are_freed(monkeypatch: pytest.Monke
 
 
 def test_pinned_zeros_are_no_larger_than_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    zeros = host_zeros(5000, torch.float32, pin_memory=True)
+    runtime = runtime_of(monkeypatch)
+    zeros = host_zeros(5000, torch.float32, DEVICE)
     assert runtime.pinned == {zeros.data_ptr(): 20480}
     del zeros
     assert runtime.pinned == {}
 
 
 def test_pages_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    runtime_of(monkeypatch, error=2)
     with pytest.raises(MemoryError, match=r"8192 bytes .*\(error 2\)"):
-        host_pages(5000, pin_memory=True)
+        host_pages(5000, DEVICE)
 
 
 def test_memory_keeps_its_tensor() -> None:

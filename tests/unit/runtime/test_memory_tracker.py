@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.runtime.memory_tracker import AllocatorStats, Category, CudaAllocator, MemoryTracker
+from shardwise.runtime.memory_tracker import AllocatorStats, Category, MemoryTracker, TorchAllocator
 
 
 @pytest.fixture(autouse=True)
@@ -498,9 +498,9 @@ def test_the_cuda_allocator_reads_the_counters_it_names(monkeypatch: pytest.Monk
         "reserved_bytes": {"all": {"current": 20, "peak": 30}},
     }
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: counters)
-    assert CudaAllocator(torch.device("cuda:0")).stats() == AllocatorStats(5, 9, 20)
+    assert TorchAllocator(torch.device("cuda:0")).stats() == AllocatorStats(5, 9, 20)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
-    assert CudaAllocator(torch.device("cuda:0")).stats() == AllocatorStats(0, 0, 0)
+    assert TorchAllocator(torch.device("cuda:0")).stats() == AllocatorStats(0, 0, 0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

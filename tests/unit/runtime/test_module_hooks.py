@@ -37,7 +37,7 @@ class Log(list[str]):
 class LoggedEvents:
     log: Log
 
-    def pre_forward(self, unit: str) -> None:
+    def pre_forward(self, unit: str, is_recomputed: bool) -> None:
         self.log.append(f"{unit}pre_forward")
 
     def post_forward(self, unit: str, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.runtime.param_guard import Placeholder, ReleasedParameterError, released_type, set_parameter_class
-from shardwise.runtime.torch_private import set_unsharded_storage
+from shardwise.runtime.param_guard import Placeholder, ReleasedParameterError, released_type
+from shardwise.runtime.torch_private import set_parameter_class, set_unsharded_storage
 
 
 class UsedError(Exception):

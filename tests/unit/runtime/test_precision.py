@@ -1,14 +1,12 @@
-"""Sums that lose nothing, casts of nested data, and the loss scaler's rule."""
+"""Sums that lose nothing, and the loss scaler's rule."""
 
 import random
-from collections import UserDict
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from shardwise.config.resolve import PrecisionConfig
 from shardwise.runtime.memory_tracker import MemoryTracker
@@ -17,13 +15,10 @@ from shardwise.runtime.precision import (
     TORCH_DTYPES,
     LossScaler,
     add_widened,
-    sum_chunks,
-    to_device,
     torch_dtype,
 )
 from shardwise.runtime.torch_private import fake_tensors
 
-CPU = torch.device("cpu")
 WIDTHS = {torch.float16: 0, torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
 WIDENINGS = [(total, addend) for total, addend in product(WIDTHS, WIDTHS) if WIDTHS[total] > WIDTHS[addend]]
 SAME = [(dtype, dtype) for dtype in WIDTHS]
@@ -74,84 +69,6 @@ def test_add_widened_of_fake_tensors_has_the_scratch_of_real_ones() -> None:
 def test_add_widened_refuses_other_sizes() -> None:
     with pytest.raises((ValueError, RuntimeError)):
         add_widened(torch.zeros(2 * SCRATCH_NUMEL), torch.ones(SCRATCH_NUMEL, dtype=torch.bfloat16))
-
-
-def in_rank_order(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
-    total = rows[0].to(dtype)
-    for row in rows[1:]:
-        total = total + row.to(dtype)
-    return total
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-@pytest.mark.parametrize(("total_dtype", "chunk_dtype"), [*WIDENINGS, *SAME])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_sum_chunks_sums_in_rank_order(
-    num_ranks: int, total_dtype: torch.dtype, chunk_dtype: torch.dtype, accumulate: bool
-) -> None:
-    # Values of very different size, so that another order of the sum gives other bits.
-    chunks = (torch.randn(num_ranks, 33) * 10.0 ** torch.randint(-3, 3, (num_ranks, 33))).to(chunk_dtype)
-    total = torch.randn(33).to(total_dtype) if accumulate else torch.full((33,), torch.nan, dtype=total_dtype)
-    wide = total_dtype if total_dtype.itemsize >= 4 else torch.float32
-    expected = in_rank_order(list(chunks.unbind()), wide)
-    expected = (total.to(wide) + expected if accumulate else expected).to(total_dtype)
-    sum_chunks(total, chunks, accumulate)
-    assert torch.equal(total, expected)
-
-
-@pytest.mark.parametrize("num_ranks", [9, 257])
-def test_sums_run_in_no_less_than_fp32(num_ranks: int) -> None:
-    """256 + 1 is 256 in bf16: a sum in bf16 would stay there."""
-    chunks = torch.ones(num_ranks, 1, dtype=torch.bfloat16)  # [ranks, elements]
-    chunks[0] = 256
-    total = torch.full((1,), torch.nan, dtype=torch.bfloat16)
-    sum_chunks(total, chunks, accumulate=False)
-    assert total.item() == 255 + num_ranks
-    sum_chunks(total, chunks, accumulate=True)
-    assert total.item() == 2 * (255 + num_ranks)
-
-
-def test_to_device_casts_what_floats_and_keeps_the_rest() -> None:
-    tree: dict[str, Any] = {
-        "x": torch.tensor([1.5]),
-        "nested": [torch.tensor([2]), (torch.tensor([True]), torch.tensor([0.5], dtype=torch.float64))],
-        "text": "a",
-        "none": None,
-    }
-    cast = to_device(tree, CPU, torch.bfloat16)
-    assert cast["x"].dtype == cast["nested"][1][1].dtype == torch.bfloat16
-    assert cast["nested"][0].dtype == torch.int64
-    assert cast["nested"][1][0].dtype == torch.bool
-    assert (cast["x"].item(), cast["nested"][1][1].item()) == (1.5, 0.5)
-    assert (cast["text"], cast["none"]) == ("a", None)
-    assert tree["x"].dtype == torch.float32
-    already = torch.ones(2)
-    assert to_device(already, CPU, torch.float32) is already
-
-
-def test_to_device_keeps_dtypes_where_none_is_given() -> None:
-    tree = [torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int32)]
-    assert [tensor.dtype for tensor in to_device(tree, CPU)] == [torch.bfloat16, torch.int32]
-
-
-def test_to_device_takes_any_mapping_as_a_dict() -> None:
-    """As the batches of Hugging Face's tokenizers are, also inside other containers."""
-    moved = to_device([UserDict(x=torch.ones(1), inner=UserDict(y=torch.ones(1)))], CPU, torch.float16)
-    assert moved == [{"x": torch.ones(1), "inner": {"y": torch.ones(1)}}]
-    assert type(moved[0]) is type(moved[0]["inner"]) is dict
-    assert moved[0]["x"].dtype == moved[0]["inner"]["y"].dtype == torch.float16
-
-
-def test_to_device_moves_integers_too() -> None:
-    cast = to_device((torch.tensor([1]), torch.tensor([1.0])), torch.device("meta"), torch.float16)
-    assert [(tensor.device.type, tensor.dtype) for tensor in cast] == [("meta", torch.int64), ("meta", torch.float16)]
-
-
-def test_to_device_lets_gradients_through() -> None:
-    x = torch.ones(2, requires_grad=True)
-    to_device([x], CPU, torch.float64)[0].sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == torch.float32
 
 
 def scaler(**changes: Any) -> LossScaler:

@@ -105,6 +105,25 @@ def test_code_after_a_block_may_write_into_its_output() -> None:
     torch.testing.assert_close(gradients(make, "selective", lambda y: y.add_(1)), expected, rtol=1e-12, atol=1e-12)
 
 
+class Two(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        product = super().forward(x)
+        return product.square(), product
+
+
+def write_product(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    squares, product = outputs
+    return squares + product.mul_(2)
+
+
+def test_code_after_a_block_may_write_into_a_saved_product() -> None:
+    """Without recomputation torch refuses this, so whole recomputation is what to equal."""
+    expected = gradients(lambda: Two(WIDTH, WIDTH), "full", write_product)
+    torch.testing.assert_close(
+        gradients(lambda: Two(WIDTH, WIDTH), "selective", write_product), expected, rtol=1e-12, atol=1e-12
+    )
+
+
 def test_products_that_nothing_writes_into_are_saved() -> None:
     first, again = selective_contexts()
     x, weight = torch.randn(2, 3), torch.randn(3, 3)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.runtime.batch_errors import check_indices
+from shardwise.runtime.module_hooks import uncompiled
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
     OpMode,
@@ -41,7 +42,6 @@ from shardwise.runtime.torch_private import (
     set_data,
     set_unsharded_storage,
     step_hooks,
-    uncompiled,
     unseen_by_op_modes,
     version,
     view_base,

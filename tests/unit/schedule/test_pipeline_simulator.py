@@ -8,20 +8,21 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.schedule import (
+    RECIPES,
     Action,
     insert_transfers,
     makespan_s,
     pipeline_step,
+    pipelines,
     placement_of,
     rank_span_s,
-    registry,
     simulate,
 )
 from shardwise.schedule.pipelines import ScheduleRows
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
 
-SHAPES = [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-h2", 1)]
-SHAPES += [("zb-v", 2), ("gpipe", 2)]
+SHAPES = [(name, recipe.min_virtual_stages) for name, recipe in RECIPES.items()]
+SHAPES += [("interleaved", 3), ("gpipe", 2)]
 EVEN = OpTimes(1.0, 1.1, 0.7)
 SLOW = OpTimes(1.3, 1.2, 0.9)
 SECONDS = st.floats(min_value=0.5, max_value=2.0)
@@ -109,11 +110,11 @@ def test_other_times_than_stages_are_refused() -> None:
 
 def test_a_recipe_that_can_never_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def crossed(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ScheduleRows:
-        rows = registry.RECIPES["gpipe"].rows(num_ranks, num_micro_batches, virtual_stages)
+        rows = RECIPES["gpipe"].rows(num_ranks, num_micro_batches, virtual_stages)
         return dataclasses.replace(rows, pattern=lambda rank: [*rows.pattern(rank)][:: 1 if rank else -1])
 
-    mine = dataclasses.replace(registry.RECIPES["gpipe"], name="mine", rows=crossed)
-    monkeypatch.setattr(registry, "RECIPES", {**registry.RECIPES, "mine": mine})
+    mine = dataclasses.replace(RECIPES["gpipe"], name="mine", rows=crossed)
+    monkeypatch.setattr(pipelines, "RECIPES", {**RECIPES, "mine": mine})
     with refused("dependency-circle", "on rank 0"):
         PipelineSimulator().span("mine", 2, 1, 4, [EVEN] * 2)
 

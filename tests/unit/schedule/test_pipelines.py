@@ -131,7 +131,7 @@ def test_the_bubble_equals_the_closed_form(chosen: tuple[str, int, int, int], se
     assert max(timed_bubbles(pipeline_step(*chosen), seconds)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.bubble])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 5])
 def test_the_closed_form_is_known_for_a_common_step(name: str, num_ranks: int) -> None:
     """m >= 2p, with equal costs and with those of a transformer, W <= F <= B: it may not refuse."""
@@ -145,9 +145,8 @@ def test_the_closed_form_is_known_for_a_common_step(name: str, num_ranks: int) -
 
 def test_the_bubbles_of_four_ranks_are_those_of_the_papers() -> None:
     """In units of F = B = W, p = 4, m = 8: 9 for 1F1B, a third of it for H1, none for H2 and ZB-V."""
-    of = {name: bubble_s(name, 4, 8, RECIPES[name].min_virtual_stages, 1, 1, 1) for name in RECIPES}
     wanted = {"naive": 72, "gpipe": 9, "1f1b": 9, "interleaved": 4.5, "zb-h1": 3, "zb-h2": 0, "zb-v": 0}
-    assert of == wanted
+    assert {name: bubble_s(name, 4, 8, RECIPES[name].min_virtual_stages, 1, 1, 1) for name in wanted} == wanted
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,3 +62,37 @@ def test_host_groups_are_stepped_in_the_order_of_the_next_forward(monkeypatch: p
         for _ in range(2):
             engine.train_step([torch.ones(2, 8)])
     assert begun == [64, 128, 256] * 2
+
+
+@pytest.mark.parametrize("states", ["int8", "bf16"])
+def test_neighbours_are_one_piece_to_a_kernel_and_step_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, states: str
+) -> None:
+    """Also where the first ends within a block; others may stand between them that are not encoded."""
+    triton_step = pytest.importorskip("shardwise.zero.triton_step")
+    step_piece = triton_step.step_piece
+    monkeypatch.setattr(streamed, "has_kernel", lambda master: True)
+    precision = {"param": "fp32", "states": states}
+    config = {"run": {"device": "cpu"}, "zero": {"blocks": []}, "precision": precision}
+
+    def train() -> tuple[int, list[Tensor]]:
+        num_launches = 0
+
+        def count(*arguments: Any) -> None:
+            nonlocal num_launches
+            num_launches += 1
+            step_piece(*arguments)
+
+        monkeypatch.setattr(triton_step, "step_piece", count)
+        torch.manual_seed(0)
+        layers = [nn.Linear(65, 65, bias=False), nn.Linear(65, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 80)]
+        with shardwise.initialize(nn.Sequential(*layers), config, loss_fn=square) as engine:
+            for step in range(3):
+                engine.train_step([torch.randn(2, 65, generator=torch.Generator().manual_seed(step))])
+            return num_launches, [value.detach().clone() for value in engine.module.parameters()]
+
+    num_merged, merged = train()
+    monkeypatch.setattr(streamed.StoredStep, "runs", lambda self, plans: plans)
+    num_single, single = train()
+    assert (num_merged, num_single) == (3 * 2, 3 * 4)  # a bias ends a run
+    assert all(map(torch.equal, merged, single))

@@ -16,6 +16,7 @@ from shardwise.compat.deepspeed.config import read_config, translate
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.config.errors import ConfigError
+from shardwise.runtime.device import choose_kind, current_device, forked_rng, rng_state, set_rng_state
 
 __getattr__ = answers(__name__)
 
@@ -41,7 +42,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
     # The reentrant kind saves its inputs as a function of autograd does, so that they can be saved elsewhere.
-    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+    with save_on_cpu(pin_memory=choose_kind("auto").pins):
         return recompute(call, *args, *kwargs.values(), use_reentrant=True)
 
 
@@ -113,7 +114,7 @@ class CudaRNGStatesTracker:
                 "rng-state-unknown", f"there is no random state {name}; add it, or seed the model parallel one"
             )
         with _forked():
-            (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(self.states_[name])
+            _set_state(self.states_[name])
             try:
                 yield
             finally:
@@ -136,8 +137,21 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def _state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+    state = rng_state(_device())
+    return torch.get_rng_state() if state is None else state
+
+
+def _set_state(state: Tensor) -> None:
+    device = _device()
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        set_rng_state(device, state)
 
 
 def _forked() -> Any:
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+    return forked_rng(_device())
+
+
+def _device() -> torch.device:
+    return current_device(choose_kind("auto"))

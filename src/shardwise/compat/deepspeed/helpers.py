@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwise.compat.deepspeed.accelerator import get_accelerator
 from shardwise.compat.deepspeed.finder import MissingNameError
 from shardwise.compat.deepspeed.names import sentence
 from shardwise.compat.deepspeed.utils import logger
@@ -63,12 +64,12 @@ class WallClockTimer:
 
     def start(self) -> None:
         """Begin, after the device is done with what was given to it."""
-        _synchronize()
+        get_accelerator().synchronize()
         self.started_, self._begin = True, time.perf_counter()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """End; `reset` forgets what was before. The arguments are those of DeepSpeed."""
-        _synchronize()
+        get_accelerator().synchronize()
         passed = time.perf_counter() - self._begin
         self._elapsed, self.started_ = passed if reset else self._elapsed + passed, False
         self._count += 1
@@ -145,12 +146,12 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """Begin a step."""
-        _synchronize()
+        get_accelerator().synchronize()
         self._begin = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """End a step, or a micro-batch of one; the arguments are those of DeepSpeed."""
-        _synchronize()
+        get_accelerator().synchronize()
         self.global_step_count += global_step
         if self.global_step_count > self.start_step:
             self.total_elapsed_time += time.perf_counter() - self._begin
@@ -163,11 +164,6 @@ class ThroughputTimer:
             if steps > 0 and self.total_elapsed_time
             else -float("inf")
         )
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 class OpBuilder:
@@ -256,14 +252,14 @@ def required_torch_version(min_version: float | None = None, max_version: float 
 def __getattr__(name: str) -> Any:
     """Return what DeepSpeed notes when it is installed: its operators, and the torch that it was built with."""
     if name == "torch_info":
-        has_gpu = torch.cuda.is_available()
+        accelerator = get_accelerator()
         release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
         return {
             "version": release,
             "cuda_version": torch.version.cuda or "0.0",
             "hip_version": torch.version.hip or "0.0",
-            "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "0.0",
-            "bf16_support": not has_gpu or torch.cuda.is_bf16_supported(),
+            "nccl_version": ".".join(map(str, accelerator.communication_backend_version() or (0, 0))),
+            "bf16_support": accelerator.is_bf16_supported(),
         }
     if name in ("installed_ops", "compatible_ops", "__compatible_ops__"):
         return defaultdict(bool, {builder.NAME: True for builder in _BUILDERS})

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch.distributed as dist
-from torch import cuda
 from torch.distributed import ReduceOp as ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.config.errors import ConfigError
 from shardwise.launch.process_group import ensure_process_group, join_named
+from shardwise.runtime.device import choose_kind
 
 _OF_TORCH: Final = MappingProxyType(
     {
@@ -52,12 +52,12 @@ def init_distributed(  # noqa: PLR0913  DeepSpeed's arguments
             "dist_init_required=False says that a process group is there, and none is; call "
             "deepspeed.init_distributed() before, or leave dist_init_required out",
         )
-    device_type: Literal["cpu", "cuda"] = "cuda" if cuda.is_available() else "cpu"
+    device = choose_kind("auto").name
     seconds = timeout.total_seconds()
     if (rank >= 0 and world_size > 0) or init_method not in (None, "env://"):
-        join_named(init_method, rank, world_size, device_type, seconds)
+        join_named(init_method, rank, world_size, device, seconds)
     else:
-        ensure_process_group(device_type, seconds)
+        ensure_process_group(device, seconds)
 
 
 def get_local_rank() -> int:
@@ -84,8 +84,7 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
     """Return torch's mesh of the ranks; all ranks make it together."""
     init_distributed()
-    device_type = "cuda" if cuda.is_available() else "cpu"
-    return init_device_mesh(device_type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+    return init_device_mesh(choose_kind("auto").name, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

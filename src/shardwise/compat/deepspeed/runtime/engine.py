@@ -33,10 +33,10 @@ from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
+from shardwise.engine.runner import to_device
 from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.optim.schedules import advance
-from shardwise.runtime.precision import to_device
 from shardwise.runtime.torch_private import persistent_buffers
 
 __getattr__ = answers(__name__)

@@ -10,8 +10,8 @@ import torch
 from shardwise.compat.deepspeed.accelerator import get_accelerator
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.utils import logger
+from shardwise.engine.runner import to_device as move_to_device  # noqa: F401
 from shardwise.runtime.format import format_bytes
-from shardwise.runtime.precision import to_device as move_to_device  # noqa: F401
 
 __getattr__ = answers(__name__)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardwise.compat.deepspeed import comm
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.sequence_parallel import parallel_state_sp
-from shardwise.runtime.precision import to_device
+from shardwise.engine.runner import to_device
 
 __getattr__ = answers(__name__)
 

@@ -1,0 +1,72 @@
+"""What a step asks of a device: the host waits once, for loss and norm, and few kernels depend on how many tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from device.virtual import reason_to_skip
+
+pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
+
+TESTS = Path(__file__).parents[1]
+FUSED = ("stage 0", "stage 1", "stage 3", "tp", "sgd")
+REFUSED = ("stage 3", "sgd")
+NUM_SUMMING = 55  # loss, norm, factor and flags, for any number of parameters
+NUM_COMPARING = 20
+
+
+@pytest.fixture(scope="module")
+def budgets() -> dict[str, dict[str, Any]]:
+    """What `device.budgets` prints, by name."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent / "src")))}
+    command = [sys.executable, "-W", "ignore", "-m", "device.budgets"]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    return {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", [*FUSED, "states in bf16"])
+def test_the_host_waits_once_a_step(budgets: dict[str, dict[str, Any]], name: str) -> None:
+    assert len(budgets[name]["waits"]) == 1
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_optimizer_is_enqueued_before_the_host_waits(budgets: dict[str, dict[str, Any]], name: str) -> None:
+    assert [was_enqueued for _, was_enqueued in budgets[name]["waits"]] == [True]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_step_launches_no_kernel_for_each_parameter(budgets: dict[str, dict[str, Any]], name: str) -> None:
+    kernels, num_groups = budgets[name]["kernels"], budgets[name]["num_groups"]
+    assert sum(number for kernel, number in kernels.items() if "norm" in kernel) == 1
+    # Masters are rounded, and gathered where they are whole; ranks of a tensor-parallel group compare their losses.
+    assert sum(kernels.values()) <= NUM_SUMMING + 3 * num_groups + NUM_COMPARING * (name == "tp")
+
+
+def test_gradients_are_copied_a_group_at_a_time(budgets: dict[str, dict[str, Any]]) -> None:
+    fewest = 2 * budgets["sgd"]["num_parameters"]  # by copies of each one, in two micro-batches
+    assert budgets["sgd"]["num_copies"] < fewest
+
+
+def test_ranks_are_compared_without_a_wait(budgets: dict[str, dict[str, Any]]) -> None:
+    assert budgets["ranks compared"]["waits"] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_a_step_that_the_device_refuses_leaves_all_as_it_was(
+    budgets: dict[str, dict[str, Any]], name: str, on_nonfinite: str
+) -> None:
+    refused = budgets[f"{name}, {on_nonfinite}"]
+    assert refused["was_enqueued_before"]
+    assert refused["changed"] == []
+    assert (refused["error"], refused["skipped"]) == (("loss-not-finite", False), ("", True))[on_nonfinite == "skip"]
+    assert refused["is_finite_after"]
+    assert refused["share_moved"] == 1.0
