@@ -86,7 +86,7 @@ PARTS = (
         110,
         "benchmarks/gpu_step.py --models 1b:2048:4 --systems plain,fsdp2,shardwise-3,shardwise-0 --rounds 1 --steps 8 "
         "--json {out}/step-1b.json",
-        "benchmarks/gpu_step.py --models tiny:16:1 --systems shardwise-2,tp2 --rounds 1 --steps 1 --warmup 1 "
+        "benchmarks/gpu_step.py --models tiny:16:1 --systems plain,shardwise-2 --rounds 1 --steps 1 --warmup 1 "
         "--json {out}/step-1b.json",
     ),
     Part(
@@ -210,7 +210,10 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in PARTS if options.call in ("all", part.call)]
     if options.only:
-        chosen = [part for part in chosen if part.name in options.only.split(",")]
+        wanted = options.only.split(",")
+        if unknown := {*wanted} - {part.name for part in chosen}:
+            parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(part.name for part in chosen)}")
+        chosen = [part for part in chosen if part.name in wanted]
     ended: list[Ended] = []
     for part in chosen:
         ended.append(run_part(part, out, is_tiny=options.tiny))

@@ -21,7 +21,7 @@ SITE = Path(__file__).parent / "site"
 NOT_THERE = MappingProxyType(
     {
         r"test_flex_equals|\bflex\b": "FlexAttention's, which torch.compile makes for Triton",
-        "test_kernels_equal_the_reference": "Triton's but its interpreter, which takes minutes a case; tests/unit has it",
+        "test_kernels_equal_the_reference": "Triton's but by its interpreter, which takes minutes a case",
         "test_compiled_code_holds": "torch.compile's, made for Triton",
         "test_memory_grows_with_the_length_alone": "Triton's of 64k tokens: its interpreter would take days",
         "test_every_launch_gives_the_same_bits": "Triton's side by side: its interpreter has one thread, and no races",
