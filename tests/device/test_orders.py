@@ -20,7 +20,7 @@ pytestmark = [
 TESTS = Path(__file__).parents[1]
 NUM_FAULTS = 12
 QUICK = (
-    *("stage 2", "stage 3, recompute full", "tp, chunks", "everything on the host", "activations on the host"),
+    *("stage 3, recompute full", "tp, chunks", "everything on the host", "activations on the host"),
     *("gathers in int8", "saves, states int8, save_async", "state access", "memory handed over"),
 )
 
