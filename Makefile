@@ -13,12 +13,13 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # Hundreds of processes import the library: each would compile it where the environment forbids to keep bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test test-full docs-check site lint types imports check check-locks check-wheel lock clean
+.PHONY: help train test test-full virtual-gpu docs-check site lint types imports check check-locks check-wheel lock clean
 
 help:
 	@echo "make train      set up and train the default model on this machine (ARGS=\"zero.stage=3\" to change it)"
 	@echo "make test       set up and run the tests, in three processes (ARGS=\"-n0\" for one)"
 	@echo "make test-full  the tests, with every combination"
+	@echo "make virtual-gpu  the tests of a GPU, on a virtual one (VIRTUAL_ORDER=side-first for another order of streams)"
 	@echo "make check      lint, types, import rules"
 	@echo "make docs-check every block of code of the pages runs, or is read as it would be"
 	@echo "make site       the docs as a site, in site/"
@@ -34,6 +35,10 @@ test: $(READY_DEV)
 
 test-full: $(READY_DEV)
 	$(PYTEST) --full $(ARGS)
+
+# Needs a C++ compiler and torch's CPU build.
+virtual-gpu: $(READY_DEV)
+	PYTHONPATH=tests:src $(BIN)/python -m pytest -n0 -p device.plugin -rs tests/gpu $(ARGS)
 
 docs-check: $(READY_DEV)
 	$(BIN)/python -m pytest -n0 tests/unit/test_docs.py tests/unit/attention/test_attention_docs.py $(ARGS)

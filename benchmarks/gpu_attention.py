@@ -42,6 +42,7 @@ from shardwise.attention.block_layout import BlockLayout
 DEVICE = torch.device("cuda", 0)
 DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 SPARSE = ("triton", "flex")
+WITHIN = 1.1  # FlexAttention's time over that of our kernels, up to which they bring nothing
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -138,7 +139,9 @@ def tensors(case: Case) -> list[Tensor]:
 
 
 def occupy() -> None:
-    """Keep the GPU busy for longer than the host takes to enqueue a forward and a backward."""
+    """Keep a real GPU busy for longer than the host takes to enqueue a forward and a backward."""
+    if not (torch.version.cuda or torch.version.hip):
+        return
     x = torch.ones(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
     for _ in range(4):
         x @ x
@@ -250,6 +253,34 @@ def _ratios(base: Row, row: Row) -> tuple[float, float]:
 
 def _pair(base: Row | None, row: Row, factor: float, unit: str = "") -> list[str]:
     return ["", ""] if base is None else [f"{factor * each:.2f}{unit}" for each in _ratios(base, row)]
+
+
+def decide(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Apply the rule that docs/attention.md wrote down before anything was measured.
+
+    Our kernels go where FlexAttention takes at most `WITHIN` of their time on every mask, forward and backward.
+
+    >>> mask = {"block": 128, "wanted": 0.1, "density": 0.1}
+    >>> rows = [{"system": "triton", "mask": mask, "forward_s": 1.0, "backward_s": 2.0}]
+    >>> decide([{"rows": [*rows, {"system": "flex", "mask": mask, "forward_s": 1.05, "backward_s": 2.2}]}])["verdict"]
+    'ours go'
+    >>> decide([{"rows": [*rows, {"system": "flex", "mask": mask, "forward_s": 1.05, "backward_s": 2.3}]}])["verdict"]
+    'ours stay'
+    >>> decide([{"rows": rows}])["verdict"]
+    'not decided: no mask was measured with both'
+    """
+    pairs = []
+    for case in cases:
+        flex = [row for row in case["rows"] if row["system"] == "flex"]
+        for ours in (row for row in case["rows"] if row["system"] == "triton"):
+            for theirs in (row for row in flex if row["mask"] == ours["mask"]):
+                ratios = [theirs[key] / ours[key] for key in ("forward_s", "backward_s")]
+                pairs.append(
+                    {"case": case.get("case"), "mask": ours["mask"], "forward": ratios[0], "backward": ratios[1]}
+                )
+    slower = [pair for pair in pairs if max(pair["forward"], pair["backward"]) > WITHIN + 1e-9]
+    verdict = "ours stay" if slower else "ours go" if pairs else "not decided: no mask was measured with both"
+    return {"verdict": verdict, "num_masks": len(pairs), "num_slower": len(slower), "flex_over_ours": pairs}
 
 
 def trains(model: str, num_tokens: int, attention: dict[str, Any]) -> tuple[float, float] | None:
@@ -436,6 +467,7 @@ def main() -> None:
     results: dict[str, Any] = {"machine": machine, "cases": [], "longest": [], "tilings": []}
 
     def keep() -> None:
+        results["decision"] = decide(results["cases"])
         if options.json:
             options.json.write_text(json.dumps(results, indent=2))
 
@@ -455,6 +487,8 @@ def main() -> None:
     if options.longest:
         results["longest"] = longest_rows(options, ends_s)
         keep()
+    if results["cases"]:
+        print(f"\nthe rule of docs/attention.md: {results['decision']['verdict']}")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,8 @@ def run_case(case: Case, load: Load, device: str, num_steps: int, end_s: float) 
             times.append(step())
         step_s = statistics.median(times)
         engine.tiers.traffic.reset()
-        seen = profile(step, folder) if device == "cuda" and time.time() + 2.5 * step_s < end_s else {}
+        has_profiler = device == "cuda" and (torch.version.cuda or torch.version.hip) is not None
+        seen = profile(step, folder) if has_profiler and time.time() + 2.5 * step_s < end_s else {}
         host_bytes = engine.tiers.memory.snapshot().total_bytes
         result = {
             "parameters": num_params(shape),

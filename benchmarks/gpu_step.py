@@ -1,7 +1,8 @@
-"""Step time, MFU and peak memory of one training step on one GPU: plain torch, FSDP2 and every stage of Shardwise.
+"""Step time, MFU and peak memory of one training step on one GPU: plain torch, DDP, FSDP2, every stage of Shardwise.
 
 One GPU has no other rank, so this shows what the machinery costs: stage 0 is what one rank really runs, and stages
-1 to 3 are forced, with NCCL on one rank. `tp2` is one of two ranks that split each layer, with collectives that move
+1 to 3 are forced: the rank holds a shard, which is gathered, reduced and released by NCCL among itself, as FSDP2 does
+on a mesh of one. `tp2` is one of two ranks that split each layer, with collectives that move
 nothing: beside half of stage 0 it shows what splitting costs the host, and its loss means nothing. With `+compile` each
 block is compiled by torch.compile as one graph. All systems run alternately, in one process, on the same batches; each
 is built, timed and torn down in every round.
@@ -16,19 +17,25 @@ import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.backends import ProcessGroupFactory, SimulatedFactory
+from harness.echo import LoneFactory, one_rank_shards
+from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.collectives import Comm, CommResources
-from shardwise.comm.mesh import Mesh
 from shardwise.config.resolve import Config
 from shardwise.construction.scan import build_layout
 from shardwise.engine.build import EngineInputs
@@ -67,26 +74,38 @@ class Timing:
 
 def plain(config: DecoderConfig, *, compiled: bool) -> tuple[Step, Callable[[], None]]:
     """fp32 parameters under autocast: the plainest mixed precision in torch, and the most common."""
-    model = Decoder(config).to(DEVICE)
-    if compiled:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
-    optimizer = _adamw(model)
+    model = _model(config, compiled)
+    return _autocast_step(model, _adamw(model)), lambda: None
 
+
+def ddp(config: DecoderConfig, *, compiled: bool) -> tuple[Step, Callable[[], None]]:
+    """The same through DistributedDataParallel, whose buckets NCCL sums among one rank."""
+    model = DistributedDataParallel(_model(config, compiled), device_ids=[0], gradient_as_bucket_view=True)
+    return _autocast_step(model, _adamw(model)), lambda: None
+
+
+def _autocast_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(tokens: torch.Tensor) -> float:
         with torch.autocast("cuda", torch.bfloat16):
             total, count = lm_loss(model(tokens[:, :-1]), tokens[:, 1:])
         return _update(total / count, optimizer)
 
-    return step, lambda: None
+    return step
+
+
+def _model(config: DecoderConfig, compiled: bool) -> Decoder:
+    """The device draws the weights: the host would take longer than all steps."""
+    with DEVICE:
+        model = Decoder(config)
+    if compiled:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    return model
 
 
 def fsdp2(config: DecoderConfig, *, compiled: bool) -> tuple[Step, Callable[[], None]]:
     """FSDP2 with bf16 parameters over fp32 masters, reduction in fp32, one group a block."""
-    model = Decoder(config).to(DEVICE)
-    if compiled:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
+    model = _model(config, compiled)
     mesh = init_device_mesh("cuda", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
@@ -114,19 +133,23 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
                 "run": {"device": "cuda"},
             }
         ).resolve(world_size=1)
-        model = Decoder(config)
+        model = _model(config, compiled=False)  # the engine compiles
         layout = replace(build_layout(model, resolved), stage=STAGES[stage])
+        ends = ExitStack()
+        if stage:
+            ends.enter_context(one_rank_shards())
         engine = Engine(
             EngineInputs(
                 model,
                 resolved,
                 layout,
                 MemoryTracker(DEVICE),
-                ProcessGroupFactory(Mesh(layout.mesh, resolved.run.timeout_s)),
+                LoneFactory(),
                 loss_fn=lambda output, batch: lm_loss(output, batch[1]),
             )
         )
-        return lambda tokens: engine.train_step([(tokens[:, :-1], tokens[:, 1:])]).loss, engine.close
+        ends.callback(engine.close)
+        return lambda tokens: engine.train_step([(tokens[:, :-1], tokens[:, 1:])]).loss, ends.close
 
     return build
 
@@ -156,7 +179,7 @@ def split(sequence_parallel: bool) -> Callable[..., tuple[Step, Callable[[], Non
                 "run": {"device": DEVICE.type},
             }
         ).resolve(world_size=2)
-        model = Decoder(config)
+        model = _model(config, compiled=False)
         layout = plan_layout(model, resolved)
         engine = Engine(
             EngineInputs(
@@ -175,6 +198,7 @@ def split(sequence_parallel: bool) -> Callable[..., tuple[Step, Callable[[], Non
 
 SYSTEMS = {
     "plain": plain,
+    "ddp": ddp,
     "fsdp2": fsdp2,
     **{f"shardwise-{stage}": ours(stage) for stage in range(4)},
     "tp2": split(sequence_parallel=False),
@@ -258,22 +282,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ensure_process_group("cuda", timeout_s=120.0)
-    results = []
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "host": platform.machine()}
+    results: list[dict[str, Any]] = []
     for text in options.models.split(","):
         model, seq_len, micro_size = text.split(":")
         case = Case(model, int(seq_len), int(micro_size))
         systems = options.systems.split(",")
-        timings = [
-            measure(system, case, options.steps, options.warmup)
-            for round_index in range(options.rounds)
-            for system in systems[round_index % len(systems) :] + systems[: round_index % len(systems)]
-        ]
+        timings: list[Timing] = []
+        failed: dict[str, str] = {}
+        results.append({"case": asdict(case), "timings": [], "failed": failed})
+        for turn in range(options.rounds):
+            for system in systems[turn % len(systems) :] + systems[: turn % len(systems)]:
+                try:
+                    timings.append(measure(system, case, options.steps, options.warmup))
+                except Exception as error:  # what a system cannot do is a result
+                    failed[system] = f"{type(error).__name__}: {str(error)[:300]}"
+                    print(f"{system} failed: {failed[system]}", flush=True)
+                results[-1]["timings"] = [asdict(timing) for timing in timings]
+                if options.json:  # what was measured stays, whatever comes next
+                    options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
         timings.sort(key=lambda timing: systems.index(timing.system))
         report(case, timings)
-        results.append({"case": asdict(case), "timings": [asdict(timing) for timing in timings]})
-    if options.json:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "host": platform.machine()}
-        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
     dist.destroy_process_group()
 
 

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Generator
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
 from device.process import SCHEDULER
+from shardwise.attention.api import attention_backend
 
 SITE = Path(__file__).parent / "site"
 # By what matches a test's name.
 NOT_THERE = MappingProxyType(
     {
         r"test_flex_equals|\bflex\b": "FlexAttention's, which torch.compile makes for Triton",
+        "test_kernels_equal_the_reference": "Triton's but by its interpreter, which takes minutes a case",
         "test_compiled_code_holds": "torch.compile's, made for Triton",
         "test_memory_grows_with_the_length_alone": "Triton's of 64k tokens: its interpreter would take days",
         "test_every_launch_gives_the_same_bits": "Triton's side by side: its interpreter has one thread, and no races",
+        "test_products_copies_and_collectives": "fast products in bf16: the CPU takes minutes for one",
         "test_every_gpu_is_a_fact": "none of NVIDIA's driver is here: nvidia-smi says its version",
     }
 )
@@ -38,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for pattern, reason in NOT_THERE.items():
             if re.search(pattern, item.name):
                 item.add_marker(pytest.mark.skip(reason=f"no such kernels on the virtual device: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Attention is torch's operators where a test names no back end: Triton's interpreter takes ten times as long."""
+    with attention_backend("dense"):
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

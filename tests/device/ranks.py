@@ -115,12 +115,18 @@ class Transport:
     def _launch_messages(self, batch: Sequence[Message]) -> None:
         regions = [Region.of(Device.native, message.tensor) for message in batch]
         received: dict[int, Tensor] = {}
+        to_itself: list[Tensor] = []
 
         def start() -> Sequence[dist.Work]:
             works = []
             for index, (message, region) in enumerate(zip(batch, regions, strict=True)):
                 values = region.open().clone()
-                if message.op == self.isend:
+                if message.group_peer == dist.get_rank(message.group):  # NCCL copies, and gloo cannot
+                    if message.op == self.isend:
+                        to_itself.append(values)
+                    else:
+                        received[index] = to_itself.pop(0)
+                elif message.op == self.isend:
                     works.append(self._plain["isend"](values, group=message.group, group_dst=message.group_peer))
                 else:
                     received[index] = values

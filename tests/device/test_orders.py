@@ -20,8 +20,8 @@ pytestmark = [
 TESTS = Path(__file__).parents[1]
 NUM_FAULTS = 12
 QUICK = (
-    *("stage 2", "stage 3, recompute full", "tp, chunks", "everything on the host", "activations on the host"),
-    *("gathers in int8", "saves, states int8", "pp 1f1b", "state access", "memory handed over"),
+    *("stage 3, recompute full", "tp, chunks", "everything on the host", "activations on the host"),
+    *("gathers in int8", "saves, states int8, save_async", "state access", "memory handed over"),
 )
 
 

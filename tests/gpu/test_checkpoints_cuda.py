@@ -17,9 +17,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 SPEC = ModelSpec(width=8, num_blocks=2, is_tied=True, has_frozen=True, has_buffer=True)
 
 
-def make_engine(device: str, seed: int = 0) -> Engine:
+def make_engine(device: str, seed: int = 0, states: str = "master") -> Engine:
     torch.manual_seed(seed)
-    config = {"run": {"device": device}, "precision": {"param": "bf16"}, "optimizer": {"lr": 0.05}}
+    precision = {"param": "bf16", "states": states}
+    config = {"run": {"device": device}, "precision": precision, "optimizer": {"lr": 0.05}}
     return initialize(RandomModel(SPEC), config, loss_fn=lambda logits, batch: logits.float().square().mean())
 
 
@@ -39,15 +40,17 @@ def whole_states(engine: Engine) -> dict[tuple[str, str], Tensor]:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_what_a_gpu_saves_loads_on_any_device(tmp_path: Path, wait: bool, device: str) -> None:
-    with make_engine("cuda") as engine:
+@pytest.mark.parametrize(
+    ("device", "states"), [("cuda", "master"), ("cpu", "master"), ("cuda", "int8"), ("cuda", "bf16")]
+)
+def test_what_a_gpu_saves_loads_on_any_device(tmp_path: Path, wait: bool, device: str, states: str) -> None:
+    with make_engine("cuda", states=states) as engine:
         take_steps(engine, 2)
         engine.save(tmp_path, wait=wait)
         saved = whole_states(engine)
         losses = take_steps(engine, 2)  # a copy that the next step overtook would show these
         engine.finish_saves()
-    with make_engine(device, seed=1) as other:
+    with make_engine(device, seed=1, states=states) as other:
         other.load(tmp_path)
         loaded = whole_states(other)
         assert loaded.keys() == saved.keys()

@@ -7,19 +7,22 @@ runs, over functions that stand for `torch.distributed`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.backends import NcclComm
-from shardwise.comm.collectives import Comm, CommResources, RankPlace
+from shardwise.comm.collectives import AsyncWork, Comm, CommResources, RankPlace
 from shardwise.comm.loss import LossAccumulator
 from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.param_groups import GroupSpec
 
 # As bytes of any floating dtype it is a number below one.
 FROM_NOWHERE = 0x3F
@@ -130,8 +133,36 @@ def lone_group(use: str, world: dist.ProcessGroup) -> dist.ProcessGroup:
     return dist.new_group([0], group_desc=f"tests {use}")
 
 
+class LoneComm(NcclComm):
+    """NCCL's communicator of one rank alone, which calls NCCL where the library leaves a collective out."""
+
+    @contextmanager
+    def _as_of_many(self) -> Iterator[None]:
+        self.world_size = NeverOne(1)
+        try:
+            yield
+        finally:
+            self.world_size = 1
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> AsyncWork:
+        with self._as_of_many():
+            return super().all_gather(*args, **kwargs)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> AsyncWork:
+        with self._as_of_many():
+            return super().reduce_scatter(*args, **kwargs)
+
+    def start_sum(self, *args: Any, **kwargs: Any) -> AsyncWork:
+        with self._as_of_many():
+            return super().start_sum(*args, **kwargs)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> AsyncWork:
+        with self._as_of_many():
+            return super().all_reduce(*args, **kwargs)
+
+
 class LoneFactory:
-    """Makes communicators of one rank alone that call NCCL each time, where the library leaves collectives out."""
+    """Makes communicators of one rank alone that call NCCL each time."""
 
     store = None
     examples: Mapping[int, Any] | None = None
@@ -140,13 +171,18 @@ class LoneFactory:
     def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
         world = dist.group.WORLD
         assert world is not None, "the test has joined a process group"
-        return NcclComm(RankPlace(0, NeverOne(1), axis, (0,)), resources, lone_group(use, world))
+        return LoneComm(RankPlace(0, 1, axis, (0,)), resources, lone_group(use, world))
 
     def comm_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, *others: Any) -> Comm | None:
         return self.comm(axes, use, *others)
 
     def close(self) -> None:
         pass
+
+
+def one_rank_shards() -> AbstractContextManager[Any]:
+    """Let what one rank holds alone be a shard, which is gathered and released: the library keeps it whole."""
+    return mock.patch.object(GroupSpec, "is_stored_whole", property(lambda group: group.is_replicated))
 
 
 class EchoFactory:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from device.virtual.cuda_names import replace_torch_cuda
-from device.virtual.operators import Operators, foreach_operators
+from device.virtual.operators import Generator, Operators, foreach_operators
 from device.virtual.streams import Order, Scheduler
 
 SOURCE = Path(__file__).with_name("memory.cpp")
@@ -43,8 +43,9 @@ def install(order: Order = "eager", seed: int = 0) -> Scheduler:
     native = build()
     scheduler = Scheduler(native, order, seed)
     native.install(scheduler)
-    replace_torch_cuda(native, scheduler)
-    operators = Operators(native, scheduler)
+    generator = Generator()
+    replace_torch_cuda(native, scheduler, generator)
+    operators = Operators(native, scheduler, generator)
     fallback = torch.library.Library("_", "IMPL", "CUDA")
     fallback.fallback(operators)
     aten = torch.library.Library("aten", "IMPL", "CUDA")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from device.virtual.operators import DEVICE
+from device.virtual.operators import DEVICE, Generator
 from device.virtual.streams import COMPUTE, Mark, Scheduler
 
 TOTAL_BYTES = 80 << 30
@@ -143,13 +143,13 @@ def flat_stats(device: Any = None) -> dict[str, int]:
     return {"allocated_bytes.all.current": live, "allocated_bytes.all.peak": peak}
 
 
-def replace_torch_cuda(native: Any, scheduler: Scheduler) -> None:
+def replace_torch_cuda(native: Any, scheduler: Scheduler, generator: Generator) -> None:
     """Put these names where torch's own are."""
     Device.native, Device.scheduler = native, scheduler
     modes = ("default", "warn", "error")
 
     def set_sync_debug_mode(mode: str | int) -> None:
-        scheduler.may_wait = (mode if isinstance(mode, str) else modes[mode]) != "error"
+        scheduler.debug_mode = mode if isinstance(mode, str) else modes[mode]
 
     def nothing() -> Any:
         """A function of its own for each name, since torch._dynamo keeps a table by function."""
@@ -176,11 +176,13 @@ def replace_torch_cuda(native: Any, scheduler: Scheduler) -> None:
         "max_memory_reserved": lambda device=None: native.stats()[1],
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(),
         "memory_stats": flat_stats, "memory_stats_as_nested_dict": nested_stats,
-        "empty_cache": nothing(), "ipc_collect": nothing(), "manual_seed": nothing(), "manual_seed_all": nothing(),
-        "get_rng_state": lambda device=None: torch.get_rng_state(), "set_rng_state": nothing(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()], "set_rng_state_all": nothing(),
+        "empty_cache": nothing(), "ipc_collect": nothing(),
+        "manual_seed": generator.manual_seed, "manual_seed_all": lambda seed: generator.manual_seed(seed),
+        "get_rng_state": generator.get_state, "set_rng_state": generator.set_state,
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state_all": lambda states: generator.set_state(states[0]),
         "cudart": lambda: Cudart, "set_sync_debug_mode": set_sync_debug_mode,
-        "get_sync_debug_mode": lambda: 0 if scheduler.may_wait else 2,
+        "get_sync_debug_mode": lambda: modes.index(scheduler.debug_mode),
     }  # fmt: skip
     for name, value in names.items():
         setattr(torch.cuda, name, value)

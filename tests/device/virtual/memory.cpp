@@ -25,6 +25,7 @@ namespace {
 
 const c10::Device THE_DEVICE(c10::kCUDA, 0);
 constexpr size_t PAGE = 4096;
+constexpr size_t TOTAL_BYTES = size_t(80) << 30;  // as in cuda_names.py
 constexpr int SPOILT = 0xFF;  // NaN in every floating dtype
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -40,6 +41,8 @@ class Arena {
  public:
   void* reserve(size_t num_bytes, int64_t stream) {
     size_t reserved = round_up(num_bytes, PAGE) + PAGE;
+    TORCH_CHECK_WITH(OutOfMemoryError, num_bytes <= TOTAL_BYTES && live_bytes_ <= TOTAL_BYTES - num_bytes,
+                     "CUDA out of memory. Tried to allocate ", num_bytes, " bytes of a virtual device.");
     void* address = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(address != MAP_FAILED, "the virtual device has no address space left");
     void* values = aligned_alloc(64, round_up(num_bytes, 64));

@@ -111,6 +111,7 @@ class Call:
     flat: list[Any]
     spec: Any
     regions: dict[int, Region]
+    seed: int | None = None  # of what draws numbers: they are those of when it was enqueued
 
     def with_values(self, replace: Callable[[int, Any], Any]) -> Any:
         """The results of the operator over other arguments."""
@@ -126,9 +127,18 @@ class Call:
         def on_cpu(index: int, value: Any) -> Any:
             if index in self.regions:
                 return self.regions[index].open()
+            if isinstance(value, torch.Generator):
+                return None
             return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
-        return self.with_values(on_cpu)
+        if self.seed is None:
+            return self.with_values(on_cpu)
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(self.seed)
+        try:
+            return self.with_values(on_cpu)
+        finally:
+            torch.set_rng_state(state)
 
     def shaped(self) -> tuple[Any, dict[int, Tensor]]:
         """The results on the meta device, and the arguments there by their index: an `out` may have grown."""
@@ -151,12 +161,37 @@ class Call:
         return args[place[0]] if place[0] < len(args) else kwargs[place[1]]
 
 
+class Generator:
+    """The device's generator of random numbers: a seed, and how many operators have drawn."""
+
+    def __init__(self) -> None:
+        self._state = torch.zeros(2, dtype=torch.int64)
+
+    def draw(self, flat: Sequence[Any]) -> int:
+        """A seed for one operator: of the generator that is among its arguments, or of this one."""
+        given = next((value for value in flat if isinstance(value, torch.Generator)), None)
+        if given is not None:
+            return int(torch.randint(2**62, (), generator=given))
+        self._state[1] += 1
+        return hash((int(self._state[0]), int(self._state[1]))) & (2**62 - 1)
+
+    def manual_seed(self, seed: int) -> None:
+        self._state = torch.tensor([int(seed) & (2**62 - 1), 0])
+
+    def get_state(self, device: Any = None) -> Tensor:
+        return self._state.view(torch.uint8).clone()
+
+    def set_state(self, state: Tensor, device: Any = None) -> None:
+        self._state = state.clone().view(torch.int64)
+
+
 class Operators:
     """Enqueues the operators of one scheduler's device."""
 
-    def __init__(self, native: Any, scheduler: Scheduler) -> None:
+    def __init__(self, native: Any, scheduler: Scheduler, generator: Generator) -> None:
         self._native = native
         self._scheduler = scheduler
+        self.generator = generator
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run any operator that the C++ side does not."""
@@ -170,7 +205,8 @@ class Operators:
         )
         flat, spec = pytree.tree_flatten((args, kwargs))
         regions = {index: Region.of(self._native, value) for index, value in enumerate(flat) if is_on_device(value)}
-        call = Call(op, known, flat, spec, regions)
+        seed = self.generator.draw(flat) if torch.Tag.nondeterministic_seeded in op.tags else None
+        call = Call(op, known, flat, spec, regions, seed)
         is_by_mask = known.name in INDEXED_BY_MASK and any(
             is_on_device(value) and value.dtype in (torch.bool, torch.uint8) for value in flat[1:]
         )
@@ -227,7 +263,7 @@ class Operators:
         name = call.signature.name
         # Enqueued work keeps no tensor of the device alive.
         flat = [None if index in call.regions else value for index, value in enumerate(call.flat)]
-        late = Call(call.op, call.signature, flat, call.spec, call.regions)
+        late = Call(call.op, call.signature, flat, call.spec, call.regions, call.seed)
 
         def run() -> None:
             if name == "native_layer_norm_backward":  # the CPU wants statistics in the dtype of the input
@@ -285,7 +321,9 @@ class Operators:
             self._launch_copy("copy to host", lambda: held, out_of.open)
         crosses = is_on_device(target) != is_on_device(source)
         if crosses and not stays and target.numel():
-            self._scheduler.wait_on_host("copy", self._scheduler.record(self._native.current_stream()))
+            # torch takes no note of one that was asked not to block: the driver waits.
+            why = "pageable copy" if non_blocking else "copy"
+            self._scheduler.wait_on_host(why, self._scheduler.record(self._native.current_stream()))
         return target
 
     def _launch_copy(self, name: str, target: Callable[[], Tensor], source: Callable[[], Tensor]) -> None:

@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Mark:
 
     queue: Queue
     position: int
+    number: int = 0
     num_queries: int = 0
 
     @property
@@ -76,11 +78,13 @@ class Scheduler:
         self.kernels: Counter[str] = Counter()
         self.host_waits: Counter[str] = Counter()
         self.foreign_calls: Counter[str] = Counter()  # of threads that chose no device
-        self.may_wait = True  # False: a wait of the host is an error
+        self.debug_mode = "default"  # of waits of the host: also "warn" and "error", as torch.cuda says
+        self.trace: Any = None  # torch.cuda._gpu_trace, where CUDA's sanitizer is on
         # Called at each wait of the host: who asked for it, and whether the device had come so far already.
         self.on_wait: Callable[[str, bool], object] = lambda why, is_over: None
         self._native = native
         self._lock = threading.RLock()
+        self._num_marks = 0
         self._queues = [Queue(COMPUTE)]
         self._num_enqueued = 0
         self._freed: list[tuple[int, list[Mark]]] = []
@@ -108,10 +112,16 @@ class Scheduler:
     def record(self, stream: int) -> Mark:
         with self._lock:
             queue = self._queues[stream]
-            return Mark(queue, len(queue.tasks))
+            self._num_marks += 1
+            mark = Mark(queue, len(queue.tasks), self._num_marks)
+        if self.trace is not None:
+            self.trace.EventRecordCallbacks.fire_callbacks(mark.number, stream)
+        return mark
 
     def wait(self, mark: Mark, stream: int) -> None:
         """Let a stream wait for a point of another."""
+        if self.trace is not None:
+            self.trace.EventWaitCallbacks.fire_callbacks(mark.number, stream)
         if mark.queue.number != stream and not mark.is_reached:
             self._enqueue(mark, stream)
 
@@ -152,14 +162,21 @@ class Scheduler:
         self.spoil_freed()
         self.host_waits[f"{why} {caller()}"] += 1
         self.on_wait(f"{why} {caller()}", mark is not None and mark.is_reached)
-        if not self.may_wait and why in ("item", "copy"):
+        if self.debug_mode == "error" and why in ("item", "copy"):
             raise RuntimeError("called a synchronizing CUDA operation")
+        if self.debug_mode == "warn" and why in ("item", "copy"):
+            place, line = f"{caller()}:0".split(":")[:2]
+            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, place, int(line))
         with self._lock:
             if mark is not None:
                 self._reach(mark.queue, mark.position)
             else:
                 self.finish_all()
             self._drop_freed()
+        if self.trace is not None and mark is not None:
+            self.trace.EventSynchronizationCallbacks.fire_callbacks(mark.number)
+        elif self.trace is not None:
+            self.trace.DeviceSynchronizationCallbacks.fire_callbacks()
 
     def finish_all(self) -> None:
         self.spoil_freed()
