@@ -411,7 +411,7 @@ def _late_factor(parts: EngineParts, sums: ScalarSum) -> LateFactor | None:
     # Not a number divided by a tensor: torch would multiply by its inverse, which rounds twice.
     in_pipeline = parts.layout.pipeline is not None
     normaliser = sums.on_device[-3] if in_pipeline else torch.full_like(count, losses.normaliser)
-    to_mean = normaliser / (count * parts.scaler.scale)
+    to_mean = normaliser / (count.masked_fill(count == 0, 1.0) * parts.scaler.scale)
     norm = square.sqrt() * to_mean
     seen = norm + count if losses.is_plain else norm + count + loss
     is_refused = (seen * 0).ne(0)  # NaN, or infinite
