@@ -5,18 +5,23 @@ Here tensors are tiny, and collectives return at once (torch's "fake" process gr
 time: Python, autograd and dispatch. All systems train one decoder in one process and take turns. What the plain model
 takes is subtracted, but for the optimizer. The engine's communicators are those of NCCL, which block nothing.
 
-    unit      microseconds of forward and backward a block, beyond the plain block: the slope over depth
-    pass      microseconds of a forward and backward, beyond the plain model's
-    optimizer microseconds from the last gradient to the new parameters: clipping, step, gradients dropped
-    kernels   operators a step that would launch one: views, allocations and collectives do not count
-    waits     where the host waits for the device, a step: ours is counted on the virtual device (`tests/device`)
+    unit       microseconds of forward and backward a block, beyond the plain block: the slope over depth
+    pass       microseconds of a forward and backward, beyond the plain model's
+    optimizer  microseconds from the last gradient to the new parameters: clipping, step, gradients dropped
+    kernels    operators a step that launch one: views, allocations and collectives do not count
+    waits      where the host waits for the device, a step
 
-Time is the thread's on the CPU. Figures are medians over rounds.
+Time is the thread's on the CPU; figures are medians over rounds. Kernels are counted on the CPU, kernels and waits also
+on the virtual CUDA device of `tests/device`, in a process of its own (`--virtual`). The peers' loops read no loss; the
+engine returns it with each step.
 
     python benchmarks/host_time.py
     python benchmarks/host_time.py --rounds 30 --dtypes bf16 --json host_time.json
+    python benchmarks/host_time.py --virtual
     python benchmarks/host_time.py --profile shardwise-3
 """
+
+# Annotations are not postponed: DDP reads those of its hook.
 
 import argparse
 import cProfile
@@ -28,6 +33,7 @@ import os
 import platform
 import pstats
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +67,52 @@ DEPTHS = (4, 16)
 NUM_WARMUP = 4
 CLIP_NORM = 1.0
 TOKENS = (1, 4)  # [B, S]
+VIRTUAL_DEPTH = 4
 Part = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all systems of a run have in common."""
+
+    depth: int
+    dtype: str
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.dtype == "bf16"
+
+    def model(self) -> Decoder:
+        torch.manual_seed(0)
+        shape = DecoderConfig(
+            vocab_size=32,
+            num_layers=self.depth,
+            hidden_size=8,
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=4,
+            ffn_size=8,
+            max_seq_len=16,
+        )
+        return Decoder(shape)
+
+    def tokens(self) -> Tensor:
+        return torch.zeros(TOKENS, dtype=torch.int64, device=self.device)
+
+    def system(self, model: nn.Module) -> "System":
+        """A loop as users write it."""
+        optimizer, tokens = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), self.tokens()
+
+        def run_pass() -> None:
+            mean_loss(model(tokens), tokens).backward()
+
+        def run_optimizer() -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return System(run_pass, run_optimizer)
 
 
 @dataclass(frozen=True)
@@ -93,52 +144,18 @@ class FreeFactory:
         pass
 
 
-def make_model(depth: int) -> Decoder:
-    torch.manual_seed(0)
-    shape = DecoderConfig(
-        vocab_size=32,
-        num_layers=depth,
-        hidden_size=8,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=4,
-        ffn_size=8,
-        max_seq_len=16,
-    )
-    return Decoder(shape)
+def make_plain(setting: Setting) -> System:
+    model = setting.model().to(setting.device)
+    return setting.system(model.bfloat16() if setting.is_bf16 else model)
 
 
-def make_adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def torch_system(model: nn.Module) -> System:
-    """A loop as users write it."""
-    optimizer, tokens = make_adamw(model), torch.zeros(TOKENS, dtype=torch.int64)
-
-    def run_pass() -> None:
-        mean_loss(model(tokens), tokens).backward()
-
-    def run_optimizer() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return System(run_pass, run_optimizer)
-
-
-def make_plain(depth: int, dtype: str) -> System:
-    model = make_model(depth)
-    return torch_system(model.bfloat16() if dtype == "bf16" else model)
-
-
-def make_ddp(depth: int, dtype: str) -> System:
-    model = make_model(depth)
+def make_ddp(setting: Setting) -> System:
+    model = setting.model().to(setting.device)
     wrapped = nn.parallel.DistributedDataParallel(
-        model.bfloat16() if dtype == "bf16" else model, gradient_as_bucket_view=True
+        model.bfloat16() if setting.is_bf16 else model, gradient_as_bucket_view=True
     )
     wrapped.register_comm_hook(None, done_at_once)
-    return torch_system(wrapped)
+    return setting.system(wrapped)
 
 
 def done_at_once(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -148,48 +165,43 @@ def done_at_once(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
     return future
 
 
-def make_fsdp2(depth: int, dtype: str, reshard: bool, prefetch: bool) -> System:
+def make_fsdp2(setting: Setting, reshard: bool, prefetch: bool) -> System:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    model = make_model(depth)
-    is_bf16 = dtype == "bf16"
+    model = setting.model().to(setting.device)
+    mesh = DeviceMesh(setting.device.type, list(range(NUM_RANKS)))
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if is_bf16 else None,
-        reduce_dtype=torch.float32 if is_bf16 else None,
+        param_dtype=torch.bfloat16 if setting.is_bf16 else None,
+        reduce_dtype=torch.float32 if setting.is_bf16 else None,
         cast_forward_inputs=False,
     )
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     blocks = [block for block in model.blocks if isinstance(block, FSDPModule)]
     for before, after in itertools.pairwise(blocks) if prefetch else ():
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
-    return torch_system(model)
+    return setting.system(model)
 
 
-def make_engine(depth: int, dtype: str, stage: int, overlap: bool = True) -> System:
+def make_engine(setting: Setting, stage: int, overlap: bool = True) -> System:
     """The engine as a loop without `train_step` calls it, so that its parts can be timed."""
     config = Config.from_dict(
         {
-            "precision": {"param": dtype, "reduce": "fp32"},
+            "precision": {"param": setting.dtype, "reduce": "fp32"},
             "zero": {"stage": stage, "overlap": overlap},
             "optimizer": {"name": "adamw", "lr": 1e-4, "decay_1d": True, "clip_norm": CLIP_NORM},
             "scheduler": {"name": "constant"},
-            "run": {"device": "cpu", "on_nonfinite": "skip"},  # a sum that moves nothing may leave anything
+            # A sum that moves nothing may leave anything.
+            "run": {"device": setting.device.type, "on_nonfinite": "skip"},
         }
     ).resolve(world_size=NUM_RANKS)
-    model = make_model(depth)
-    layout = build_layout(model, config)
-    inputs = EngineInputs(
-        model,
-        config,
-        layout,
-        MemoryTracker(torch.device("cpu")),
-        FreeFactory(layout.mesh),
-        loss_fn=language_loss,
-    )
-    engine, tokens = Engine(inputs), torch.zeros(TOKENS, dtype=torch.int64)
+    model = setting.model()
+    layout, memory = build_layout(model, config), MemoryTracker(setting.device)
+    inputs = EngineInputs(model, config, layout, memory, FreeFactory(layout.mesh), loss_fn=language_loss)
+    engine, tokens = Engine(inputs), setting.tokens()
 
     def run_pass() -> None:
         engine.backward(engine(tokens))
@@ -200,7 +212,7 @@ def make_engine(depth: int, dtype: str, stage: int, overlap: bool = True) -> Sys
     return System(run_pass, run_optimizer)
 
 
-MAKERS: Mapping[str, Callable[[int, str], System]] = {
+MAKERS: Mapping[str, Callable[[Setting], System]] = {
     "plain": make_plain,
     "ddp": make_ddp,
     "fsdp2-2": partial(make_fsdp2, reshard=False, prefetch=False),
@@ -270,7 +282,7 @@ def timed_us(part: Part) -> float:
 
 def measure(names: Sequence[str], dtype: str, num_rounds: int) -> list[HostTime]:
     """Let all systems take turns, both depths of each."""
-    systems = {(name, depth): MAKERS[name](depth, dtype) for name in names for depth in DEPTHS}
+    systems = {(name, depth): MAKERS[name](Setting(depth, dtype)) for name in names for depth in DEPTHS}
     passes: dict[tuple[str, int], list[float]] = {key: [] for key in systems}
     optimizers: dict[tuple[str, int], list[float]] = {key: [] for key in systems}
     gc.collect()
@@ -335,7 +347,7 @@ def ratios(row: HostTime, peer: HostTime) -> tuple[float, ...]:
 
 def profile(name: str, dtype: str, part: str, num_passes: int = 60) -> None:
     """Print the functions that take most of a part, by their own time."""
-    system = MAKERS[name](DEPTHS[1], dtype)
+    system = MAKERS[name](Setting(DEPTHS[1], dtype))
     for _ in range(NUM_WARMUP):
         system.run_pass()
         system.run_optimizer()
@@ -349,6 +361,39 @@ def profile(name: str, dtype: str, part: str, num_passes: int = 60) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
 
 
+@dataclass(frozen=True)
+class DeviceCount:
+    """What a step of a system asks of the virtual device."""
+
+    system: str
+    num_pass_kernels: int
+    num_optimizer_kernels: int
+    waits: tuple[str, ...]
+
+
+def count_on_device(names: Sequence[str], dtype: str) -> list[DeviceCount]:
+    """Count kernels and waits of the host on the virtual device, which this process has from then on."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from device.virtual import install
+
+    scheduler = install()
+    setting = Setting(VIRTUAL_DEPTH, dtype, torch.device("cuda", 0))
+    rows = []
+    for name in names:
+        system, waits = MAKERS[name](setting), list[str]()
+        scheduler.on_wait = lambda why, _, waits=waits: waits.append(why)
+        for _ in range(NUM_WARMUP):
+            system.run_pass()
+            system.run_optimizer()
+        waits.clear()
+        scheduler.kernels.clear()
+        system.run_pass()
+        num_pass_kernels = scheduler.kernels.total()
+        system.run_optimizer()
+        rows.append(DeviceCount(name, num_pass_kernels, scheduler.kernels.total() - num_pass_kernels, tuple(waits)))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default=",".join(MAKERS))
@@ -358,15 +403,21 @@ def main() -> None:
     parser.add_argument("--profile", metavar="SYSTEM", help="print where the time of its optimizer step goes")
     parser.add_argument("--pass", dest="of_pass", action="store_true", help="profile forward and backward instead")
     parser.add_argument("--kernels", metavar="SYSTEM", help="print its operators")
+    parser.add_argument("--virtual", action="store_true", help="count kernels and waits on the virtual CUDA device")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=NUM_RANKS, store=FakeStore())
     dtypes = options.dtypes.split(",")
+    if options.virtual:
+        names = [name for name in options.systems.split(",") if name != "ddp"]  # its reducer asks real works
+        for row in (row for dtype in dtypes for row in count_on_device(names, dtype)):
+            print(json.dumps(dataclasses.asdict(row)))
+        return
     if options.profile is not None:
         profile(options.profile, dtypes[0], "run_pass" if options.of_pass else "run_optimizer")
         return
     if options.kernels is not None:
-        system = MAKERS[options.kernels](DEPTHS[1], dtypes[0])
+        system = MAKERS[options.kernels](Setting(DEPTHS[1], dtypes[0]))
         for _ in range(NUM_WARMUP):
             system.run_pass()
             system.run_optimizer()

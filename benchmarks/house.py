@@ -215,14 +215,14 @@ def aliases(sources: Sources) -> list[str]:
 
 
 def frozen_classes(sources: Sources) -> set[str]:
-    """Names of our classes whose objects do not change: frozen dataclasses, named tuples and enums."""
+    """Names of our classes whose objects do not change: frozen dataclasses, named tuples, enums, a config's sections."""
     return {
         node.name
         for tree in sources.trees.values()
         for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
         if any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
-        or any(ast.unparse(base) in ("NamedTuple", "Enum") for base in node.bases)
+        or any(ast.unparse(base) in ("NamedTuple", "Enum", "Section") for base in node.bases)
     }
 
 

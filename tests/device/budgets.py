@@ -32,6 +32,7 @@ BF16 = {"param": "bf16"}
 FP32 = {"param": "fp32"}
 CASES = (
     *(Case(f"stage {stage}", 2, zero(stage, precision=BF16), "decoder") for stage in (0, 1, 3)),
+    Case("one rank", 1, zero(0, precision=FP32), "decoder"),
     Case("tp", 2, {"mesh": {"tp": 2}, "precision": FP32}, "decoder"),
     Case("sgd", 2, zero(2, precision=FP32, optimizer={"name": "sgd", "momentum": 0.9}), "decoder"),
     Case("states in bf16", 2, zero(2, precision={**FP32, "states": "bf16"}), "decoder"),

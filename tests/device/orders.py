@@ -11,6 +11,7 @@ Prints a JSON line a case. A difference is a race: on a GPU the numbers would de
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from device.faults import FAULTS
 from device.ranks import TIMEOUT_S, join, start_ranks
@@ -36,7 +37,7 @@ from harness.tensor import make_case
 from harness.training import make_config
 from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.collectives import CommFactory
-from shardwise.comm.mesh import Mesh
+from shardwise.comm.mesh import Mesh, open_store
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.layout.mesh_shape import MeshShape
@@ -141,10 +142,10 @@ CASES = (
             f"saves, states {states}, {act.__name__}",
             1,
             zero(2, precision={**FP32, "states": states}),
-            "decoder",
+            "wide",
             act=act,
         )
-        for states, act in (("master", save_async), ("int8", save_async), ("master", save_now), ("int8", save_now))
+        for states, act in itertools.product(("master", "bf16", "int8"), (save_async, save_now))
     ),
     Case("state access", 2, zero(3), act=read_state),
     Case("memory handed over", 1, zero(3), act=hand_over),
@@ -165,12 +166,26 @@ class Trained:
         return named + [name for name, value in self.parameters.items() if not same(value, other.parameters[name])]
 
 
+def wide_batch(seed: int, num_samples: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(num_samples, 64, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+# Its weights have enough elements that their states are stored in codes.
+WIDE = ModelCase(
+    "wide",
+    lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)),
+    wide_batch,
+    lambda output, batch: ((output - batch).square().sum(), torch.tensor(float(output.numel()))),
+)
+
+
 def same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
 def model_case(case: Case) -> ModelCase:
-    return MODELS[case.model] if case.model in MODELS else make_case(case.model)
+    known = {**MODELS, WIDE.name: WIDE}
+    return known[case.model] if case.model in known else make_case(case.model)
 
 
 def make_engine(case: Case, make_factory: Callable[[MeshShape], CommFactory]) -> Engine:
@@ -210,7 +225,7 @@ def train_rank(case: Case, make_factory: Callable[[MeshShape], CommFactory]) -> 
 def factory_of(case: Case, mesh: MeshShape) -> CommFactory:
     if case.has_echoes:
         return EchoFactory(mesh, 0)
-    return ProcessGroupFactory(Mesh(mesh, TIMEOUT_S))
+    return ProcessGroupFactory(Mesh(mesh, TIMEOUT_S), open_store(TIMEOUT_S))
 
 
 def train(case: Case, scheduler: Scheduler, order: Order, seed: int) -> Trained:
@@ -228,6 +243,7 @@ class Verdict:
     races: dict[str, str]
     num_kernels: int
     host_waits: dict[str, int]
+    foreign_calls: dict[str, int] = field(default_factory=dict)  # of threads that have chosen no device
 
 
 def judge(case: Case, scheduler: Scheduler, orders: Sequence[tuple[Order, int]], is_enough: int = 99) -> Verdict:
@@ -246,7 +262,7 @@ def judge(case: Case, scheduler: Scheduler, orders: Sequence[tuple[Order, int]],
             differences = [describe(error)]
         if differences:
             races[f"{order} {seed}"] = ", ".join(differences[:4])
-    return Verdict(case.name, races, expected.num_kernels, expected.host_waits)
+    return Verdict(case.name, races, expected.num_kernels, expected.host_waits, dict(scheduler.foreign_calls))
 
 
 def describe(error: Exception) -> str:

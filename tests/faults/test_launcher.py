@@ -121,6 +121,12 @@ def test_segments_are_expandable_unless_the_user_says_how_to_allocate(launch, tm
     assert json.loads((tmp_path / "alloc").read_text()) == expected
 
 
+@pytest.mark.parametrize(("environ", "expected"), [({}, "32"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1")])
+def test_a_gpu_has_queues_for_all_streams_unless_the_user_says_how_many(launch, tmp_path, environ, expected):
+    launch('note("queues", os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])', 1, environ=environ)
+    assert json.loads((tmp_path / "queues").read_text()) == expected
+
+
 def test_a_killed_rank_is_named_and_takes_the_others_with_it(launch, tmp_path, capfd):
     code = (
         STOPPABLE

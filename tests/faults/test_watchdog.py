@@ -347,7 +347,7 @@ def test_a_killed_rank_is_named_by_those_that_live() -> None:
 
 def watched(store: dist.Store, rank: int, patience_s: float = 0.2) -> tuple[CommLog, Watchdog]:
     comm_log = CommLog(rank)
-    return comm_log, Watchdog(store, comm_log, Timeline(rank), 2, patience_s)
+    return comm_log, Watchdog(store, comm_log, Timeline(rank), 2, patience_s, CPU)
 
 
 def gather(comm_log: CommLog) -> Collective:
@@ -487,19 +487,55 @@ def test_the_thread_ends_with_records_that_are_gone() -> None:
 
 def test_no_watchdog_where_it_has_no_use() -> None:
     comm_log, timeline = CommLog(), Timeline(0)
-    assert watch(None, comm_log, timeline, RunConfig()) is None
-    assert watch(dist.HashStore(), comm_log, timeline, RunConfig(watchdog_s=0.0)) is None
+    assert watch(None, comm_log, timeline, RunConfig(), CPU) is None
+    assert watch(dist.HashStore(), comm_log, timeline, RunConfig(watchdog_s=0.0), CPU) is None
     assert comm_log.explain is None
 
 
+class HungUp:
+    """A communicator that notes that it was hung up."""
+
+    num_calls = 0
+
+    def hang_up(self) -> None:
+        self.num_calls += 1
+
+
+def test_what_the_device_waits_for_ends_after_a_failure_elsewhere() -> None:
+    store = dist.HashStore()
+    (comm_log, own), (_, other) = watched(store, 0, patience_s=2.0), watched(store, 1)
+    comm = HungUp()
+    comm_log.comms.add(comm)
+    comm_log.enqueue(gather(comm_log), Event(Unreached()))
+    assert not wait_until(lambda: comm_log.has_failed, timeout_s=1.2)  # the rank may only be late
+    other.note_failure("ValueError: no such batch")
+    assert wait_until(lambda: comm.num_calls > 0)
+    assert comm_log.has_failed
+    own.close()
+    other.close()
+
+
+def test_what_the_host_waits_for_is_left_to_its_connections() -> None:
+    store = dist.HashStore()
+    (comm_log, own), (_, other) = watched(store, 0), watched(store, 1)
+    comm = HungUp()
+    comm_log.comms.add(comm)
+    other.note_failure("ValueError: no such batch")
+    with entered(comm_log, gather(comm_log)):
+        assert not wait_until(lambda: comm_log.has_failed, timeout_s=0.5)
+    assert comm.num_calls == 0
+    own.close()
+    other.close()
+
+
 LIVE_THREAD = """
-import time, torch.distributed as dist
+import time, torch, torch.distributed as dist
 from shardwise.comm.records import CommLog
 from shardwise.runtime.timeline import Timeline
 from shardwise.comm.watchdog import Watchdog
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 comm_log = CommLog()
-watchdog = Watchdog(store.clone(), comm_log, Timeline(0), 2, 0.001)
+watchdog = Watchdog(store.clone(), comm_log, Timeline(0), 2, 0.001, torch.device("cpu"))
 time.sleep(0.2)
 """
 

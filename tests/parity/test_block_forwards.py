@@ -232,6 +232,27 @@ def test_what_cannot_work_is_refused(section: dict[str, Any], stage: int, code: 
         replace(Stack(Block()), make(section, world_size=2, zero={"stage": stage}))
 
 
+def test_graphs_are_refused_in_a_pipeline() -> None:
+    with refused("compile-mode-pipeline", "reduce-overhead"):
+        section = {"backend": "inductor", "mode": "reduce-overhead"}
+        replace(Stack(Block(), Block()), make(section, world_size=2, mesh={"pp": 2}, zero={"stage": 1}))
+
+
+@pytest.mark.parametrize(("mode", "num_begun"), [("reduce-overhead", 3), ("max-autotune", 3), ("default", 0)])
+def test_each_forward_begins_a_step_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch, mode: str, num_begun: int) -> None:
+    """Else a block of an evaluation would overwrite what the block before it has returned."""
+    begun: list[None] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(None))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = Stack(Block(), Block())
+    replace(model, make({"backend": "inductor", "mode": mode}, world_size=2, recompute={"mode": "full"}))
+    model(torch.ones(3, 4)).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(3, 4))
+        model(torch.ones(3, 4))
+    assert len(begun) == num_begun
+
+
 def train(rank: int, world_size: int) -> dict[str, Any]:
     """A compiled engine's life: a metered step, a step, close, and no trace left of it."""
     torch._dynamo.reset()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ import torch.distributed as dist
 
 from harness.pool import RankError, WorkerPool
 from harness.refusals import refusal_of
-from shardwise.comm.backends import process_group_comm
-from shardwise.comm.collectives import Comm, CommResources
+from shardwise.comm.backends import NcclComm, process_group_comm
+from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.runtime.buffer_pool import BufferPool
 
+CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
@@ -138,6 +141,44 @@ def test_collectives_are_counted_and_named(ranks: WorkerPool) -> None:
     }
     assert names[0] == "all_gather #1 of first over dp_shard (4 ranks)"
     assert names[3].startswith("all_reduce_scalars #4 of fourth")
+
+
+def as_nccl(rank: int, world_size: int, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """A gather and a reduction as on NCCL, which is not here: gloo has the functions of the same names."""
+    comm = NcclComm(RankPlace(rank, world_size, "dp_shard"), CommResources.alone(CPU, 20.0), dist.group.WORLD)
+    full, out = torch.full((world_size * 3,), float(rank + 1), dtype=dtype), torch.zeros(2, dtype=dtype)
+    source = torch.arange(world_size * 2).add(10 * rank).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comm.all_gather(full, "test").wait()
+        comm.reduce_scatter(source, out, accumulate=False, name="test").wait()
+    return full.tolist(), out.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nccl_s_functions_of_this_torch_give_no_warnings(ranks: WorkerPool, dtype: torch.dtype) -> None:
+    for rank, (full, out) in enumerate(ranks(2).run(as_nccl, dtype)):
+        assert full == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+        assert out == [10.0 + 4 * rank, 12.0 + 4 * rank]
+
+
+@pytest.mark.parametrize("names", [("all_gather_single",), ("all_gather_into_tensor",)])
+def test_any_torch_s_name_of_a_gather_is_called(names: tuple[str, ...]) -> None:
+    called = []
+    c10d = SimpleNamespace(**{name: lambda full, own, group, name=name: called.append(name) for name in names})
+    comm = NcclComm(RankPlace(0, 2, "dp_shard"), CommResources.alone(CPU, 20.0), None, c10d)
+    comm.all_gather(torch.zeros(4), "test").wait()
+    assert called == list(names)
+
+
+def test_one_rank_asks_no_back_end_for_its_own_numbers() -> None:
+    """On NCCL that would make a communicator, which takes seconds and memory of the GPU."""
+    nothing = SimpleNamespace()  # has no collectives
+    comm = NcclComm(RankPlace(0, 1, "dp_shard"), CommResources.alone(CPU, 20.0), None, nothing)
+    comm.is_simulated = False
+    values = torch.tensor([1.5, -2.0], dtype=torch.float64)
+    assert comm.sum_scalars(values, "sums", [3.0]) == [1.5, -2.0, 3.0]
+    assert comm.max_scalars(values, "largest") == [1.5, -2.0]
 
 
 def wait_for_the_dead(rank: int, world_size: int) -> str:

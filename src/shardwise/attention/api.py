@@ -17,7 +17,7 @@ import importlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -36,15 +36,24 @@ _FLEX: Final = "flex"
 # On a device: with the Triton kernels of this library, and where they do not run.
 _WITH_KERNELS: Final = "triton"
 _WITHOUT: Final = "dense"
-_forced: Final[ContextVar[str | None]] = ContextVar("shardwise_attention_backend", default=None)
+
+
+@dataclass
+class _Forced:
+    """Holds the back end that is forced now: in all threads, since a GPU's backward runs on one of autograd's."""
+
+    name: str | None = None
+
+
+_FORCED: Final = _Forced()
 
 
 @contextmanager
 def attention_backend(name: str) -> Iterator[None]:
     """Run block-sparse attention inside the context on the back end "cpu", "dense", "triton" or "flex".
 
-    A recomputation runs during the backward, so a forward that is recomputed must enter the context itself. Compiled
-    code keeps the back end that it was compiled with.
+    It holds in all threads. A recomputation runs during the backward, so the context must be open then, or a forward
+    that is recomputed must enter it itself. Compiled code keeps the back end that it was compiled with.
 
     Raises:
         ConfigError: there is no such back end.
@@ -52,11 +61,11 @@ def attention_backend(name: str) -> Iterator[None]:
     names = [*BACKENDS, _FLEX]
     if name not in names:
         raise ConfigError("unknown-backend", f"attention backend {name!r} does not exist; there are {', '.join(names)}")
-    token = _forced.set(name)
+    before, _FORCED.name = _FORCED.name, name
     try:
         yield
     finally:
-        _forced.reset(token)
+        _FORCED.name = before
 
 
 def block_sparse_attention(
@@ -149,7 +158,7 @@ def autocast(tensor: Tensor) -> Tensor:
 def backend_for(device_type: str, preferred: str | None = None) -> str:
     """Return the back end of a device: the forced one, else the preferred one, else the one measured as faster."""
     row = kind_of(device_type)
-    return _forced.get() or preferred or ("cpu" if row.is_cpu else _WITH_KERNELS if row.has_kernels else _WITHOUT)
+    return _FORCED.name or preferred or ("cpu" if row.is_cpu else _WITH_KERNELS if row.has_kernels else _WITHOUT)
 
 
 def _check_kinds(layout: object, dropout: object, scale: object, **tensors: object) -> None:

@@ -133,6 +133,7 @@ class Saver:
         save = _Save(agreement, f"checkpoint of step {step}", None if wait else self._staging, self._cleaned)
         save.begin(step, prepare)
         if wait or self._must_wait(save.request):
+            self._staging.settle()
             self._finish(save)
             return
         # No daemon: a program that ends finishes its save.
@@ -370,8 +371,12 @@ class StagingMemory:
             place = self._buffer[offset_bytes : offset_bytes + each.num_written_bytes]
             copies[index] = _copy(each, place.view(each.flat.dtype))
             offset_bytes += each.num_written_bytes
-        Event.record(self._device).wait_on_host()
+        self.settle()
         return tuple(copies[index] for index in range(len(state_shards)))
+
+    def settle(self) -> None:
+        """Block until the device has done the current stream's work: other threads read on streams of their own."""
+        Event.record(self._device).wait_on_host()
 
     def release(self) -> None:
         """Free the memory; the next copy allocates it again. No copy may be in use."""

@@ -44,7 +44,7 @@ def read_spans(state_shard: StateShard, spans: Sequence[Span]) -> memoryview:
     """Return the bytes of some spans of a state, one span after the other; of one in host memory without a copy.
 
     Args:
-        state_shard: the state, stored in host memory or in a file.
+        state_shard: the state, stored in host memory or in a file, or in codes anywhere.
         spans: ranges of bytes from its start, each of whole elements and of at most `RUN_BYTES`.
 
     Raises:
@@ -64,7 +64,7 @@ def read_spans(state_shard: StateShard, spans: Sequence[Span]) -> memoryview:
 
 def _read(state_shard: StateShard, start: int, stop: int) -> Tensor:
     try:
-        return state_shard.flat.read(start, stop).detach()
+        return state_shard.flat.read(start, stop).detach().cpu()  # codes on a GPU are decoded there
     except OSError as error:  # otherwise it would look like an error of the disk that is written to
         raise CheckpointError(
             "state-file-unreadable",

@@ -237,6 +237,7 @@ def _write_file(
     path: Path, header: bytes, jobs: Sequence[_WriteJob], num_bytes: int, progress: Callable[[int], None]
 ) -> None:
     # No executor of `concurrent.futures`: it takes no work once the main thread has ended, while a save goes on.
+    # These threads choose no device: they run torch's ops alone, each of which chooses that of its tensors.
     with (
         named_errors("write", path, "write-refused"),
         path.open("xb", buffering=0) as file,

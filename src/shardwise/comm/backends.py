@@ -24,9 +24,12 @@ from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import RING_BYTES, MeshShape
 from shardwise.runtime.device import StreamName, device_of_backends, kind_of
 from shardwise.runtime.precision import SCRATCH_NUMEL
-from shardwise.runtime.torch_private import is_fake
+from shardwise.runtime.torch_private import abort_backend, is_fake
 
 _NEVER_SENT: Final = 2**31 - 1  # a tag
+# The name since torch 2.13, and the one before, which then warns at each call.
+_GATHER: Final = ("all_gather_single", "all_gather_into_tensor")
+_SCATTER: Final = ("reduce_scatter_single", "reduce_scatter_tensor")
 # More rows are summed in one call: each of them alone would cost more than the sum.
 _MAX_ROWS: Final = 64
 
@@ -137,7 +140,7 @@ class NcclComm(Comm):
         # before or after.
         own = self.own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1), stream) as started:
-            self._c10d.all_gather_into_tensor(full, own, group=self._group)
+            _named(self._c10d, *_GATHER)(full, own, group=self._group)
         return started.as_work()
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
@@ -151,7 +154,7 @@ class NcclComm(Comm):
         with self.launch(self._count("reduce_scatter", name, source, passes=1), "reduce") as started:
             if source.dtype.itemsize >= 4:
                 summed = self._pool.acquire(out.numel(), source.dtype)
-                self._c10d.reduce_scatter_tensor(summed, source, group=self._group)
+                _named(self._c10d, *_SCATTER)(summed, source, group=self._group)
                 sum_chunks(out, summed.unsqueeze(0), accumulate)
             else:
                 summed = self._pool.acquire(source.numel(), source.dtype)
@@ -170,17 +173,24 @@ class NcclComm(Comm):
 
     def scatter_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
         with self.launch(self._count("reduce_scatter", name, source, passes=1), stream) as started:
-            self._c10d.reduce_scatter_tensor(out, source, group=self._group)
+            _named(self._c10d, *_SCATTER)(out, source, group=self._group)
         return started.as_work()
 
     def hang_up(self) -> None:
-        """Do nothing: what waits for NCCL waits until its time-out."""
+        """Abort what runs on this rank's device; the watchdogs of other ranks do so on theirs."""
+        if self._group is not None:
+            with suppress(RuntimeError):  # its back end has ended already, or is not the device's own
+                abort_backend(self._group, self.device)
 
     def _in_stream(self, works: list[dist.Work]) -> list[dist.Work]:
         """Make the current stream wait for messages, which NCCL runs on a stream of its own: it keeps their order."""
         for work in works:
             work.wait()
         return []
+
+
+def _named(c10d: Any, name: str, former: str) -> Any:
+    return getattr(c10d, name, None) or getattr(c10d, former)
 
 
 def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -212,6 +212,7 @@ class Comm(ABC):
         self._kind = kind_of(resources.device)
         self.is_simulated = c10d is not dist
         self.comm_log = resources.comm_log
+        self.comm_log.comms.add(self)
         self._ranks = self.comm_log.open_group(place.axis, place.ranks or tuple(range(place.world_size)))
         self._group = group
         self._c10d = c10d
@@ -523,17 +524,17 @@ class Comm(ABC):
     def _reduce_scalars(
         self, values: Tensor, known: Sequence[float], op: dist.ReduceOp.RedOpType, name: str
     ) -> ScalarSum:
-        if self.world_size == 1 and not self.is_simulated:  # one rank needs no communicator
-            return ScalarSum(values, lambda: [*values.tolist(), *map(float, known)])
         if known:
             given = torch.tensor(known, dtype=values.dtype, pin_memory=self._kind.pins)
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
-        call = self._count("all_reduce_scalars", name, values, passes=2)
-        # The host needs these numbers: they decide on the step. So one collective sends them, together with what
-        # the host knows already, and the host waits for the device once.
-        with self.launch(call) as started:
-            started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
-        started.as_work().wait()  # on a device the stream waits, not the host
+        call = None
+        if self.world_size > 1 or self.is_simulated:  # one rank needs no communicator
+            call = self._count("all_reduce_scalars", name, values, passes=2)
+            # The host needs these numbers: they decide on the step. So one collective sends them, together with what
+            # the host knows already, and the host waits for the device once.
+            with self.launch(call) as started:
+                started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
+            started.as_work().wait()  # on a device the stream waits, not the host
         on_host, copied = values, None
         if self._kind.is_in_stream_order:
             on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._kind.pins)
@@ -542,8 +543,10 @@ class Comm(ABC):
 
         def read() -> list[float]:
             if copied is not None:
-                with self.comm_log.running(call):  # here the host waits
+                with nullcontext() if call is None else self.comm_log.running(call):  # here the host waits
                     copied.wait_on_host()
+                    if self.comm_log.has_failed:  # see [Note: A failure elsewhere ends what the device waits for]
+                        raise RuntimeError("the communicator was aborted")
             if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
                 return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
             return on_host.tolist()

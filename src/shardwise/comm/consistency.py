@@ -29,6 +29,7 @@ from shardwise.comm.records import Collective, CollectiveNote, CommError
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig, RunConfig
 from shardwise.layout.layout import Layout
+from shardwise.runtime.device import numbers_on
 from shardwise.runtime.torch_private import pytree
 
 # Each rank may name its own folders and threads.
@@ -143,8 +144,8 @@ def have_same_bits(comm: Comm, flats: Sequence[Tensor], name: str) -> bool:
     if comm.world_size == 1 or comm.is_simulated:
         return True
     hashes = [int(hash_of_bits(flat)) % _MAX_EXACT for flat in flats]
-    bounds = torch.tensor([hashes, [-value for value in hashes]], dtype=torch.float64, device=comm.device)
-    most, least = torch.tensor(comm.max_scalars(bounds.view(-1), name), dtype=torch.float64).view(2, -1)
+    bounds = numbers_on(comm.device, [*hashes, *(-value for value in hashes)])
+    most, least = torch.tensor(comm.max_scalars(bounds, name), dtype=torch.float64).view(2, -1)
     return torch.equal(most, -least)
 
 

@@ -21,6 +21,7 @@ from shardwise.comm.collectives import Comm, ScalarSum
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.arguments import NO_CLASS
 from shardwise.config.errors import CodedError, ConfigError, EngineError
+from shardwise.runtime.device import number_dtype, numbers_on
 from shardwise.runtime.module_calls import watch_calls
 from shardwise.runtime.torch_private import pytree
 
@@ -224,7 +225,8 @@ class LossAccumulator:
 
     def add(self, total: LossSum) -> None:
         """Count a loss in."""
-        self._rows.append(torch.stack([total.total.detach().double(), total.count.double()]))
+        dtype = number_dtype(total.total.device)
+        self._rows.append(torch.stack([total.total.detach().to(dtype), total.count.to(dtype)]))
 
     def count_error(self, count: float, where: str) -> EngineError | None:
         """Return the error for a sum of counts from `sum_with` with one that no loss can have; None if it has none."""
@@ -292,7 +294,7 @@ class LossAccumulator:
                 "engine.backward and that of a tensor; use one of them within a step",
             )
         count = 0.0 if self._rows else self.plain.count
-        self.add(LossSum(loss.detach().reshape(()), loss.new_full((), count, dtype=torch.float64)))
+        self.add(LossSum(loss.detach().reshape(()), loss.new_full((), count, dtype=number_dtype(loss.device))))
         self._is_plain, self.normaliser = True, scale
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
@@ -309,8 +311,7 @@ class LossAccumulator:
 
     def sum_over_ranks(self, name: str, known: Sequence[float] = ()) -> tuple[float, ...]:
         """Return the loss's sum and count over the ranks, and those of numbers of the host."""
-        values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
-        return tuple(self.sum_with(values, name, known))
+        return tuple(self.sum_with(numbers_on(self._comms.all.device, []), name, known))
 
     def deviation(self) -> Tensor:
         """Return a number, fp64 [1], whose sum over the ranks is 0 where those of each tensor-parallel group, which
@@ -318,7 +319,7 @@ class LossAccumulator:
         """
         tensor = self._comms.tensor
         if tensor.world_size == 1:
-            return torch.zeros(0, dtype=torch.float64, device=tensor.device)
+            return numbers_on(tensor.device, [])
         return self._own_sums()[:1] * (1.0 if tensor.rank == 0 else -1.0 / (tensor.world_size - 1))
 
     def _before(self, values: Tensor) -> Tensor:
@@ -327,7 +328,8 @@ class LossAccumulator:
 
     def _own_sums(self) -> Tensor:
         if not self._rows:
-            return torch.zeros(2, dtype=torch.float64, device=self._comms.all.device)
+            device = self._comms.all.device
+            return torch.zeros(2, dtype=number_dtype(device), device=device)
         rows = torch.stack(self._rows)  # [n, 2]
         if not self._is_plain:
             totals, counts = rows.unbind(1)
@@ -350,7 +352,7 @@ class LossAccumulator:
     def _agree_on_normaliser(self, total: LossSum) -> float:
         # Once a step: gradients of all its micro-batches, on all ranks, are added up, so they need one scale.
         if self.normaliser == 0.0:
-            count = total.count.double().nan_to_num(0, 0, 0).reshape(1)
+            count = total.count.to(number_dtype(total.count.device)).nan_to_num(0, 0, 0).reshape(1)
             if total.is_counted and self._comms.context.world_size > 1:  # hooks see gradients as in one process
                 count = count.new_tensor(self._comms.context.sum_scalars(count, "loss normaliser"))
             (largest,) = self._comms.data.max_scalars(count, "loss normaliser")
@@ -386,7 +388,7 @@ def first_nonfinite_module(
     with torch.no_grad(), watch_calls(model, begin, end):
         for batch in batches:
             forward(batch)
-    reports = torch.zeros(comm.world_size, dtype=torch.float64, device=comm.device)
+    reports = torch.zeros(comm.world_size, dtype=number_dtype(comm.device), device=comm.device)
     for name, given in found:  # the model itself comes last
         reports[comm.rank] = (modules.index(name) or len(modules)) + given / len(_GIVEN)
     summed = comm.sum_scalars(reports, "first non-finite module")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Comm
+from shardwise.runtime.device import numbers_on
 
 
 def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
@@ -30,7 +31,7 @@ def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: 
 def exchange_texts(comm: Comm, text: str, name: str) -> list[str]:
     """Return every rank's text, in rank order."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
-    length = torch.tensor([float(own.numel())], dtype=torch.float64, device=comm.device)
+    length = numbers_on(comm.device, [float(own.numel())])
     (longest,) = comm.max_scalars(length, name)
     table = torch.full((comm.world_size, int(longest)), ord(" "), dtype=torch.uint8, device=comm.device)  # [n, bytes]
     table[comm.rank, : own.numel()] = own

@@ -156,4 +156,5 @@ class P2PChannels:
 
     def hang_up(self) -> None:
         """Make all ranks that wait for a message of this pipeline fail at once."""
-        self._host.hang_up()
+        for comm in dict.fromkeys((self._host, self._down, self._up)):
+            comm.hang_up()

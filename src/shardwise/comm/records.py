@@ -19,12 +19,13 @@ from __future__ import annotations
 import re
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ MESSAGE: Final = "message"
 
 # The op in which each rank sends the others as much as it needs.
 EXCHANGE: Final = "exchange"
+
+
+class HangsUp(Protocol):
+    """Is a communicator, as far as the log of its collectives needs it."""
+
+    def hang_up(self) -> None:
+        """End what waits for other ranks."""
 
 
 class CommError(CodedError, RuntimeError):
@@ -188,6 +196,7 @@ class CommLog:
     explain: Callable[[Collective], str | None] | None = None
     waited_s: float = 0.0
     has_failed: bool = False
+    comms: weakref.WeakSet[HangsUp] = field(default_factory=weakref.WeakSet)
 
     @property
     def is_watched(self) -> bool:
@@ -284,6 +293,12 @@ class CommLog:
             ) from error
         finally:
             self.end()
+
+    def hang_up(self) -> None:
+        """End all that the host and the device wait for; no result is to be used."""
+        self.has_failed = True
+        for comm in list(self.comms):
+            comm.hang_up()
 
     def cause(self, call: Collective) -> str:
         """Say why other ranks do not take part."""

@@ -37,6 +37,7 @@ from shardwise.comm.records import Collective, CollectiveEvent, CollectiveNote, 
 from shardwise.comm.store import PatientStore, StoreSilentError
 from shardwise.config.resolve import RunConfig
 from shardwise.runtime.clock import AwakeClock
+from shardwise.runtime.device import use_device
 from shardwise.runtime.timeline import Timeline
 
 _POLL_S: Final = 1.0
@@ -62,7 +63,13 @@ class Watchdog:
     # one. So the thread asks through the store, which needs no other rank to come along except the one that holds it.
     # It touches no tensor and no process group.
     def __init__(
-        self, store: dist.Store, comm_log: CommLog, timeline: Timeline, world_size: int, patience_s: float
+        self,
+        store: dist.Store,
+        comm_log: CommLog,
+        timeline: Timeline,
+        world_size: int,
+        patience_s: float,
+        device: torch.device,
     ) -> None:
         self._store = PatientStore(store, _ANSWER_S)
         self._rank = comm_log.rank
@@ -82,7 +89,7 @@ class Watchdog:
         self._pending: dict[int, tuple[float, CollectiveEvent]] = {}
         self._wake = threading.Event()
         self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="shardwise-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(device,), name="shardwise-watchdog", daemon=True)
         comm_log.explain = self.explain
         # At the interpreter's end too: a daemon thread inside the store's C++ would abort the process then.
         self._finalizer = weakref.finalize(comm_log, self._end)
@@ -102,6 +109,7 @@ class Watchdog:
         """Note a failure for the ranks that will wait for this one in vain; an empty text removes the note."""
         with suppress(RuntimeError):  # the store may have gone
             self._store.set(f"failed/{self._rank}", f" {text}")  # some stores take what is empty for missing
+            self._store.add("num_failures", 1 if text else 0)
 
     def _noted_failure(self) -> str | None:
         """Return what the first rank with a failure has noted."""
@@ -152,7 +160,8 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
 
-    def _run(self) -> None:
+    def _run(self, device: torch.device) -> None:
+        use_device(device)  # of the events that it asks
         try:
             while not self._has_ended:
                 self._wake.wait(_QUICK_POLL_S if self._pending else self._poll_s)
@@ -171,6 +180,8 @@ class Watchdog:
         try:
             if moment is not None and waited_s > self._patience_s:
                 self._raise_alarm(_key(moment.call))
+            if waited_s > 0 and comm_log.enqueued and not comm_log.has_failed:
+                self._hang_up_after_failure(comm_log)
             number = self._store.add("num_alarms", 0)
             if number > self._num_alarms:
                 self._num_alarms = number
@@ -212,6 +223,15 @@ class Watchdog:
         if call is None or self._head is None or self._head[0] is not call:
             self._head = None if call is None else (call, time.monotonic())
         return None if self._head is None else CollectiveEvent(*self._head, self._main_thread)
+
+    # [Note: A failure elsewhere ends what the device waits for]
+    # The host may block until the device has done a collective that never ends, as a rank that it needs has failed, and
+    # no time-out of ours ends that. So this thread, which is awake, aborts the communicators: their kernels end with
+    # whatever is there, the host goes on, and `has_failed` says that no result is to be used.
+    def _hang_up_after_failure(self, comm_log: CommLog) -> None:
+        if self._store.add("num_failures", 0) > 0 and (failure := self._noted_failure()) is not None:
+            log.error("rank %d ends what it waits for: %s", self._rank, failure)
+            comm_log.hang_up()
 
     def _raise_alarm(self, key: str) -> None:
         """Raise the alarm, once for each key, whichever rank comes first."""
@@ -283,7 +303,9 @@ class Watchdog:
         )
 
 
-def watch(store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: RunConfig) -> Watchdog | None:
+def watch(
+    store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: RunConfig, device: torch.device
+) -> Watchdog | None:
     """Start to watch an engine's collectives; call it on the thread that trains.
 
     Args:
@@ -292,7 +314,7 @@ def watch(store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: 
     """
     if store is None or run.watchdog_s == 0:
         return None
-    return Watchdog(store, comm_log, timeline, dist.get_world_size(), min(run.watchdog_s, run.timeout_s / 2))
+    return Watchdog(store, comm_log, timeline, dist.get_world_size(), min(run.watchdog_s, run.timeout_s / 2), device)
 
 
 def _key(call: Collective) -> str:

@@ -172,12 +172,14 @@ class _DrawWatch:
         if was_quiet and draws.drew_unseen():
             self._watch_again()
         else:
-            self._unwatch()
+            draws.at_step_end = self._unwatch
 
     # [Note: A model that draws nothing]
     # Once whole training forwards have drawn nothing by function, the modules get the classes back that they had, and
     # forwards cost what they cost without the library. torch's generator still begins from the forward's seed, so a
-    # draw that comes later is noticed at the end of its forward, and from then on all is watched again.
+    # draw that comes later is noticed at the end of its forward, and from the next step on all is watched again.
+    # Classes change between steps only: a recomputation must find those of its forward, by which code may choose what
+    # to do (transformers' checkpointed layers ask whether the forward of a module's class is the one that checkpoints).
     def _unwatch(self) -> None:
         """Leave the modules as they are while no forward draws by function."""
         modules = [module for site in self.sites if (module := site.module()) is not None]
@@ -188,18 +190,28 @@ class _DrawWatch:
             self._outside.draws.unwatch(self.opened, self._begin_again, self.has_modules)
 
     def _begin_again(self) -> None:
+        self._outside.draws.at_step_end = self._watch_modules
+        self._refuse_late_draws()
+
+    def _watch_modules(self) -> None:
         for module in filter(None, (site.module() for site in self.sites)):
             module_class = type(module)
             if module_class not in self._kinds:
                 self._kinds[module_class] = _keyed_functions(module_class)
             swap_class(module, self._kinds[module_class])
         self._outside.draws.watch(self.opened)
-        self._watch_again()
+        self._watch_sites()
 
     def _watch_again(self) -> None:
+        self._watch_sites()
+        self._refuse_late_draws()
+
+    def _watch_sites(self) -> None:
         self._outside.first_step = None
         for site in (self._outside, *self.sites):
             site.is_quiet = False
+
+    def _refuse_late_draws(self) -> None:
         if self._shares:
             raise ConfigError(
                 "draw-began-late",

@@ -145,6 +145,7 @@ class KeyedDraws:
         # Entered inside `at`, in this order; `key_dropouts` adds what replaces torch's draws.
         self.around: list[Opening] = [] if watching is None else [watching]
         self._on_unseen: Callable[[], None] | None = None  # called after a forward that has drawn unseen
+        self.at_step_end: Callable[[], None] | None = None  # called once, when nothing will be recomputed
         self.is_quiet = False  # no module draws by a site
         self.are_whole = False  # the tensors that code sees now are no rank's parts
         self._device = torch.device(device)
@@ -218,7 +219,7 @@ class KeyedDraws:
     def stop(self) -> None:
         """Open nothing around forwards any more."""
         self.around.clear()
-        self._on_unseen, self.is_quiet = None, False
+        self._on_unseen, self.at_step_end, self.is_quiet = None, None, False
 
     @contextmanager
     def for_tensors(self, are_whole: bool) -> Iterator[None]:
@@ -258,6 +259,9 @@ class KeyedDraws:
         self._newest = None
         self._grids.clear()
         self._has_grids = None
+        at_step_end, self.at_step_end = self.at_step_end, None
+        if at_step_end is not None:
+            at_step_end()
 
     @property
     def is_open(self) -> bool:

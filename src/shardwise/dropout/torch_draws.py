@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.config.errors import ConfigError
 from shardwise.dropout.numbers import MANTISSA_BITS, TensorPlace
+from shardwise.runtime.device import number_dtype
 from shardwise.runtime.forward_state import note_generator
 from shardwise.runtime.torch_private import PRIVATE_DRAWS
 
@@ -60,7 +61,9 @@ def seeded_draw(site: Drawing, func: Any, args: Sequence[Any], kwargs: dict[str,
 
 def seeded_mask(site: Drawing, like: Tensor, p: float) -> Tensor:
     """Draw what a dropout of rate p at `site` keeps of a tensor `like` this, after code has set torch's seed."""
-    drawn: Tensor = _from_own(site, torch.rand, (tuple(like.shape),), {"dtype": torch.float64, "device": like.device})
+    drawn: Tensor = _from_own(
+        site, torch.rand, (tuple(like.shape),), {"dtype": number_dtype(like.device), "device": like.device}
+    )
     return drawn >= p
 
 
@@ -298,12 +301,13 @@ def _multinomial(
     layout = site.place(input.shape)
     if layout.token_dim is not None and layout.token_dim == input.dim() - 1:
         _check_whole(site, func, input.shape)
+    wide = input.to(number_dtype(input.device))
     if num_samples == 1 or not replacement:
-        drawn = site.numbers("exponential", input.shape, torch.float64, input.device)
-        indices = (input.double() / drawn).topk(num_samples, dim=-1).indices
+        drawn = site.numbers("exponential", input.shape, wide.dtype, input.device)
+        indices = (wide / drawn).topk(num_samples, dim=-1).indices
     else:
-        sums = input.double().cumsum(-1)
-        drawn = site.numbers("uniform", (*input.shape[:-1], num_samples), torch.float64, input.device)
+        sums = wide.cumsum(-1)
+        drawn = site.numbers("uniform", (*input.shape[:-1], num_samples), wide.dtype, input.device)
         indices = torch.searchsorted(sums, drawn * sums[..., -1:], right=True).clamp_max_(input.shape[-1] - 1)
     out = options.get("out")
     return indices if out is None else out.resize_(indices.shape).copy_(indices)
@@ -334,7 +338,7 @@ def keyed_special_dropout(site: Drawing, func: Any, args: Sequence[Any], kwargs:
         return plain
     name = func.__name__
     shape = x.shape if not name.startswith("feature") else (*x.shape[:2], *[1] * (x.dim() - 2))
-    mask = (site.numbers("uniform", shape, torch.float64, x.device) >= p).to(x.dtype)
+    mask = (site.numbers("uniform", shape, number_dtype(x.device), x.device) >= p).to(x.dtype)
     if "alpha" not in name:
         scale = mask if p == 1 else mask.div_(1 - p)
         return x.mul_(scale) if name.endswith("_") else x * scale

@@ -112,7 +112,7 @@ def build(inputs: EngineInputs) -> tuple[EngineParts, StepRunner, ExitStack]:
         comms = connect(comm_factory, layout.mesh, config, device, streams, pool, layout, has_owners)
         timeline, comm_log = Timeline(comm_factory.rank), comms.all.comm_log
         timeline.clock.waited_s = lambda: comm_log.waited_s
-        watchdog = watch(comm_factory.store, comm_log, timeline, config.run)
+        watchdog = watch(comm_factory.store, comm_log, timeline, config.run, device)
         if watchdog is not None:
             cleanup.callback(watchdog.close)
         cleanup.callback(pool.trim)

@@ -44,10 +44,10 @@ from shardwise.launch.host import (
     show_list,
     usable_cores,
 )
-from shardwise.launch.process_group import ensure_process_group
+from shardwise.launch.process_group import ensure_process_group, warn_of_few_queues
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.optim.schedules import schedule_of
-from shardwise.runtime.device import choose_kind, current_device
+from shardwise.runtime.device import DeviceKind, choose_kind, current_device, number_dtype
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
 from shardwise.tensor.plan_layout import proved_layout
 from shardwise.zero.optimizer_plan import OptimizerFactory
@@ -88,10 +88,9 @@ def initialize(
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
-    _prepare(model, config, has_scheduler=scheduler is not None)
-    kind = choose_kind(config.run.device)
-    world_size = ensure_process_group(kind.name, config.run.timeout_s)
-    device = current_device(kind)
+    row = _prepare(model, config, has_scheduler=scheduler is not None)
+    world_size = ensure_process_group(row.name, config.run.timeout_s)
+    device = current_device(row)
     rank, store = dist.get_rank(), open_store(config.run.timeout_s)
     agreement = Agreement(store, range(world_size), rank, config.run.timeout_s, "start")
     with all_or_none(agreement, "layout"):
@@ -101,6 +100,7 @@ def initialize(
         layout = proved_layout(facts, model, resolved, plan, rank=rank)
         if weights is not None:
             check_folder(model, Path(weights), names)
+    warn_of_few_queues(row.name, layout.mesh.pp)
     agree_on_setup(agreement, RankFacts.of(layout, resolved, beside_parameters(model)))
     resolved = with_own_cores(resolved, agreement, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
@@ -115,13 +115,20 @@ def initialize(
     return engine if weights is None else _with_weights(engine, weights, names)
 
 
-def _prepare(model: nn.Module, config: Config, has_scheduler: bool) -> None:
-    """Refuse before ranks meet what cannot be, and freeze a model that is to be evaluated only."""
+def _prepare(model: nn.Module, config: Config, has_scheduler: bool) -> DeviceKind:
+    """Refuse before ranks meet what cannot be, and freeze a model that is to be evaluated only; return the device's."""
+    row = choose_kind(config.run.device)
+    if config.precision.param == "fp64" and number_dtype(current_device(row)).itemsize < 8:
+        raise ConfigError(
+            "device-without-fp64",
+            f"precision.param=fp64 but run.device={row.name} has no fp64; use precision.param=fp32, or run.device=cpu",
+        )
     check_plain(model)
     if config.optimizer.name == "none":
         model.requires_grad_(False)
     if not has_scheduler:
         schedule_of(config)
+    return row
 
 
 def _with_weights(engine: Engine, weights: str | Path, names: Names | None) -> Engine:

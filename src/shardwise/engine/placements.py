@@ -18,6 +18,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.config.errors import ConfigError
 from shardwise.layout.tensor_plan import LayerSplit, TensorPlan, is_within
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
+from shardwise.runtime.device import number_dtype
 from shardwise.runtime.torch_private import unseen_by_op_modes
 from shardwise.zero.tp_params import gather_param, owned_part, shard_param
 
@@ -166,8 +167,8 @@ class PlanPlacements:
                 yield Placement(-1, layer.parts)
 
     def _is_equal(self, tensor: Tensor, what: str) -> bool:
-        values = tensor.detach().double().reshape(-1)
-        weights = torch.arange(1, len(values) + 1, device=values.device).double()
+        values = tensor.detach().to(number_dtype(tensor.device)).reshape(-1)
+        weights = torch.arange(1, len(values) + 1, device=values.device).to(values.dtype)
         digest = torch.stack([values.sum(), values.abs().sum(), values @ weights]).nan_to_num(0.0, 0.0, 0.0)
         largest = self.comm.max_scalars(torch.cat([digest, -digest]), f"compare {what}")
         return all(high == -low for high, low in zip(largest[:3], largest[3:], strict=True))

@@ -342,7 +342,7 @@ def _check_gradients(parts: EngineParts) -> None:
             "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
             "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()",
         )
-    if not parts.sharding.is_as_trainable(may_pause=True) and any(map(has_gradient, _untrained(parts))):
+    if any(map(has_gradient, _untrained(parts))) and not parts.sharding.is_as_trainable(may_pause=True):
         raise ConfigError(
             "frozen-within-step",
             "a parameter that was frozen in the step's first forward has a gradient; unfreeze between steps",
@@ -404,7 +404,7 @@ def _late_factor(parts: EngineParts, sums: ScalarSum) -> LateFactor | None:
     """Return what the step multiplies gradients by, as `update` computes it; None where the host must know it."""
     if parts.comm.waits_on_host or parts.comm.is_simulated or parts.config.run.on_nonfinite == "ignore":
         return None
-    if not parts.sharded.takes_late_factor:
+    if sums.on_device.dtype is not torch.float64 or not parts.sharded.takes_late_factor:
         return None
     losses, limit = parts.losses, parts.config.optimizer.clip_norm
     loss, count, square = sums.on_device[:3].unbind()

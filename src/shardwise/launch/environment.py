@@ -33,6 +33,10 @@ Launcher = Literal["local", "torchrun", "slurm", "none"]
 LAUNCHER_FD = "SHARDWISE_LAUNCHER_FD"
 LAUNCHER_PATIENCE_S = "SHARDWISE_LAUNCHER_PATIENCE_S"
 
+# How many queues of a GPU take work at the same time. By default they are 8, fewer than a pipeline has streams: streams
+# that share one wait for each other, and a receive that is posted early may hold up the send that the other end needs.
+QUEUES_NAME, NUM_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+
 # Below the range from which Linux takes the ports of outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 

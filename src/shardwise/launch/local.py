@@ -30,7 +30,7 @@ from shardwise.config.errors import ConfigError, printable_lines
 from shardwise.config.sections import AskedDevice
 from shardwise.config.written_files import open_end, write_whole
 from shardwise.launch import checks
-from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
+from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S, NUM_QUEUES, QUEUES_NAME
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
 from shardwise.launch.host import num_cores
 from shardwise.runtime.clock import StopDetector, is_stopped
@@ -135,6 +135,7 @@ def _common_environ(inherited: Mapping[str, str], num_ranks: int, threads_per_ra
     # Blocks of changing sizes come and go: segments of a fixed size would be left half empty. On CPU it means nothing.
     if not any(name in environ for name in ALLOC_CONF_NAMES):
         environ[ALLOC_CONF_NAMES[0]] = EXPANDABLE_SEGMENTS
+    environ.setdefault(QUEUES_NAME, str(NUM_QUEUES))
     # All ranks are here: gloo, which has no authentication, need not listen where other machines can reach it.
     if sys.platform in _LOOPBACK:
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])

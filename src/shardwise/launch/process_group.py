@@ -29,9 +29,11 @@ import torch.distributed as dist
 from shardwise.comm.store import PatientStore, StoreSilentError, ask_in_time
 from shardwise.config.errors import CodedError, ConfigError
 from shardwise.config.sections import DeviceName
-from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.launch.environment import NUM_QUEUES, QUEUES_NAME, RankEnv, detect, lone_rank
 from shardwise.runtime.device import KINDS, backends_of, current_device, num_devices, use_device
 from shardwise.runtime.memory_tracker import first_line
+
+log = logging.getLogger(__name__)
 
 _POLL_S = 0.01
 # Rank 0 finds out who is missing; the others wait this much longer for its answer.
@@ -138,6 +140,18 @@ def start_process_group(env: RankEnv, device: DeviceName, timeout_s: float) -> N
             f"rank {env.rank} met the others but could not connect to them: {first_line(error)}; if the machine has "
             f"several networks, name the right one in GLOO_SOCKET_IFNAME (on GPUs also NCCL_SOCKET_IFNAME)",
         ) from error
+
+
+def warn_of_few_queues(device: DeviceName, num_stages: int) -> None:
+    """Warn of a pipeline on CUDA whose streams may wait for each other, as the environment allows too few queues."""
+    if num_stages > 1 and KINDS[device].queues == "streams" and torch.version.cuda is not None:
+        number = os.environ.get(QUEUES_NAME, "8")
+        if not number.isdecimal() or int(number) < NUM_QUEUES:
+            log.warning(
+                "%s=%s: a pipeline's streams share a GPU's queues then, and messages may wait for each other; set "
+                "%s=%d before the program starts",
+                *(QUEUES_NAME, number, QUEUES_NAME, NUM_QUEUES),
+            )
 
 
 def stop_process_group(timeout_s: float = 60.0) -> None:

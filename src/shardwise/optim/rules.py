@@ -360,7 +360,7 @@ class LateFactor:
     """Is what a step multiplies gradients by, where the device alone knows it yet.
 
     Attributes:
-        divisor: its inverse, fp32 and 0-d.
+        divisor: the inverse of the factor, fp32 and 0-d.
         is_refused: fp32 and 0-d, 1 where the step must change nothing, such as for gradients that are not finite.
     """
 

@@ -102,7 +102,9 @@ def memory_of(tensor: Tensor) -> memoryview:
     It does not use `Tensor.numpy`: torch never again resizes a storage that NumPy has seen, so no parameter could be
     released.
     """
+    if tensor.device.type != "cpu":  # the host faults at an address of a device
+        raise ValueError(f"a tensor of {tensor.device} has no bytes here; copy it to the CPU first")
     num_bytes = tensor.numel() * tensor.element_size()
     memory: Any = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # else a copy made for the call, such as of a tensor on a GPU, is freed before it is read
+    memory.owner = tensor  # else a copy made for the call is freed before it is read
     return memoryview(memory).cast("B")

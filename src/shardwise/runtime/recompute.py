@@ -36,7 +36,7 @@ from shardwise.config.errors import CodedError, ConfigError
 from shardwise.config.resolve import CompileConfig, ResolvedConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.module_calls import replace_forward
+from shardwise.runtime.module_calls import call_before_forward, replace_forward
 from shardwise.runtime.torch_private import (
     OpMode,
     compiler_errors,
@@ -52,6 +52,10 @@ from shardwise.runtime.torch_private import (
 
 Run = Callable[..., Any]
 CheckGraph = Callable[[Any], None]
+
+
+# Of inductor: those that replay CUDA graphs.
+_GRAPH_MODES: Final = ("reduce-overhead", "max-autotune")
 
 
 class CompileError(CodedError, RuntimeError):
@@ -78,7 +82,12 @@ def replace_forwards(
         ConfigError: torch has no such backend, or it cannot work in this mode.
     """
     compiler = _BlockCompiler(config.compile, layout, store, check_graph) if config.compile.enabled else None
-    undo = []
+    undo: list[Callable[[], None]] = []
+    if config.compile.enabled and config.compile.mode in _GRAPH_MODES:
+        # Each block is code of its own to torch, which in a pass without a backward would take every block for the
+        # begin of a new step, and overwrite what the one before it has returned.
+        begin = call_before_forward(model, lambda args, kwargs: torch.compiler.cudagraph_mark_step_begin())
+        undo.append(begin.remove)
     for index, unit in enumerate(layout.units):
         module = model.get_submodule(unit)
         plain = module.forward
@@ -232,7 +241,13 @@ def _check(config: CompileConfig, layout: Layout) -> None:
             f"compile.mode={config.mode} is inductor's, and compile.backend={config.backend} ignores it; "
             "leave compile.mode out",
         )
-    if config.mode in ("reduce-overhead", "max-autotune") and layout.stage.unshard_for_use:
+    if config.mode in _GRAPH_MODES and layout.mesh.pp > 1:
+        raise ConfigError(
+            "compile-mode-pipeline",
+            f"compile.mode={config.mode} replays CUDA graphs, whose memory is of one micro-batch at a time, but a "
+            "pipeline has several in flight; use compile.mode=max-autotune-no-cudagraphs or mesh.pp=1",
+        )
+    if config.mode in _GRAPH_MODES and layout.stage.unshard_for_use:
         raise ConfigError(
             "compile-mode-stage",
             f"compile.mode={config.mode} replays CUDA graphs, which need parameters at fixed addresses, but stage 3 "

@@ -56,8 +56,7 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 def in_op_mode() -> bool:
-    """Say whether ops of this thread are shown to a mode, such as that of a meter, fake tensors or selective
-    checkpointing.
+    """Say whether ops of this thread are shown to a mode, as of a meter, fake tensors or selective checkpointing.
 
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
@@ -101,15 +100,19 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
         is_tracked: given, reentrant checkpoints are as the others, inside whose first pass there are gradients: it says
             whether autograd tracks one with these arguments.
     """
-    run, kind = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
-    settings = inspect.signature(run).parameters.values()
-    num_settings = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in settings) - 1  # before the arguments
+    # From torch 2.15 on another function runs it, with the arguments in a tuple and a dict; before, after settings.
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" * hasattr(checkpoints, f"{name}_impl")
+    run, kind = getattr(checkpoints, name), checkpoints.CheckpointFunction
+    settings = inspect.signature(run).parameters
+    num_settings = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in settings.values()) - 1
 
     def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         if not torch.is_grad_enabled():
             yield from run(function, *args, **kwargs)
             return
-        with first(function, args[num_settings:], kwargs) as repeated:
+        given = args[:2] if "args" in list(settings)[:2] else (args[num_settings:], kwargs)
+        with first(function, *given) as repeated:
             passes = run(repeated, *args, **kwargs)
             next(passes)
             try:
@@ -130,18 +133,17 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
             with first(function, args, {}) as repeated:
                 return kind.apply(repeated, preserve, *args)
 
-    checkpoints._checkpoint_without_reentrant_generator = watched  # type: ignore[assignment]
+    setattr(checkpoints, name, watched)
     checkpoints.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        checkpoints._checkpoint_without_reentrant_generator = run
+        setattr(checkpoints, name, run)
         checkpoints.CheckpointFunction = kind  # type: ignore[misc]
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return what `torch.compile` raises where it cannot compile, and where it has compiled too often; imports the
-    compiler.
+    """Return what `torch.compile` raises where it cannot compile, and where too often; imports the compiler.
 
     Public torch names neither, and they share no base but `Exception`.
     """
@@ -165,6 +167,11 @@ def constant_in_graphs(function: AnyFunction) -> AnyFunction:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def abort_backend(group: Any, device: torch.device) -> None:
+    """Abort what a process group's back end for a device does; the public `abort` takes the others too."""
+    group._get_backend(device).abort()
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
@@ -297,12 +304,12 @@ def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
 def parameter_ids(model: nn.Module) -> set[int]:
     """Return the identities of a model's parameters: `named_parameters` takes several times as long to name them."""
     found: set[int] = set()
-    modules = [model]
+    modules: list[nn.Module | None] = [model]
     while modules:
-        module = modules.pop()
-        found.update(id(parameter) for parameter in module._parameters.values() if parameter is not None)
-        modules.extend(each for each in module._modules.values() if each is not None)
-    return found
+        if (module := modules.pop()) is not None:
+            found.update(map(id, module._parameters.values()))
+            modules += module._modules.values()
+    return found - {id(None)}
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:

@@ -288,7 +288,7 @@ def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForwa
 
     def note_function(kind: type, *args: Any, **kwargs: Any) -> Any:
         forward.note(not kind.__module__.startswith(("torch.", "shardwise.")))
-        return apply.__func__(kind, *args, **kwargs)
+        return apply.__get__(None, kind)(*args, **kwargs)
 
     with ExitStack() as stack, torch.enable_grad():
         for module in model.modules():
@@ -305,8 +305,12 @@ def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForwa
 
 def is_in_function(frame: FrameType | None) -> bool:
     """Say whether a frame is inside the forward of a `torch.autograd.Function`."""
-    apply = vars(torch.autograd.Function)["apply"].__func__.__code__
-    while frame is not None and frame.f_code is not apply:
+    kinds, codes = [torch.autograd.Function], set()
+    while kinds:  # from torch 2.15 on, what calls a forward is no Python frame
+        kind = kinds.pop()
+        codes.add(getattr(kind.forward, "__code__", None))
+        kinds += kind.__subclasses__()
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
 

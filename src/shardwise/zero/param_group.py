@@ -364,9 +364,12 @@ class ParamGroup(FlatBuffer):
             self.grads.close()
 
     def begin_reduce(self) -> None:
-        """Prepare for a reduction of the gradients."""
+        """Prepare for a reduction of the gradients, and for the update after it."""
         self._reduce_start_s = self._timeline.now()
         self.await_step()  # it reads the buffer into which the new gradients go
+        # Where only other ranks use the unit, nothing here has waited for its gather since the last update, which may
+        # still read the slice that the optimizer writes next.
+        self._work.wait()
 
     def finish_reduce(self) -> None:
         """Wait for the reduction under way."""

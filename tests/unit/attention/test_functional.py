@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardwise.attention import (
     block_sparse_attention,
     block_sparse_attention_with_lse,
 )
-from shardwise.attention.api import drawn
+from shardwise.attention.api import backend_for, drawn
 from shardwise.attention.structures import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -109,6 +110,16 @@ def test_parity(row: dict[str, Any]) -> None:
     key_padding = torch.arange(LENGTH) < torch.tensor([[LENGTH - 20], [0]]) if row["padding"] else None
     draw = drawn(inputs[0], layout, row["p"]) if row["p"] else None
     assert_parity(inputs, layout, bias=bias, key_padding=key_padding, draw=draw, scale=0.3)
+
+
+def test_a_forced_back_end_holds_in_the_threads_of_autograd() -> None:
+    """On a GPU a recomputation runs there, and must find the back end of the forward."""
+    found: list[str] = []
+    with attention_backend("dense"):
+        thread = threading.Thread(target=lambda: found.append(backend_for("cpu")))
+        thread.start()
+        thread.join()
+    assert (found, backend_for("cpu")) == (["dense"], "cpu")
 
 
 class TestEdges:

@@ -47,6 +47,20 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_host_time_and_kernels_are_measured(tmp_path: Path) -> None:
+    kept, systems = tmp_path / "measured.json", ["fsdp2-3", "shardwise-3"]
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "host_time.py")]
+    options = ["--dtypes", "fp32", "--rounds", "2", "--systems", ",".join(systems)]
+    finished = subprocess.run([*command, *options, "--json", str(kept)], capture_output=True, text=True, timeout=500)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    rows = json.loads(kept.read_text())["rows"]["fp32"]
+    assert [row["system"] for row in rows] == ["plain", *systems]
+    plain, peer, ours = rows
+    assert min(ours["pass_us"], ours["optimizer_us"], peer["pass_us"], peer["optimizer_us"]) > 0
+    assert plain["num_pass_kernels"] < ours["num_pass_kernels"] < 1.05 * peer["num_pass_kernels"]
+
+
+@pytest.mark.full
 def test_the_step_on_the_host_is_measured(tmp_path: Path) -> None:
     kept = tmp_path / "measured.json"
     options = ["--numel", "100000", "--rounds", "2", "--no-deepspeed", "--json", str(kept)]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from harness.refusals import refused
@@ -16,7 +17,7 @@ from harness.waiting import PATIENCE_S, wait_until
 from shardwise.launch import process_group as group
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import launch_local
-from shardwise.launch.process_group import LaunchError, gpu_index, meet, start_process_group
+from shardwise.launch.process_group import LaunchError, gpu_index, meet, start_process_group, warn_of_few_queues
 
 RANK_SCRIPT = """
 import atexit, contextlib, os, sys, time
@@ -228,3 +229,21 @@ leave(7)
     assert out == "3.0 True 1"
     assert "rank 1 exited with code 7: 3.0 True 1" in err
     assert (tmp_path / "logs" / "rank-0.log").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "num_stages", "number", "warns"),
+    [
+        *(("cuda", 2, number, True) for number in (None, "8", "")),
+        ("cuda", 2, "32", False),
+        ("cuda", 1, None, False),
+        ("cpu", 2, None, False),
+    ],
+)
+def test_a_pipeline_with_few_queues_is_warned_of(monkeypatch, caplog, device, num_stages, number, warns):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if number is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", number)
+    warn_of_few_queues(device, num_stages)
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=32" in message for message in caplog.messages) == warns

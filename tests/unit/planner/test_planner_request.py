@@ -107,6 +107,13 @@ def test_windows_of_a_model_or_of_the_attention_that_replaces_it() -> None:
     assert ask(replace(windowed, config=sliding), NODE, global_batch=8).job.shape.window == 128
 
 
+def test_the_job_has_the_keys_of_zero_that_the_config_sets() -> None:
+    zero = {"keep_whole_below": 50, "secondary_shard": 4, "replicate_frozen": True}
+    model = replace(read_model("llama-7b"), config=Config.from_dict({"zero": zero}))
+    job = ask(model, NODE, global_batch=8).job
+    assert {key: getattr(job.zero, key) for key in zero} == zero
+
+
 def test_the_usual_dtype_is_faster_than_fp32() -> None:
     def device(**peaks: float) -> Any:
         return replace(NODE, gpu=replace(NODE.gpu, peak_flops_per_s=peaks))

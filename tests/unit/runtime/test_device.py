@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from harness.fake_device import FREE_BYTES, TOTAL_BYTES, FakeDevice
 from harness.refusals import refused
+from shardwise import initialize
 from shardwise.config.resolve import TiersConfig
 from shardwise.config.sections import RunConfig
+from shardwise.launch.environment import RankEnv
+from shardwise.launch.process_group import start_process_group
 from shardwise.runtime import device as seam
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.device import (
@@ -193,3 +196,16 @@ def test_a_cpu_asks_nothing_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seam.rng_state(CPU), seam.free_bytes(CPU), seam.num_devices(KINDS["cpu"])) == (None, None, 0)
     assert host_zeros(3, torch.float32, CPU).tolist() == [0.0] * 3
     assert fake.calls == []
+
+
+@of_kinds("mps")
+def test_a_dtype_that_a_device_lacks_is_refused_before_ranks_meet(fake: FakeDevice) -> None:
+    with refused("device-without-fp64", "precision.param=fp64", "run.device=mps"):
+        initialize(torch.nn.Linear(2, 2), {"run": {"device": "mps"}, "precision": {"param": "fp64"}})
+
+
+@of_kinds("mps", "xpu")
+def test_ranks_without_a_device_of_their_own_are_refused(fake: FakeDevice) -> None:
+    env = RankEnv(1, 1, 2, 2, "127.0.0.1", 29500, attempt=0, launcher="torchrun")
+    with refused("rank-without-gpu", "local rank 1", "1 GPUs"):
+        start_process_group(env, KINDS[fake.name].name, timeout_s=1.0)

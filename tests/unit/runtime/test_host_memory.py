@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import weakref
 from pathlib import Path
 
@@ -57,7 +58,8 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         assert flags == 1
-        self.pinned[address] = num_bytes
+        if not self.error:
+            self.pinned[address] = num_bytes
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -69,8 +71,8 @@ class Runtime:
 DEVICE = torch.device("cuda", 0)
 
 
-def runtime_of(monkeypatch: pytest.MonkeyPatch, error: int = 0) -> Runtime:
-    FakeDevice("cuda").install(monkeypatch)
+def runtime_of(monkeypatch: pytest.MonkeyPatch, error: int = 0, fake: FakeDevice | None = None) -> Runtime:
+    (fake or FakeDevice("cuda")).install(monkeypatch)
     runtime = Runtime(error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime, raising=False)
     return runtime
@@ -93,6 +95,41 @@ def test_pinned_pages_are_let_go_before_they_are_freed(monkeypatch: pytest.Monke
     assert runtime.pinned == {}
 
 
+def test_pages_that_die_on_another_thread_are_let_go_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDevice("cuda")
+    runtime = runtime_of(monkeypatch, fake=fake)
+    let_go = runtime.cudaHostUnregister
+
+    def unregister(address: int) -> int:
+        fake.calls.append(("let go", ()))
+        return let_go(address)
+
+    monkeypatch.setattr(runtime, "cudaHostUnregister", unregister)
+    pages = [host_pages(5000, torch.device("cuda", 3))]
+    thread = threading.Thread(target=pages.clear)
+    thread.start()
+    thread.join()
+    assert runtime.pinned == {}
+    assert fake.calls == [("enter device", (3,)), ("let go", ()), ("leave device", (3,))]
+
+
+def test_a_failure_to_pin_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps the error of a call until it is asked for the last one, as after each kernel of torch's."""
+    runtime, kept = runtime_of(monkeypatch, error=2), ["out of memory"]
+    plain = torch.zeros
+
+    def zeros(*size: int, device: object = None, **kwargs: object) -> torch.Tensor:
+        if device == DEVICE and kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+        return plain(*size, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(MemoryError, match=r"\(error 2\)"):
+        host_pages(5000, DEVICE)
+    assert kept == []
+    assert runtime.pinned == {}
+
+
 def test_pinned_zeros_are_no_larger_than_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = runtime_of(monkeypatch)
     zeros = host_zeros(5000, torch.float32, DEVICE)
@@ -105,6 +142,11 @@ def test_pages_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime_of(monkeypatch, error=2)
     with pytest.raises(MemoryError, match=r"8192 bytes .*\(error 2\)"):
         host_pages(5000, DEVICE)
+
+
+def test_memory_of_a_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        memory_of(torch.empty(3, device="meta"))
 
 
 def test_memory_keeps_its_tensor() -> None:

@@ -3,10 +3,12 @@
 import itertools
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +18,7 @@ from shardwise.runtime.module_hooks import uncompiled
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
     OpMode,
+    abort_backend,
     compiler_errors,
     constant_in_graphs,
     container_types,
@@ -510,3 +513,11 @@ def test_a_named_backend_compiles() -> None:
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(torch.sin, backend=noted)(torch.ones(2)), torch.ones(2).sin())
         assert len(graphs) == 1
+
+
+def test_a_back_end_is_aborted_for_one_device() -> None:
+    aborted: list[str] = []
+    back_ends = {name: SimpleNamespace(abort=lambda name=name: aborted.append(name)) for name in ("cpu", "cuda")}
+    abort_backend(SimpleNamespace(_get_backend=lambda device: back_ends[device.type]), torch.device("cuda", 0))
+    assert aborted == ["cuda"]
+    assert hasattr(dist.ProcessGroup, "_get_backend")
