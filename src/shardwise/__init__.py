@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.config.errors import ConfigError
     from shardwise.config.resolve import Config
     from shardwise.construction.context import init
+    from shardwise.construction.scan import build_layout
     from shardwise.engine.engine import Engine, backward
     from shardwise.engine.initialize import initialize
     from shardwise.engine.state_api import gathered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -39,6 +40,14 @@ def test_the_site_builds_and_asks_no_other_server(tmp_path: Path) -> None:
         outside = [link for pair in loaded for link in pair if re.match(r"(https?:)?//", link)]
         assert not outside, f"{name} loads {outside}"
         assert not re.findall(r'href="\.\./[^"]*"', text), f"{name} links out of the site"
+
+
+def test_tools_see_every_public_name() -> None:
+    """Type checkers, editors and the site read the imports that Python leaves out."""
+    source = Path(str(shardwise.__file__)).read_text()
+    (block,) = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
+    imported = {name.name for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert imported == set(shardwise.__all__) - {"__version__"}
 
 
 def test_all_pages_are_in_the_navigation() -> None:
