@@ -34,6 +34,8 @@ hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=Non
 hypothesis.settings.load_profile("shardwise")
 
 PARITY = Path(__file__).parent / "parity"
+# To import them is to have a virtual GPU: they are for processes of their own.
+collect_ignore = ["device/plugin.py", "device/process.py", "device/site"]
 # How many times as long as a unit test one takes that starts ranks, about.
 WEIGHTS = MappingProxyType({"parity": 10, "faults": 4})
 

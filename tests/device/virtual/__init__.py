@@ -9,7 +9,9 @@ Triton but its interpreter, no cuDNN, no CUDA graphs.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import shutil
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,20 @@ def reason_to_skip() -> str | None:
 
 
 def build() -> Any:
-    """The C++ side: built once a machine, by torch's own loader, in about a minute."""
-    from torch.utils.cpp_extension import load
+    """The C++ side: built once a machine, by torch's own loader, in about a minute.
 
-    return load("shardwise_virtual_device", [str(SOURCE)], extra_cflags=["-O0", "-w"])
+    The loader marks a build by a file, and waits for ever where one was killed. So the mark of a build that is over
+    goes, under a lock that the system takes from a process that ends.
+    """
+    from torch.utils.cpp_extension import get_default_build_root, load
+
+    name = "shardwise_virtual_device"
+    folder = Path(get_default_build_root()) / f"{name}_{sys.implementation.cache_tag}_{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        return load(name, [str(SOURCE)], extra_cflags=["-O0", "-w"], build_directory=str(folder))
 
 
 @cache
