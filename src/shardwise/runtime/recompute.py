@@ -46,7 +46,7 @@ from shardwise.runtime.torch_private import (
     pytree,
     same_version_alias,
     storage_key,
-    versions,
+    version,
     written_tensors,
 )
 
@@ -477,7 +477,8 @@ class _Saving(OpMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_calls: defaultdict[Any, int] = defaultdict(int)
-        self.results: dict[tuple[Any, int], tuple[Any, list[int]]] = {}  # by op and call, with their versions then
+        # By op and call: what it returned, and all that shares its memory with versions of their own, and these.
+        self.results: dict[tuple[Any, int], tuple[Any, list[tuple[Tensor, int]]]] = {}
         self._calls: dict[int, list[tuple[Any, int]]] = {}  # those whose results have this storage
 
     @classmethod
@@ -493,10 +494,16 @@ class _Saving(OpMode):
         if _is_product(op):
             call = op, self.num_calls[op]
             self.num_calls[op] += 1
-            tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-            self.results[call] = pytree.tree_map_only(Tensor, same_version_alias, result), versions(tensors)
+            saved = pytree.tree_map_only(Tensor, same_version_alias, result)
+            tensors = [leaf for leaf in pytree.tree_leaves(saved) if isinstance(leaf, Tensor)]
+            self.results[call] = saved, [(tensor, version(tensor)) for tensor in tensors]
             for tensor in tensors:
                 self._calls.setdefault(storage_key(tensor), []).append(call)
+        elif op is torch.ops.aten._unsafe_view.default:  # of a product of batches: writes into it count for it alone
+            alias = same_version_alias(result)
+            for call in self._calls.get(storage_key(result), ()):
+                if call in self.results:
+                    self.results[call][1].append((alias, version(alias)))
         return result
 
 
@@ -519,10 +526,9 @@ class _Replaying(OpMode):
             if number >= self._saving.num_calls[op]:
                 raise RuntimeError(f"a recomputation calls {op} more often than the forward did; both must do the same")
             if (saved := self._saving.results.pop((op, number), None)) is not None:
-                result, saved_versions = saved
-                tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+                result, watched = saved
                 # Code after the block may have written into them, such as a sum into the block's output.
-                if versions(tensors) == saved_versions:
+                if all(version(tensor) == before for tensor, before in watched):
                     return result
         return op(*args, **(kwargs or {}))
 
