@@ -528,7 +528,7 @@ class Comm(ABC):
             given = torch.tensor(known, dtype=values.dtype, pin_memory=self._kind.pins)
             values = torch.cat([values, given.to(values.device, non_blocking=True)])
         call = None
-        if self.world_size > 1 or self.is_simulated:  # one rank needs no communicator
+        if self.world_size > 1:  # one rank needs no communicator
             call = self._count("all_reduce_scalars", name, values, passes=2)
             # The host needs these numbers: they decide on the step. So one collective sends them, together with what
             # the host knows already, and the host waits for the device once.

@@ -25,6 +25,7 @@ from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
 from shardwise.layout.tensor_plan import TensorLayout, is_within
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.forward_state import around_second_passes
+from shardwise.runtime.module_hooks import uncompiled
 from shardwise.runtime.param_guard import part_type, used_by_owner
 from shardwise.runtime.torch_private import pytree, version
 from shardwise.tensor.layers import ColumnEmbedding, LayerState, VocabEmbedding, VocabParallelHead
@@ -177,7 +178,7 @@ class _Reads:
         """Say whether the library uses a parameter, or the forward of its own module: a loss may call the model."""
         frame = inspect.currentframe()
         while frame is not None and (
-            frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") in _OWN_FRAMES
+            frame.f_code.co_qualname.endswith(_PASSED_ON) or frame.f_globals.get("__name__") in _OWN_FRAMES
         ):
             frame = frame.f_back
         if frame is not None and frame.f_globals.get("__name__", "").startswith("shardwise."):
@@ -396,6 +397,7 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                 yield name, module, attribute
 
 
+_PASSED_ON: Final = ("__torch_function__", f"{uncompiled.__qualname__}.<locals>.call")
 _OWN_FRAMES: Final = (__name__, part_type.__module__, version.__module__)
 _SHOWN: Final = inspect.unwrap(WholeReads.shown).__code__
 _GET_DATA: Final = getattr(Tensor, "data").__get__  # noqa: B009  # to mypy it is no property
