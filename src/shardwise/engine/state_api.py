@@ -56,6 +56,7 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
         ConfigError: there is no rank `modifier_rank`, or it is not 0 where ranks have other parts of the model; or
             there is none, and ranks have written different values.
 
+    >>> import torch
     >>> weight = nn.Parameter(torch.ones(2))
     >>> with gathered([weight]):  # does nothing to a parameter that is whole
     ...     weight.sum().item()
