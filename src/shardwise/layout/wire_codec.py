@@ -42,7 +42,7 @@ class CodeRule:
     """Describe the codes of a codec.
 
     Attributes:
-        bits: of a code; 8 or a divisor of 8.
+        bits: of a code, at most 8; the codes of a block are whole bytes.
         largest: the code of a block's largest magnitude.
         max_error: the most that a value changes, as a share of its block's largest magnitude.
         to_codes: turns fp32 [n, s] values between -largest and largest, which it may change, into uint8 codes

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from harness.refusals import refused
 from shardwise import initialize
 from shardwise.config.resolve import Config, OptimizerConfig, SchedulerConfig
+from shardwise.optim.elementwise import ElementWise
 from shardwise.optim.muon import MuonWithAdamW
 from shardwise.optim.rules import build_optimizer, rules_by_name, state_names
 from shardwise.optim.schedules import learning_rate_factor, own_scheduler, schedule_of
@@ -49,6 +50,16 @@ def test_a_step_on_pieces_is_the_step_on_the_whole(name: str, dtype: torch.dtype
     close = {"rtol": 1e-5 if dtype == torch.float32 else 1e-13, "atol": 0.0}
     for bounds in ([4], [1, 8]):
         torch.testing.assert_close(train(name, bounds, dtype)[0], whole, **close)
+
+
+def test_a_class_of_its_own_keeps_what_its_row_names() -> None:
+    """Where it steps on the device, its states are those that it makes itself: zeros."""
+    own = [rule for rule in rules_by_name().values() if issubclass(rule.kind, ElementWise)]
+    assert own
+    for rule in own:
+        assert {state.name for state in rule.states} == set(rule.kind.STATES)
+        assert {state.first for state in rule.states} == {0.0}
+        assert rule.has_counter is rule.kind.COUNTS
 
 
 def test_every_optimizer_of_torch_is_taken_or_refused_by_name() -> None:
