@@ -108,6 +108,10 @@ class LateDevice:
     def current(self) -> LateStream:
         return getattr(self._local, "stream", self.compute)
 
+    def _current_of(self, allocate: Any) -> LateStream | None:
+        """The current stream, for a pool whose memory `allocate` makes; None for one of the host."""
+        return None if getattr(allocate, "func", None) is host_pages else self.current
+
     def finish(self) -> None:
         """Do all that is still queued: what it needs must be there until the end."""
         for stream in self._streams.values():
@@ -116,8 +120,10 @@ class LateDevice:
     @contextmanager
     def installed(self) -> Iterator[LateDevice]:
         """Inside, engines that are made and run use this device."""
-        resize, release, host_release, host_acquire = (
+        resize, make, acquire, release, host_release, host_acquire = (
             MemoryTracker.resize,
+            BufferPool.__init__,
+            BufferPool.acquire,
             BufferPool.release,
             StagingBuffers.release,
             StagingBuffers.acquire,
@@ -128,10 +134,18 @@ class LateDevice:
             if num_bytes:
                 spoil(tensor)
 
+        # A pool of the host is as on any device: no stream uses its memory, so none waits for another's use of it.
+        def make_late(pool: BufferPool, *args: Any, **options: Any) -> None:
+            make(pool, *args, **{"home": self._current_of(options.get("allocate")), **options})
+
+        def acquire_late(pool: BufferPool, numel: int, dtype: torch.dtype, **options: Any) -> Tensor:
+            return acquire(pool, numel, dtype, **{"stream": self._current_of(pool._empty), **options})
+
         def release_spoilt(pool: BufferPool, tensor: Tensor, stream: Any = None) -> None:
-            if _is_of_device(pool):  # the next user writes after the last use
+            stream = stream or self._current_of(pool._empty)
+            if stream is not None:  # the next user writes after the last use
                 memory = bytes_of(tensor)
-                (stream or self.current).enqueue(lambda: memory.fill_(SPOILT))
+                stream.enqueue(lambda: memory.fill_(SPOILT))
             release(pool, tensor, stream)
 
         def host_release_spoilt(buffers: StagingBuffers, tensor: Tensor) -> None:
@@ -146,7 +160,8 @@ class LateDevice:
                 (Streams, "side_stream", self._side_stream),
                 (Event, "record", classmethod(lambda cls, device: cls(self.current.record_event()))),
                 (Tensor, "copy_", self._late_copy()),
-                (BufferPool, "_current_stream", lambda pool: self.current if _is_of_device(pool) else None),
+                (BufferPool, "__init__", make_late),
+                (BufferPool, "acquire", acquire_late),
                 (BufferPool, "release", release_spoilt),
                 (MemoryTracker, "resize", resize_spoilt),
                 (StagingBuffers, "release", host_release_spoilt),
@@ -193,10 +208,6 @@ class LateDevice:
             return target
 
         return copy_
-
-
-def _is_of_device(pool: BufferPool) -> bool:
-    return getattr(pool._empty, "func", None) is not host_pages
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -225,7 +225,10 @@ def context_of(rank: int, world_size: int, cp: int) -> tuple[tuple[int, ...], bo
     got = torch.zeros(1)
     context = comms.context
     context.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")
-    ranks = context.comm_log.recent[-1].group.ranks
+    assert context.process_group is not None
+    ranks = tuple(dist.get_process_group_ranks(context.process_group))
+    # The sum of one rank makes no collective.
+    assert [call.group.ranks for call in context.comm_log.recent] == [ranks] * (context.world_size > 1)
     if context.world_size > 1:
         right, left = (context.rank + 1) % cp, (context.rank - 1) % cp
         context.exchange({right: [torch.tensor([float(rank)])]}, {left: [got]}, "keys").wait()

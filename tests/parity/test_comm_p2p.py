@@ -114,7 +114,7 @@ def wait_for_the_late(rank: int, world_size: int) -> tuple[str, str]:
     comm_log = CommLog(rank)
     pipes, _ = make_pipes(MeshShape(pp=2), comm_log=comm_log)
     pipe = pipes.open((0, 1), "pipe", 0)
-    watchdog = watch(store, comm_log, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=20.0))
+    watchdog = watch(store, comm_log, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=20.0), CPU)
     assert store is not None
     assert watchdog is not None
     try:
