@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.backends import NcclComm
+from shardwise.comm.backends import NcclComm, SimulatedFactory
 from shardwise.comm.collectives import AsyncWork, Comm, CommResources, RankPlace
 from shardwise.comm.loss import LossAccumulator
 from shardwise.layout.mesh_shape import MeshShape
@@ -185,30 +185,14 @@ def one_rank_shards() -> AbstractContextManager[Any]:
     return mock.patch.object(GroupSpec, "is_stored_whole", property(lambda group: group.is_replicated))
 
 
-class EchoFactory:
-    """Makes the communicators around one rank of a mesh."""
-
-    store = None
-    examples: Mapping[int, Any] | None = None
+class EchoFactory(SimulatedFactory):
+    """Makes the communicators around one rank of a mesh, by NCCL's functions."""
 
     def __init__(self, mesh: MeshShape, rank: int) -> None:
-        self.rank, self._mesh = rank, mesh
+        super().__init__(mesh, rank, "nccl")
 
-    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
-        ranks = self._mesh.ranks_along(axes, self.rank)
-        return EchoComm(RankPlace(self._mesh.index_along(axes, self.rank), len(ranks), axis, ranks), resources)
-
-    def comm_among(
-        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
-    ) -> Comm | None:
-        index, along = self._mesh.index_along(axes, self.rank), self._mesh.ranks_along(axes, self.rank)
-        if index not in indices:
-            return None
-        ranks = tuple(along[position] for position in indices)
-        return EchoComm(RankPlace(indices.index(index), len(indices), axis, ranks), resources)
-
-    def close(self) -> None:
-        pass
+    def comm_at(self, place: RankPlace, resources: CommResources) -> Comm:
+        return EchoComm(place, resources)
 
 
 def cancel_deviations(losses: LossAccumulator) -> None:

@@ -356,8 +356,7 @@ class SimulatedFactory:
 
     def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
         ranks = self._mesh.ranks_along(axes, self.rank)
-        place = RankPlace(self._mesh.index_along(axes, self.rank), len(ranks), axis, ranks)
-        return simulated_comm(place, resources, self._backend)
+        return self.comm_at(RankPlace(self._mesh.index_along(axes, self.rank), len(ranks), axis, ranks), resources)
 
     def comm_among(
         self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
@@ -365,7 +364,11 @@ class SimulatedFactory:
         index, along = self._mesh.index_along(axes, self.rank), self._mesh.ranks_along(axes, self.rank)
         if index not in indices:
             return None
-        place = RankPlace(indices.index(index), len(indices), axis, tuple(along[each] for each in indices))
+        ranks = tuple(along[position] for position in indices)
+        return self.comm_at(RankPlace(indices.index(index), len(indices), axis, ranks), resources)
+
+    def comm_at(self, place: RankPlace, resources: CommResources) -> Comm:
+        """Make the communicator of a place; a subclass may make one of another kind."""
         return simulated_comm(place, resources, self._backend)
 
     def close(self) -> None:

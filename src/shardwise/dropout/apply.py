@@ -170,7 +170,8 @@ class _DrawWatch:
                 yield
         outside.streams = (*streams, *(stream for stream in outside.streams or () if stream not in streams))
         if was_quiet and draws.drew_unseen():
-            self._watch_again()
+            self._watch_sites()
+            self._refuse_late_draws()
         else:
             draws.at_step_end = self._unwatch
 
@@ -201,10 +202,6 @@ class _DrawWatch:
             swap_class(module, self._kinds[module_class])
         self._outside.draws.watch(self.opened)
         self._watch_sites()
-
-    def _watch_again(self) -> None:
-        self._watch_sites()
-        self._refuse_late_draws()
 
     def _watch_sites(self) -> None:
         self._outside.first_step = None

@@ -201,10 +201,11 @@ def number_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if has_fp64 else torch.float32
 
 
-def numbers_on(device: torch.device, values: float | Sequence[float]) -> Tensor:
+def numbers_on(device: torch.device, values: Sequence[float]) -> Tensor:
     """Return numbers of the host on a device, in its `number_dtype`: a single one without a copy, which would wait."""
-    make = torch.tensor if isinstance(values, Sequence) else partial(torch.full, ())
-    return make(values, dtype=number_dtype(device), device=device)
+    if len(values) == 1:
+        return torch.full((1,), values[0], dtype=number_dtype(device), device=device)
+    return torch.tensor(values, dtype=number_dtype(device), device=device)
 
 
 def total_bytes(device: torch.device) -> int:

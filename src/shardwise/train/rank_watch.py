@@ -169,10 +169,9 @@ class RankWatch:
         until the GPU has nothing to do.
         """
         comm = self._engine.comm
-        own_s = numbers_on(self._engine.device, step_s).reshape(1)
         parts = dict(self._engine.parts.timeline.clock.parts_s)
         parts["data"] = max(0.0, step_s - sum(parts.values()))  # what comes before and between the passes
-        seen = step, parts, comm.start_max_of_scalars(own_s, "time of the step")
+        seen = step, parts, comm.start_max_of_scalars(numbers_on(comm.device, [step_s]), "time of the step")
         if comm.waits_on_host:
             return self._judge(*seen)
         before, self._unread = self._unread, seen
