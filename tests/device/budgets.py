@@ -2,7 +2,7 @@
 
     python -m device.budgets            # a JSON line a case
 
-The batch is on the device already, and the loss is read once, at the end of the step.
+The batch is on the device already but in one case, and the loss is read once, at the end of the step.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ from device.virtual.streams import Scheduler
 from harness.echo import EchoFactory, cancel_deviations
 from shardwise.comm.loss import NonFiniteLossError
 from shardwise.engine.engine import Engine
+from shardwise.optim.elementwise import AdEMAMix, Lion
 from shardwise.train.rank_watch import RankWatch
 
 NUM_WARMUP = 2
 BF16 = {"param": "bf16"}
 FP32 = {"param": "fp32"}
+ON_HOST = "batches on the host"
 CASES = (
     *(Case(f"stage {stage}", 2, zero(stage, precision=BF16), "decoder") for stage in (0, 1, 3)),
     Case("one rank", 1, zero(0, precision=FP32), "decoder"),
     Case("tp", 2, {"mesh": {"tp": 2}, "precision": FP32}, "decoder"),
     Case("sgd", 2, zero(2, precision=FP32, optimizer={"name": "sgd", "momentum": 0.9}), "decoder"),
     Case("states in bf16", 2, zero(2, precision={**FP32, "states": "bf16"}), "decoder"),
+    Case("lockstep", 2, {"zero": {"stage": 3, "lockstep": True}, "precision": FP32}, "decoder"),
+    Case("lion", 2, zero(2, precision=FP32, optimizer={"name": "lion"}), "decoder"),
+    Case("muon", 2, zero(2, precision=FP32, optimizer={"name": "muon"}), "decoder"),
+    Case(ON_HOST, 2, zero(2, precision=FP32), "decoder"),
 )
 REFUSED = ("stage 3", "sgd")
 
@@ -94,11 +100,11 @@ def on_device(tree: Any) -> Any:
 
 
 def open_engine(case: Case) -> tuple[Engine, list[Any]]:
-    """An engine whose batches are on the device."""
+    """An engine and its batches."""
     engine = make_engine(case, lambda mesh: EchoFactory(mesh, 0))
     cancel_deviations(engine.parts.losses)
     batches = [model_case(case).batch(seed, 2, case.dtype) for seed in range(case.num_micro_batches)]
-    return engine, [on_device(batch) for batch in batches]
+    return engine, batches if case.name == ON_HOST else [on_device(batch) for batch in batches]
 
 
 def measure(case: Case, scheduler: Scheduler) -> Budget:
@@ -141,6 +147,30 @@ def watch_ranks(scheduler: Scheduler) -> dict[str, Any]:
     engine.close()
     scheduler.restart("eager")
     return {"name": "ranks compared", "waits": waits}
+
+
+def step_lists(scheduler: Scheduler) -> Iterator[dict[str, Any]]:
+    """How optimizers of the library step lists of tensors on the device: kernels, and what tensors alone do else."""
+    for kind in (Lion, AdEMAMix):
+        torch.manual_seed(0)
+        alone = [nn.Parameter(torch.randn(shape)) for shape in ((7,), (5, 3), (40, 30), (1,))]
+        together = [nn.Parameter(param.detach().to(DEVICE)) for param in alone]
+        ours, expected = (
+            kind(together, lr=1e-2, weight_decay=0.1),
+            [kind([param], lr=1e-2, weight_decay=0.1) for param in alone],
+        )
+        for _ in range(3):
+            for param, moved in zip(alone, together, strict=True):
+                param.grad = torch.randn_like(param)
+                moved.grad = param.grad.to(DEVICE)
+            scheduler.finish_all()
+            scheduler.kernels.clear()
+            ours.step()
+            kernels = by_operator(scheduler)
+            for optimizer in expected:
+                optimizer.step()
+        same = [torch.equal(param, moved.cpu()) for param, moved in zip(alone, together, strict=True)]
+        yield {"name": f"lists of {kind.__name__}", "kernels": kernels, "are_same": same}
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
@@ -196,7 +226,8 @@ def main() -> int:
     with working_folder():
         for case in CASES:
             print(json.dumps(asdict(measure(case, scheduler))), flush=True)
-        print(json.dumps(watch_ranks(scheduler)), flush=True)
+        for line in (watch_ranks(scheduler), *step_lists(scheduler)):
+            print(json.dumps(line), flush=True)
         for case in (case for case in CASES if case.name in REFUSED):
             for on_nonfinite in ("raise", "skip"):
                 print(json.dumps(refuse(case, scheduler, on_nonfinite)), flush=True)

@@ -16,7 +16,7 @@ from device.virtual import reason_to_skip
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
 
 TESTS = Path(__file__).parents[1]
-FUSED = ("stage 0", "stage 1", "stage 3", "one rank", "tp", "sgd")
+FUSED = ("stage 0", "stage 1", "stage 3", "one rank", "tp", "sgd", "lockstep", "batches on the host")
 REFUSED = ("stage 3", "sgd")
 NUM_SUMMING = 57  # loss, norm, factor and flags, for any number of parameters
 NUM_COMPARING = 20
@@ -32,7 +32,7 @@ def budgets() -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("name", [*FUSED, "states in bf16"])
+@pytest.mark.parametrize("name", [*FUSED, "states in bf16", "lion", "muon"])
 def test_the_host_waits_once_a_step(budgets: dict[str, dict[str, Any]], name: str) -> None:
     assert len(budgets[name]["waits"]) == 1
 
@@ -50,6 +50,21 @@ def test_the_step_launches_no_kernel_for_each_parameter(budgets: dict[str, dict[
     assert sum(number for kernel, number in kernels.items() if "norm" in kernel) == 1
     # Masters are rounded, and gathered where they are whole; ranks of a tensor-parallel group compare their losses.
     assert sum(kernels.values()) <= NUM_SUMMING + 3 * num_groups + NUM_COMPARING * (name == "tp")
+
+
+@pytest.mark.parametrize("name", ["Lion", "AdEMAMix"])
+def test_the_library_steps_lists_of_tensors(budgets: dict[str, dict[str, Any]], name: str) -> None:
+    stepped = budgets[f"lists of {name}"]
+    assert all(stepped["are_same"])  # to the bit
+    assert set(stepped["kernels"].values()) <= {1, 2}  # of four tensors
+    assert all(kernel.startswith("_foreach_") for kernel in stepped["kernels"])
+
+
+def test_momenta_and_updates_of_matrices_are_lists(budgets: dict[str, dict[str, Any]]) -> None:
+    kernels = budgets["muon"]["kernels"]
+    assert not {"lerp_", "lerp"} & kernels.keys()
+    assert kernels["_foreach_lerp_"] == kernels["_foreach_lerp"] == 1
+    assert kernels["_foreach_add_"] < kernels["baddbmm"] / 10  # as many as there are shapes
 
 
 def test_gradients_are_copied_a_group_at_a_time(budgets: dict[str, dict[str, Any]]) -> None:

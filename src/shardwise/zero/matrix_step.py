@@ -7,7 +7,7 @@ matrix is put together from the same numbers in every layout, so the layout does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, rounds_of
 from shardwise.layout.slicing import Rect
+from shardwise.optim.elementwise import in_lists
 from shardwise.optim.muon import (
     MOMENTUM,
-    advance_momentum,
-    apply_update,
+    advance_momenta,
+    apply_updates,
     compute_dtype,
     orthogonalize,
     update_scale,
@@ -78,34 +79,43 @@ class MatrixStep(GroupStep):
         self, matrices: Sequence[OwnedMatrix], mean_of: Callable[[ParamPiece], Tensor], options_of: OptionsOf
     ) -> None:
         dtype = {matrix.place.name: self._wire_dtype(matrix) for matrix in matrices}
-        ahead = {
-            matrix.place.name: self._advance(piece, mean_of, options_of(piece)).to(dtype[matrix.place.name])
-            for matrix in matrices
-            if (piece := self._piece_of.get(matrix.place.name)) is not None
-        }
+        pieces = [piece for matrix in matrices if (piece := self._piece_of.get(matrix.place.name)) is not None]
+        ahead: dict[str, Tensor] = {}
+        for rows in in_lists((mean_of(piece), piece) for piece in pieces):
+            ahead |= {name: values.to(dtype[name]) for name, values in self._advance(rows, options_of)}
         of_name = {matrix.place.name: matrix for matrix in matrices}
         brought = self._exchange.bring(matrices, ahead, dtype, "momentum of matrices")
         updates = {name: _orthogonalized(of_name[name], whole) for name, whole in brought}
         del brought, ahead
         scales = {matrix.place.name: _scale_of(matrix) for matrix in matrices}
-        for name, update in self._exchange.give_back(matrices, updates, dtype, "updates of matrices"):
-            piece = self._piece_of[name]
-            if (options := options_of(piece)) is not None:
-                _apply(piece, update, scales[name], options)
+        received = self._exchange.give_back(matrices, updates, dtype, "updates of matrices")
+        for parts in in_lists((update, self._piece_of[name], scales[name]) for name, update in received):
+            _apply(parts, options_of)
 
     def _wire_dtype(self, matrix: OwnedMatrix) -> torch.dtype:
         return compute_dtype(self._groups[matrix.group].master.dtype, self._comm.device)
 
-    def _advance(self, piece: ParamPiece, mean_of: Callable[[ParamPiece], Tensor], options: Options | None) -> Tensor:
-        gradient, stored = mean_of(piece), self._keepers[piece.group].flat_state(piece, MOMENTUM)
-        if options is None:
-            return gradient
-        kept = stored.read(0, stored.numel)
-        momentum = kept.to(gradient.device, gradient.dtype)
-        ahead = advance_momentum(momentum, gradient, options["momentum"])
-        if momentum is not kept or stored.tensor is None:
-            stored.write(0, momentum)
-        return ahead
+    def _advance(
+        self, rows: Sequence[tuple[Tensor, ParamPiece]], options_of: OptionsOf
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what follows from the gradients of pieces by name, and write their momenta."""
+        by_share: dict[float, list[tuple[Tensor, ParamPiece]]] = {}
+        for gradient, piece in rows:
+            options = options_of(piece)
+            if options is None:
+                yield piece.name, gradient
+            else:
+                by_share.setdefault(options["momentum"], []).append((gradient, piece))
+        for share, together in by_share.items():
+            stored = [self._keepers[piece.group].flat_state(piece, MOMENTUM) for _, piece in together]
+            before = [state.read(0, state.numel) for state in stored]
+            gradients = [gradient for gradient, _ in together]
+            momenta = [values.to(like.device, like.dtype) for values, like in zip(before, gradients, strict=True)]
+            aheads = advance_momenta(momenta, gradients, share)
+            for state, values, momentum in zip(stored, before, momenta, strict=True):
+                if momentum is not values or state.tensor is None:
+                    state.write(0, momentum)
+            yield from zip((piece.name for _, piece in together), aheads, strict=True)
 
 
 def _orthogonalized(matrix: OwnedMatrix, whole: Tensor) -> Tensor:
@@ -125,10 +135,16 @@ def _scale_of(matrix: OwnedMatrix) -> float:
     return max(update_scale(rect.shape) for rect in matrices_of(matrix.place))
 
 
-def _apply(piece: ParamPiece, update: Tensor, scale: float, options: Options) -> None:
-    """Write a piece's update into the master, which may be stored off the device."""
-    master = piece.group.master
-    values = master.read(piece.start, piece.stop)
-    apply_update(values, update.to(values.device), scale, options)
-    if master.tensor is None:
-        master.write(piece.start, values)
+def _apply(rows: Sequence[tuple[Tensor, ParamPiece, float]], options_of: OptionsOf) -> None:
+    """Write updates of pieces, each with its scale, into the masters, which may be stored off the device."""
+    updates: list[tuple[Tensor, Tensor, float, Options]] = []
+    pieces: list[ParamPiece] = []
+    for update, piece, scale in rows:
+        if (options := options_of(piece)) is not None:
+            values = piece.group.master.read(piece.start, piece.stop)
+            updates.append((values, update.to(values.device), scale, options))
+            pieces.append(piece)
+    apply_updates(updates)
+    for piece, (values, *_) in zip(pieces, updates, strict=True):
+        if piece.group.master.tensor is None:
+            piece.group.master.write(piece.start, values)

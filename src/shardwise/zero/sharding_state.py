@@ -546,7 +546,7 @@ class ShardingState:
             self._reduce(group)
         late = self.reductions.late
         if self.order.is_lockstep:  # until the last backward, what came late waits in its bucket for the next one
-            late = self.reductions.late_on_any(self._resources.comms.model) if self.reductions.is_last else []
+            late = self.reductions.late_on_any(self._resources.comms.hosts) if self.reductions.is_last else []
         for group in self.reductions.groups:
             if group in late:
                 self._reduce(group)
