@@ -306,6 +306,8 @@ class DropoutSite:
             mask = seeded_mask(self, values, p)
         else:
             self._check_is_open()
+            if not inplace:
+                return self.draws.drop(self.name, values, p, self.own_zone)
             mask = self.draws.mask(self.name, values.shape, p, self.own_zone, values.device)
         scale = 1.0 / (1.0 - p)
         if inplace:
