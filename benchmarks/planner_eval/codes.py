@@ -44,8 +44,8 @@ class Code:
     splits_logits: bool = False
 
 
-# Names in the words of a row, the first that is found counts. Defaults as their code has them: Hugging Face's SDPA takes
-# FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan puts cuDNN first
+# Names in the words of a row, the first that is found counts. Defaults as their code has them: Hugging Face's SDPA
+# takes FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan puts cuDNN first
 # (models/common/attention.py); Transformer Engine takes cuDNN's fused attention from Hopper on. Losses: see `loss_of`.
 _CODES: Final = (
     (r"unsloth", Code(name="unsloth", is_fused=True, logits_bytes=2 * NARROW)),
@@ -167,7 +167,7 @@ def lora_of(written: Mapping[str, Any] | None) -> LoraConfig:
 
 
 def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:
-    """Say whether the attention kernel uses what the device has beyond Ampere's, by the row's words, else by the code."""
+    """Say whether the attention kernel uses what the device has beyond Ampere's: by the row's words, else the code."""
     text = str(p.get("attention_kernel") or "").lower()
     if "fp8" not in gpu.peak_flops_per_s:
         return False

@@ -8,7 +8,8 @@ from torch import nn
 
 from shardwise.comm.encoded import KernelCodec, codec_on, encode_rows, sum_rows
 from shardwise.dropout.hash_rng import Samples, grid_of, keyed_dropout
-from shardwise.layout.codec import BLOCK_NUMEL, Encoded, codec_of
+from shardwise.layout.codec import Encoded, codec_of
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.layout.wire_codec import CODES, WireCodec
 from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
 from shardwise.optim.rules import rule_of

@@ -211,21 +211,20 @@ def _refuse_taken(path: Path | None) -> None:
 
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
-    with progress("starting torch") as say:
+    with progress("reading the question") as say:
         from shardwise.planner.cost import by_num_gpus
         from shardwise.planner.explain import expert_notes, reasons_of
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import cost_dict, cost_view, page_dict, plan_dict, plan_view
         from shardwise.planner.request import ask, is_split, read_model
         from shardwise.planner.search import Limits, search, settle
-        from shardwise.train.imported_plan import named_batch
-        from shardwise.verify.dry_run import simulate_finalists
+        from shardwise.verify.finalists import simulate_finalists
 
         source_model, own_config = read_model(model), arguments.compare
         batch = (
             arguments.global_batch
             or source_model.global_batch
-            or (own_config and named_batch(own_config, cluster.num_gpus))
+            or (own_config and _batch_of(own_config, cluster.num_gpus))
         )
         asked = ask(source_model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
         say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
@@ -260,6 +259,12 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
     return 0 if plan.winner is not None else 1
 
 
+def _batch_of(own_config: str, num_gpus: int) -> int | None:
+    from shardwise.train.imported_plan import named_batch
+
+    return named_batch(own_config, num_gpus)
+
+
 def _footer(arguments: SimpleNamespace, winner: Estimate | None) -> Iterator[Text]:
     """Yield the lines that are printed nearest to the prompt."""
     from shardwise.planner.results import layout_words
@@ -280,11 +285,11 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
         own: the file that was given to compare; a mistake in it is an error.
         model: the model's file, where it also has a strategy; that it does not fit the cluster is a note.
     """
-    from shardwise.train.imported_plan import strategy_for
-
     source = own or model
     if source is None:
         return None, ()
+    from shardwise.train.imported_plan import strategy_for
+
     try:
         return pricer.price(strategy_for(source, pricer.job)), ()
     except ConfigError as error:
@@ -296,15 +301,15 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
 
 
 def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pricer: Pricer) -> None:
+    price = plan.winner
+    if price is None or arguments.write is None:
+        return
     from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
     from shardwise.planner.results import layout_words
     from shardwise.report.planned import HERE, PlanNote
     from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job
 
-    price = plan.winner
-    if price is None or arguments.write is None:
-        return
     job, cluster = plan.job, plan.job.cluster
     config = config_of(job, price.strategy, base)
     if arguments.cluster is None:
@@ -363,7 +368,7 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
 
 
 def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int:
-    with progress("starting torch") as say:
+    with progress("reading the question") as say:
         from shardwise.planner.fit import fit
         from shardwise.planner.render import fit_dict, fit_view
         from shardwise.planner.request import read_model, usual_dtype

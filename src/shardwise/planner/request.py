@@ -22,9 +22,8 @@ from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, is_config, read_toml
-from shardwise.models.decoder import DecoderConfig
-from shardwise.models.presets import PRESETS, preset
-from shardwise.optim.rules import optimizer_kind
+from shardwise.models.presets import PRESETS, DecoderConfig, preset
+from shardwise.optim.rules import wanted_rule
 from shardwise.planner.candidates import SearchSpace, divisors
 from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
@@ -186,7 +185,7 @@ def ask(
     pinned = [setting for setting in settings if _key(setting) in KEYS and _key(setting) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([setting for setting in settings if setting not in pinned])
-    optimizer_kind(base.optimizer.name)
+    wanted_rule(base.optimizer.name)
     keys_given = model.given | {_key(setting) for setting in settings}
     if "precision.param" not in keys_given:
         base = base.override([f"precision.param={usual_dtype(cluster)}"])

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch.optim import Optimizer
 
-from shardwise.layout.codec import BLOCK_NUMEL, NUM_DROPPED, Encoded, code_table, code_values
+from shardwise.layout.codec import NUM_DROPPED, Encoded, code_table, code_values
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.offload.cpu_optimizer import StepPiece
 from shardwise.optim.rules import rule_of_kind
 from shardwise.runtime.kernels import KernelLaunch

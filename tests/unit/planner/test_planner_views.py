@@ -38,7 +38,7 @@ from shardwise.planner.results import (
 )
 from shardwise.planner.search import Limits, SearchResult
 from shardwise.runtime.format import format_bytes, format_count, format_s
-from shardwise.verify.dry_run import with_peak
+from shardwise.verify.finalists import with_peak
 
 GIB = 2**30
 SHAPE = ModelShape(
