@@ -440,7 +440,7 @@ def copied_to(device: torch.device, tensor: Tensor, dtype: torch.dtype) -> Tenso
     """
     is_memory = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
     if kind_of(device).pins and tensor.is_cpu and is_memory and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # `pin_memory` takes no expanded ones
     return tensor.to(device, dtype, non_blocking=True)
 
 
