@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise.config.errors import ConfigError, EngineError
 
 _BLOCK_NUMEL: Final = 256 * 1024  # of which a core's cache holds the four tensors of a step
-# What a device steps at a time: it has no such cache, but needs memory for what lies between the operations.
+# What a device steps at a time: it has no such cache, but needs memory for what is between the operations.
 _LIST_NUMEL: Final = 8 * 1024 * 1024
 
 Options = Mapping[str, Any]
