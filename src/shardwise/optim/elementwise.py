@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise.config.errors import ConfigError, EngineError
 
 _BLOCK_NUMEL: Final = 256 * 1024  # of which a core's cache holds the four tensors of a step
-# What a device steps at a time: it has no such cache, but needs memory for what lies between the operations.
+# What a device steps at a time: it has no such cache, but needs memory for what is between the operations.
 _LIST_NUMEL: Final = 8 * 1024 * 1024
 
 Options = Mapping[str, Any]
@@ -63,10 +63,9 @@ class StepTensors:
             else:
                 yield tensors
 
-    def lists(self, *names: str) -> Iterator[tuple[list[Tensor], ...]]:
+    def lists(self, *names: str) -> Iterator[Iterable[tuple[Tensor, ...]]]:
         """Yield what `blocks` does in the lists of `in_lists`."""
-        for rows in in_lists(self.blocks(*names)):
-            yield tuple(map(list, zip(*rows, strict=True)))
+        return (zip(*rows, strict=True) for rows in in_lists(self.blocks(*names)))
 
 
 def in_lists(rows: Iterable[Row]) -> Iterator[list[Row]]:
