@@ -72,6 +72,12 @@ def test_gradients_are_copied_a_group_at_a_time(budgets: dict[str, dict[str, Any
     assert budgets["sgd"]["num_copies"] < fewest
 
 
+def test_inputs_of_two_lengths_leave_through_the_same_pages(budgets: dict[str, dict[str, Any]]) -> None:
+    short, long = budgets["activations on the host"]["lengths"]
+    assert short < long
+    assert budgets["activations on the host"]["num_pins"] == 0
+
+
 def test_ranks_are_compared_without_a_wait(budgets: dict[str, dict[str, Any]]) -> None:
     assert budgets["ranks compared"]["waits"] == []
 
