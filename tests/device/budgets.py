@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from device import orders
 from device.orders import DEVICE, Case, make_engine, model_case, working_folder, zero
 from device.virtual import install
 from device.virtual.streams import Scheduler
@@ -27,7 +28,7 @@ from shardwise.comm.loss import NonFiniteLossError
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.engine import Engine
 from shardwise.optim.elementwise import AdEMAMix, Lion
-from shardwise.runtime import kernels
+from shardwise.runtime import kernels, pinned_memory
 from shardwise.train.rank_watch import RankWatch
 
 NUM_WARMUP = 2
@@ -156,6 +157,18 @@ def watch_ranks(scheduler: Scheduler) -> dict[str, Any]:
     return {"name": "ranks compared", "waits": waits}
 
 
+def count_pins() -> dict[str, Any]:
+    """How often host memory is pinned in a step whose sequences have two lengths, once it has had both."""
+    (case,) = [case for case in orders.CASES if case.name == "activations on the host"]
+    engine, batches = open_engine(case)
+    for _ in range(NUM_WARMUP):
+        engine.train_step(batches)
+    with mock.patch.object(pinned_memory, "pin_pages", wraps=pinned_memory.pin_pages) as pin:
+        engine.train_step(batches)
+    engine.close()
+    return {"name": case.name, "num_pins": pin.call_count, "lengths": sorted(batch[0].shape[1] for batch in batches)}
+
+
 def step_lists(scheduler: Scheduler) -> Iterator[dict[str, Any]]:
     """How optimizers of the library step lists of tensors on the device: kernels, and what tensors alone do else."""
     for kind in (Lion, AdEMAMix):
@@ -272,7 +285,7 @@ def main() -> int:
     with working_folder():
         for case in CASES:
             print(json.dumps(asdict(measure(case, scheduler))), flush=True)
-        for line in (watch_ranks(scheduler), *step_lists(scheduler)):
+        for line in (watch_ranks(scheduler), count_pins(), *step_lists(scheduler)):
             print(json.dumps(line), flush=True)
         for case in (case for case in CASES if case.name in REFUSED):
             for on_nonfinite in ("raise", "skip"):

@@ -89,6 +89,12 @@ def test_a_dropout_is_one_kernel_and_so_is_its_backward(budgets: dict[str, dict[
     assert budgets["dropout, torch"]["kernels"]["forward"] > 8
 
 
+def test_inputs_of_two_lengths_leave_through_the_same_pages(budgets: dict[str, dict[str, Any]]) -> None:
+    short, long = budgets["activations on the host"]["lengths"]
+    assert short < long
+    assert budgets["activations on the host"]["num_pins"] == 0
+
+
 def test_ranks_are_compared_without_a_wait(budgets: dict[str, dict[str, Any]]) -> None:
     assert budgets["ranks compared"]["waits"] == []
 

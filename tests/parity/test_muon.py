@@ -428,7 +428,7 @@ def test_newton_schulz_has_the_bits_of_torchs(shape: tuple[int, int], in_bf16: b
     theirs = torch.optim.Muon([whole], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     with nullcontext() if in_bf16 else mock.patch.object(Tensor, "bfloat16", Tensor.clone):
         theirs.step()
-    (ahead,) = advance_momenta([torch.zeros(shape)], [gradient], 0.95)
+    (ahead,) = advance_momenta([torch.zeros(shape)], [gradient], [0.95])
     update = orthogonalize(ahead.bfloat16() if in_bf16 else ahead)
     apply_updates([(ours, update, update_scale(shape), theirs.defaults)])
     assert torch.equal(ours, whole)

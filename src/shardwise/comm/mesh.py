@@ -186,8 +186,8 @@ def connect(
     def over(axes: tuple[str, ...], use: str = "gather") -> Comm:
         live = tuple(axis for axis in axes if shape.size_along((axis,)) > 1)
         if (live, use) not in made:
-            place = replace(resources, device=_CPU, pool=BufferPool(_CPU)) if use == HOST else resources
-            made[live, use] = comm_factory.comm(axes, use, place, "+".join(live or axes[:1]))
+            chosen = replace(resources, device=_CPU, pool=BufferPool(_CPU)) if use == HOST else resources
+            made[live, use] = comm_factory.comm(axes, use, chosen, "+".join(live or axes[:1]))
         return made[live, use]
 
     # On NCCL one communicator would run gathers and reductions one after the other.

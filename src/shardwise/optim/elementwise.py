@@ -63,10 +63,9 @@ class StepTensors:
             else:
                 yield tensors
 
-    def lists(self, *names: str) -> Iterator[tuple[list[Tensor], ...]]:
+    def lists(self, *names: str) -> Iterator[Iterable[tuple[Tensor, ...]]]:
         """Yield what `blocks` does in the lists of `in_lists`."""
-        for rows in in_lists(self.blocks(*names)):
-            yield tuple(map(list, zip(*rows, strict=True)))
+        return (zip(*rows, strict=True) for rows in in_lists(self.blocks(*names)))
 
 
 def in_lists(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -60,15 +60,15 @@ def update_scale(shape: Sequence[int]) -> float:
     return 0.2 * math.sqrt(max(shape[-2:]))
 
 
-def advance_momenta(momenta: list[Tensor], gradients: list[Tensor], share: float) -> Sequence[Tensor]:
+def advance_momenta(momenta: list[Tensor], gradients: list[Tensor], shares: list[float]) -> Sequence[Tensor]:
     """Add gradients to their momenta in place, and return Nesterov's look ahead for each; element by element.
 
     Args:
         momenta: of the gradients' shapes and dtypes.
-        share: how much of the momentum stays.
+        shares: how much of each momentum stays.
     """
-    torch._foreach_lerp_(momenta, gradients, 1 - share)
-    return torch._foreach_lerp(gradients, momenta, share)
+    torch._foreach_lerp_(momenta, gradients, [1 - share for share in shares])
+    return torch._foreach_lerp(gradients, momenta, shares)
 
 
 def apply_updates(updates: Iterable[tuple[Tensor, Tensor, float, Mapping[str, Any]]]) -> None:
@@ -143,7 +143,7 @@ class MuonWithAdamW(AdamW):
         state = self.state[param]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        (ahead,) = advance_momenta([state[MOMENTUM]], [gradient], options["momentum"])
+        (ahead,) = advance_momenta([state[MOMENTUM]], [gradient], [options["momentum"]])
         ahead = ahead.to(compute_dtype(param.dtype, param.device))
         fused = options.get(FUSED)  # a `FusedDim` of the layout
         dim, sizes = (0, (param.shape[0],)) if fused is None else (fused.dim, fused.sizes)

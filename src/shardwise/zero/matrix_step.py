@@ -7,7 +7,7 @@ matrix is put together from the same numbers in every layout, so the layout does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -80,42 +80,39 @@ class MatrixStep(GroupStep):
     ) -> None:
         dtype = {matrix.place.name: self._wire_dtype(matrix) for matrix in matrices}
         pieces = [piece for matrix in matrices if (piece := self._piece_of.get(matrix.place.name)) is not None]
-        ahead: dict[str, Tensor] = {}
-        for rows in in_lists((mean_of(piece), piece) for piece in pieces):
-            ahead |= {name: values.to(dtype[name]) for name, values in self._advance(rows, options_of)}
+        options = {piece.name: options_of(piece) for piece in pieces}
+        ahead = {piece.name: mean_of(piece).to(dtype[piece.name]) for piece in pieces if options[piece.name] is None}
+        gradients = ((mean_of(piece), piece, chosen) for piece in pieces if (chosen := options[piece.name]) is not None)
+        for rows in in_lists(gradients):
+            for (_, piece, _), values in zip(rows, self._advance(rows), strict=True):
+                ahead[piece.name] = values.to(dtype[piece.name])
         of_name = {matrix.place.name: matrix for matrix in matrices}
         brought = self._exchange.bring(matrices, ahead, dtype, "momentum of matrices")
         updates = {name: _orthogonalized(of_name[name], whole) for name, whole in brought}
         del brought, ahead
         scales = {matrix.place.name: _scale_of(matrix) for matrix in matrices}
         received = self._exchange.give_back(matrices, updates, dtype, "updates of matrices")
-        for parts in in_lists((update, self._piece_of[name], scales[name]) for name, update in received):
-            _apply(parts, options_of)
+        for parts in in_lists(
+            (update, self._piece_of[name], scales[name], chosen)
+            for name, update in received
+            if (chosen := options[name]) is not None
+        ):
+            _apply(parts)
 
     def _wire_dtype(self, matrix: OwnedMatrix) -> torch.dtype:
         return compute_dtype(self._groups[matrix.group].master.dtype, self._comm.device)
 
-    def _advance(
-        self, rows: Sequence[tuple[Tensor, ParamPiece]], options_of: OptionsOf
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what follows from the gradients of pieces by name, and write their momenta."""
-        by_share: dict[float, list[tuple[Tensor, ParamPiece]]] = {}
-        for gradient, piece in rows:
-            options = options_of(piece)
-            if options is None:
-                yield piece.name, gradient
-            else:
-                by_share.setdefault(options["momentum"], []).append((gradient, piece))
-        for share, together in by_share.items():
-            stored = [self._keepers[piece.group].flat_state(piece, MOMENTUM) for _, piece in together]
-            before = [state.read(0, state.numel) for state in stored]
-            gradients = [gradient for gradient, _ in together]
-            momenta = [values.to(like.device, like.dtype) for values, like in zip(before, gradients, strict=True)]
-            aheads = advance_momenta(momenta, gradients, share)
-            for state, values, momentum in zip(stored, before, momenta, strict=True):
-                if momentum is not values or state.tensor is None:
-                    state.write(0, momentum)
-            yield from zip((piece.name for _, piece in together), aheads, strict=True)
+    def _advance(self, rows: Sequence[tuple[Tensor, ParamPiece, Options]]) -> Sequence[Tensor]:
+        """Write the momenta of pieces by their gradients; return what follows from both."""
+        gradients, pieces, options = zip(*rows, strict=True)
+        stored = [self._keepers[piece.group].flat_state(piece, MOMENTUM) for piece in pieces]
+        before = [state.read(0, state.numel) for state in stored]
+        momenta = [values.to(like.device, like.dtype) for values, like in zip(before, gradients, strict=True)]
+        aheads = advance_momenta(momenta, list(gradients), [chosen["momentum"] for chosen in options])
+        for state, values, momentum in zip(stored, before, momenta, strict=True):
+            if momentum is not values or state.tensor is None:
+                state.write(0, momentum)
+        return aheads
 
 
 def _orthogonalized(matrix: OwnedMatrix, whole: Tensor) -> Tensor:
@@ -135,16 +132,11 @@ def _scale_of(matrix: OwnedMatrix) -> float:
     return max(update_scale(rect.shape) for rect in matrices_of(matrix.place))
 
 
-def _apply(rows: Sequence[tuple[Tensor, ParamPiece, float]], options_of: OptionsOf) -> None:
+def _apply(rows: Sequence[tuple[Tensor, ParamPiece, float, Options]]) -> None:
     """Write updates of pieces, each with its scale, into the masters, which may be stored off the device."""
-    updates: list[tuple[Tensor, Tensor, float, Options]] = []
-    pieces: list[ParamPiece] = []
-    for update, piece, scale in rows:
-        if (options := options_of(piece)) is not None:
-            values = piece.group.master.read(piece.start, piece.stop)
-            updates.append((values, update.to(values.device), scale, options))
-            pieces.append(piece)
-    apply_updates(updates)
-    for piece, (values, *_) in zip(pieces, updates, strict=True):
+    masters = [piece.group.master.read(piece.start, piece.stop) for _, piece, *_ in rows]
+    pairs = zip(masters, rows, strict=True)
+    apply_updates((values, update.to(values.device), scale, options) for values, (update, _, scale, options) in pairs)
+    for values, (_, piece, *_) in zip(masters, rows, strict=True):
         if piece.group.master.tensor is None:
             piece.group.master.write(piece.start, values)
