@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from device import orders
-from device.orders import DEVICE, Case, make_engine, model_case, working_folder, zero
+from device.orders import DEVICE, WIDE, Case, make_engine, model_case, working_folder, zero
 from device.virtual import install
 from device.virtual.streams import Scheduler
 from harness.echo import EchoFactory, cancel_deviations
@@ -49,9 +49,9 @@ CASES = (
 REFUSED = ("stage 3", "sgd")
 
 
-CODED = Case("in int8", 2, zero(3, precision={**FP32, "gather": "int8", "reduce": "int8"}), "decoder")
-# Where what encodes, decodes and sums is launched.
-CODING = ("layout/wire_codec.py", "comm/encoded.py", "comm/backends.py", "runtime/kernels.py")
+CODED = Case("in int8", 2, zero(3, precision={**FP32, "gather": "int8", "reduce": "int8"}), WIDE.name)
+# Where what encodes and decodes is launched.
+CODING = ("layout/wire_codec.py", "comm/encoded.py", "runtime/kernels.py")
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def without_triton(is_without: bool) -> Iterator[None]:
 
 
 def code(scheduler: Scheduler) -> dict[str, int]:
-    """The kernels of a step's forwards and backwards that encode, decode and sum, by operator."""
+    """The kernels of a step's forwards and backwards that encode and decode, by operator."""
     engine, batches = open_engine(CODED)
     for _ in range(NUM_WARMUP):
         engine.train_step(batches)

@@ -78,7 +78,7 @@ def test_what_is_sent_in_codes_takes_one_kernel_to_encode_and_one_to_decode(
     pytest.importorskip("triton")
     kernels, of_torch = (budgets[f"coded, {how}"]["kernels"] for how in ("triton", "torch"))
     encoded, *decoded = (kernels.pop(f"triton:_{verb}_blocks") for verb in ("encode", "decode", "sum"))
-    assert encoded == sum(decoded) >= budgets["stage 3"]["num_groups"]
+    assert encoded == sum(decoded) > 0
     assert kernels == {}
     assert sum(of_torch.values()) > 8 * encoded
 

@@ -190,7 +190,7 @@ class Lion(ElementWise):
         rate, (beta_update, beta_kept) = float(options["lr"]), options["betas"]
         for params, grads, means in tensors.lists("exp_avg"):
             if options["maximize"]:
-                grads = list(torch._foreach_neg(grads))
+                grads = torch._foreach_neg(grads)
             directions = torch._foreach_lerp(means, grads, 1 - beta_update)
             torch._foreach_sign_(directions)
             if options["weight_decay"] != 0:
