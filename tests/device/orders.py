@@ -321,7 +321,7 @@ def main() -> int:
         for num_ranks in sorted({case.world_size for case in chosen if not case.has_echoes}):
             names = [case.name for case in chosen if not case.has_echoes and case.world_size == num_ranks]
             flags = ["--quick"] if options.quick else ["--seeds", str(options.seeds)]
-            for process in start_ranks(num_ranks, [*flags, *names]):
+            for process in start_ranks(num_ranks, "device.orders", [*flags, *names]):
                 print(process.communicate()[0], end="", flush=True)
     return 0
 
