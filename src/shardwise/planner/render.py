@@ -19,7 +19,7 @@ from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.cost import cost_per_step, cost_words, run_cost, run_words, usd_per_million_tokens
 from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
 from shardwise.planner.fit import Fit
-from shardwise.planner.hardware import GIB, Cluster, Host, cluster_words
+from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
 from shardwise.planner.job import ModelShape, PlanJob
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
@@ -189,7 +189,7 @@ def memory_words(price: Estimate) -> str:
     memories: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
     for tier, node_bytes in memories:
         if worst.elsewhere.get(tier, 0.0) > 0:
-            is_assumed = cluster.host == Host() and tier == "host"
+            is_assumed = cluster.host == usual_host(cluster.gpu, cluster.gpus_per_node) and tier == "host"
             size = f"{'an assumed ' if is_assumed else ''}{format_bytes(node_bytes)} on {tier}"
             ranks = ", all ranks of a node" if cluster.gpus_per_node > 1 else ""
             key = " (host_memory_gib in a cluster's file)" if is_assumed else ""
