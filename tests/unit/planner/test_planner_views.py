@@ -239,7 +239,7 @@ PRICES = tuple(
 
 
 def test_what_was_searched_is_in_the_whole_answer() -> None:
-    assert "9 estimates in 0.5 s" in view_of(plan_of(*PRICES), is_whole=True, wins="so")
+    assert "9 estimates and 0.5 s" in view_of(plan_of(*PRICES), is_whole=True, wins="so")
     assert "estimates" not in view_of(plan_of(*PRICES), wins="so")
 
 
