@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from device import orders
-from device.orders import DEVICE, Case, make_engine, model_case, working_folder, zero
+from device.orders import DEVICE, WIDE, Case, make_engine, model_case, working_folder, zero
 from device.virtual import install
 from device.virtual.streams import Scheduler
 from harness.echo import EchoFactory, cancel_deviations
 from shardwise.comm.loss import NonFiniteLossError
+from shardwise.dropout import KeyedDraws
 from shardwise.engine.engine import Engine
 from shardwise.optim.elementwise import AdEMAMix, Lion
-from shardwise.runtime import pinned_memory
+from shardwise.runtime import kernels, pinned_memory
 from shardwise.train.rank_watch import RankWatch
 
 NUM_WARMUP = 2
@@ -46,6 +47,11 @@ CASES = (
     Case(ON_HOST, 2, zero(2, precision=FP32), "decoder"),
 )
 REFUSED = ("stage 3", "sgd")
+
+
+CODED = Case("in int8", 2, zero(3, precision={**FP32, "gather": "int8", "reduce": "int8"}), WIDE.name)
+# Where what encodes and decodes is launched.
+CODING = ("layout/wire_codec.py", "comm/encoded.py", "runtime/kernels.py")
 
 
 @dataclass(frozen=True)
@@ -235,6 +241,45 @@ def refuse(case: Case, scheduler: Scheduler, on_nonfinite: str) -> dict[str, Any
     }
 
 
+@contextmanager
+def without_triton(is_without: bool) -> Iterator[None]:
+    """Let the library find no Triton inside the context."""
+    with mock.patch.object(kernels, "find_spec", return_value=None) if is_without else nullcontext():
+        yield
+
+
+def code(scheduler: Scheduler) -> dict[str, int]:
+    """The kernels of a step's forwards and backwards that encode and decode, by operator."""
+    engine, batches = open_engine(CODED)
+    for _ in range(NUM_WARMUP):
+        engine.train_step(batches)
+    scheduler.finish_all()
+    scheduler.kernels.clear()
+    for batch in batches:
+        engine.backward(engine(batch))
+    found: dict[str, int] = {}
+    for key, number in scheduler.kernels.items():
+        name, _, place = key.partition(" ")
+        if place.startswith(CODING):
+            found[name] = found.get(name, 0) + number
+    engine.step()
+    engine.close()
+    return found
+
+
+def drop(scheduler: Scheduler) -> dict[str, int]:
+    """The kernels of a keyed dropout, and of its backward, where another one has hashed the indices."""
+    draws, values = KeyedDraws(0, DEVICE), torch.ones(4, 8, 64, device=DEVICE, requires_grad=True)
+    gradient = torch.ones_like(values)
+    with draws.at(0, 0, 0, 4):
+        draws.drop("first", values, 0.1, None)
+        scheduler.kernels.clear()
+        dropped = draws.drop("second", values, 0.1, None)
+    num_forward = scheduler.kernels.total()
+    torch.autograd.grad(dropped, values, gradient)
+    return {"forward": num_forward, "backward": scheduler.kernels.total() - num_forward}
+
+
 def main() -> int:
     scheduler = install()
     with working_folder():
@@ -245,6 +290,11 @@ def main() -> int:
         for case in (case for case in CASES if case.name in REFUSED):
             for on_nonfinite in ("raise", "skip"):
                 print(json.dumps(refuse(case, scheduler, on_nonfinite)), flush=True)
+        for is_without in (False, True):
+            how = "torch" if is_without else "triton"
+            with without_triton(is_without):
+                for name, count in (("coded", code), ("dropout", drop)):
+                    print(json.dumps({"name": f"{name}, {how}", "kernels": count(scheduler)}), flush=True)
     return 0
 
 

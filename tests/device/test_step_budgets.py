@@ -72,6 +72,23 @@ def test_gradients_are_copied_a_group_at_a_time(budgets: dict[str, dict[str, Any
     assert budgets["sgd"]["num_copies"] < fewest
 
 
+def test_what_is_sent_in_codes_takes_one_kernel_to_encode_and_one_to_decode(
+    budgets: dict[str, dict[str, Any]],
+) -> None:
+    pytest.importorskip("triton")
+    kernels, of_torch = (budgets[f"coded, {how}"]["kernels"] for how in ("triton", "torch"))
+    encoded, *decoded = (kernels.pop(f"triton:_{verb}_blocks") for verb in ("encode", "decode", "sum"))
+    assert encoded == sum(decoded) > 0
+    assert kernels == {}
+    assert sum(of_torch.values()) > 8 * encoded
+
+
+def test_a_dropout_is_one_kernel_and_so_is_its_backward(budgets: dict[str, dict[str, Any]]) -> None:
+    pytest.importorskip("triton")
+    assert budgets["dropout, triton"]["kernels"] == {"forward": 1, "backward": 1}
+    assert budgets["dropout, torch"]["kernels"]["forward"] > 8
+
+
 def test_inputs_of_two_lengths_leave_through_the_same_pages(budgets: dict[str, dict[str, Any]]) -> None:
     short, long = budgets["activations on the host"]["lengths"]
     assert short < long

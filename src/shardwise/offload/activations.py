@@ -296,12 +296,12 @@ class ActivationStore:
             return
         # [Note: Memory for what comes back]
         # It is made in the order of the compute stream, in which it is freed as well. The reload stream begins after
-        # what the compute stream holds now, as that may still use the memory for something else. `_arriving` holds the
-        # tensor until the copy is over: its graph may die before.
+        # what the compute stream holds now, as that may still use the memory for something else; it has waited for the
+        # copy to the host before the source was let go of. `_arriving` holds the tensor until the copy is over: its
+        # graph may die before.
         # Seen by a meter, unlike the copy, which also reads memory that is not the device's.
         tensor = torch.empty_strided(saved.size, saved.stride, dtype=saved.dtype, device=saved.device)
         with unseen_by_op_modes(), torch.no_grad(), self._streams.side_stream("reload"):
-            saved.copy.last_use.wait()
             tensor.copy_(saved.copy.memory.view(saved.dtype).view(saved.size), non_blocking=True)
             saved.arrived = saved.copy.last_use = Event.record(self._streams.device)
         self._traffic.add("host", "device", tensor.numel() * tensor.element_size())

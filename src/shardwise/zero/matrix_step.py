@@ -18,13 +18,13 @@ from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, r
 from shardwise.layout.slicing import Rect
 from shardwise.optim.elementwise import in_lists
 from shardwise.optim.muon import (
-    MOMENTUM,
     advance_momenta,
     apply_updates,
     compute_dtype,
     orthogonalize,
     update_scale,
 )
+from shardwise.optim.rules import MOMENTUM
 from shardwise.zero.group_step import GroupStep, HostUpdate, OptimizerUpdate, Options, OptionsOf, StateKeeper
 from shardwise.zero.owner_exchange import OwnerExchange
 from shardwise.zero.param_group import ParamGroup
