@@ -558,7 +558,7 @@ class ShardingState:
         self.reductions.late.clear()
         self.reductions.running.finish()
         self.reductions.leave(self.order.is_lockstep and not self.reductions.is_last)
-        self._resources.pool.trim()
+        self._resources.pool.trim()  # the next forward needs the memory, that of gradients too that still leave
 
     def on_released_use(self, parameter: nn.Parameter) -> Tensor:
         """Gather a parameter that is used where no unit has announced it; return the tensor to use in its place."""
