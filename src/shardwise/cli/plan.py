@@ -110,7 +110,7 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--budget", type=Amount(0.0, min_open=True), metavar="USD", help="of the run: how many tokens it buys")
 @click.option("--best", type=Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
-    "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
+    "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for exact memory, then estimates; 0: none"
 )
 @click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
 @click.option("--top", type=Count(1), help="layouts to show (default: 3, with --more 5)")
@@ -434,12 +434,12 @@ def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
 
 def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence[str]) -> int:
     ranks = parse_ranks(arguments.ranks)
-    # torch takes seconds to import.
-    from shardwise.train.setup import job_config
-    from shardwise.verify.dry_run import dry_run_size
+    with progress("starting torch"):  # seconds
+        from shardwise.train.setup import job_config
+        from shardwise.verify.dry_run import dry_run_size
 
-    config = job_config(path, assignments)
-    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks)
+        config = job_config(path, assignments)
+    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks, arguments.simulate)
 
 
 def parse_ranks(text: str | None) -> list[int] | Literal["stages"]:
