@@ -347,7 +347,7 @@ class Event:
     def wait_on_host(self) -> None:
         """Block the calling thread until the device has reached the point."""
         if self.mark is not None:
-            self.mark.synchronize()
+            self.mark.synchronize()  # spins, since torch.Event ignores `blocking`: its thread has nothing else to do
 
     def is_reached(self) -> bool:
         """Say whether the device has reached the point; never wait."""
