@@ -119,7 +119,7 @@ PARTS = (
         "figures",
         30,
         "benchmarks/gpu_passes.py --json {out}/passes.json",
-        "benchmarks/gpu_passes.py --numel 16384 --runs 1 --json {out}/passes.json",
+        "benchmarks/gpu_passes.py --numel 4096 --runs 1 --json {out}/passes.json",
     ),
 )
 
