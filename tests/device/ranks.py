@@ -267,7 +267,7 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str] = ()) -> l
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return [
         subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(num_ranks)
