@@ -131,6 +131,7 @@ CASES = (
     ),
     Case("pp and tp, stage 3", 4, zero(3, mesh={"pp": 2, "tp": 2}), "deep", num_micro_batches=4, has_echoes=False),
     Case("optimizer on the host", 2, zero(2, tiers={"optimizer": "host"})),
+    Case("parameters on the host", 2, zero(3, tiers={"params": "host"}, precision={"param": "bf16"})),
     Case("everything on the host", 2, zero(3, tiers=HOST)),
     Case("NVMe", 2, zero(3, tiers={"params": "nvme", "optimizer": "nvme", "nvme_path": "."})),
     Case("activations on the host", 2, zero(3, recompute={"mode": "full"}, tiers={"activations": "host"}), "decoder"),

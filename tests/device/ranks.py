@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from device.virtual.cuda_names import Device
 from device.virtual.operators import Region, below_autograd, is_on_device
@@ -248,16 +249,34 @@ def stand_for_nccl() -> None:
     plain_init, plain_new = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        plain_init("cpu:gloo,cuda:gloo" if backend is None else backend.replace("nccl", "gloo"), *args, **kwargs)
+        # C++ of torch's calls some by itself, and gloo would read device addresses. Those of one rank change nothing.
+        is_alone = int(kwargs.get("world_size", os.environ.get("WORLD_SIZE", "1"))) == 1
+        backend = (backend or "cpu:gloo,cuda:nccl").replace("nccl", "fake" if is_alone else "gloo")
+        plain_init(backend, *args, **kwargs)
         if dist.get_world_size() > 1:
             Device.scheduler.go_on_by_itself()
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return plain_new(ranks, timeout, backend and backend.replace("nccl", "gloo"), *args, **kwargs)
 
+    plain_wrap = DistributedDataParallel.__init__
+
+    def wrap(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        plain_wrap(module, *args, **kwargs)
+        if dist.get_world_size(module.process_group) == 1:
+            module.register_comm_hook(None, lambda state, bucket: sum_alone(bucket))
+
+    DistributedDataParallel.__init__ = wrap
     dist.init_process_group, dist.new_group = init_process_group, new_group
     dist.get_backend_config = lambda group=None: "cpu:gloo,cuda:nccl"
     dist.is_nccl_available = lambda: True
+
+
+def sum_alone(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of DDP's among one rank: the stand-in for NCCL has no result to give it."""
+    summed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[bucket.buffer().device])
+    summed.set_result(bucket.buffer())
+    return summed
 
 
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
