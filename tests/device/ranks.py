@@ -6,6 +6,7 @@ rank gets is written once it is there. No host waits, as with NCCL.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -246,6 +247,7 @@ def join() -> None:
 def stand_for_nccl() -> None:
     """Let process groups of NCCL be of gloo, with functions that move what is on the virtual device."""
     Transport().install()
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # which registers it
     plain_init, plain_new = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
