@@ -25,12 +25,12 @@ from shardwise.config.resolve import Config, Dtype, is_config, read_toml
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, preset
 from shardwise.optim.rules import optimizer_kind
-from shardwise.planner.candidates import SearchSpace, divisors
-from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
+from shardwise.planner.candidates import PLANNED, SearchSpace, divisors
+from shardwise.planner.configs import base_of, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, ModelSource, PlanJob
 from shardwise.runtime.format import format_count
 
 # Names that people know our presets by.
@@ -48,8 +48,6 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
 # What the hub's names have before and after these.
 _OF_HUB: Final = re.compile(r"^meta-|(?<=llama-3)\.\d|(-hf|-instruct|-base|-chat|-v\d\.\d)+$")
 _SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
-# The config's keys of a strategy that one job has one value of, so they are not searched.
-_OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.accumulate", "context.chunk_tokens"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +156,7 @@ def _of_toml(path: Path) -> ModelSource:
 def is_split(source: ModelSource) -> bool:
     """Say whether a model's file also says how the job is split."""
     keys = source.given | set(source.settings)
-    return any(key in KEYS and key not in _OF_ALL and not key.startswith("batch.") for key in keys)
+    return any(key in PLANNED and not key.startswith("batch.") for key in keys)
 
 
 def ask(
@@ -183,7 +181,7 @@ def ask(
     """
     if model.shape is None:
         raise ConfigError("model-not-named", "the file names no model; give one after --model")
-    pinned = [setting for setting in settings if _key(setting) in KEYS and _key(setting) not in _OF_ALL]
+    pinned = [setting for setting in settings if _key(setting) in PLANNED]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([setting for setting in settings if setting not in pinned])
     optimizer_kind(base.optimizer.name)
@@ -204,15 +202,8 @@ def ask(
         batch = usual_batch(cluster.num_gpus, length)
         text = f"{format_count(batch * length)} tokens, as many as runs of this size take"
         notes.append(f"a batch of {batch:,} sequences, {text}; --global-batch N for another")
-    precision = base.precision
-    strategy = Strategy(
-        param=precision.param or "fp32",
-        reduce=precision.reduce,
-        accumulate=precision.accumulate,
-        chunk_tokens=base.context.chunk_tokens,
-    )
     job = _job(model.shape, base, cluster, length, batch)
-    return PlanRequest(job=job, space=SearchSpace(base=strategy, pins=pins_of(pinned)), base=base, notes=tuple(notes))
+    return PlanRequest(job=job, space=SearchSpace(pins=pins_of(pinned)), base=base, notes=tuple(notes))
 
 
 def usual_batch(num_gpus: int, seq_len: int) -> int:
@@ -239,14 +230,14 @@ def usual_dtype(cluster: Cluster) -> Dtype:
 
 
 def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:
-    """Build the job from the parts of the config that no strategy changes."""
+    """Build the job from the parts of the config that no candidate changes."""
     sections: dict[str, Any] = {key: value for key, value in base.model_dump().items() if key in _OF_JOB}
     sections["batch"] = {"global_size": global_batch}
     sections["data"]["seq_len"] = seq_len
     alone = replace(cluster, num_gpus=1, gpus_per_node=1)
     job = job_of(Config.from_dict(sections), alone)
     window = job.shape.window if job.shape.window is not None else shape.window
-    return replace(job, shape=replace(shape, window=window), cluster=cluster, zero=base.zero)
+    return replace(job, shape=replace(shape, window=window), cluster=cluster, base=base_of(base))
 
 
 _OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})
