@@ -71,7 +71,8 @@ def test_a_run_of_interleaved_stages_in_fp16() -> None:
     assert job.cluster.nic_bytes_per_s == gpu.nic_bytes_per_s / 4  # 400 Gb/s a node, where no speed is named
     assert layers_of(config, job) == (3, 4, 4, 4, 4, 4, 4, 3)
     assert differences(changed(config, {"pipeline.cut": None})) == {
-        "mesh.pp": 4, "mesh.tp": 2, "mesh.dp_shard": 8, "zero.stage": 1, "batch.micro_size": 2, "batch.accumulation": 16,
+        "mesh.pp": 4, "mesh.tp": 2, "mesh.dp_shard": 8, "zero.stage": 1, "batch.micro_size": 2,
+        "batch.accumulation": 16,
         "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2, "recompute.mode": "full",
         "precision.param": "fp16",
     }  # fmt: skip
@@ -91,7 +92,9 @@ def test_a_run_of_compiled_blocks_in_fp8_with_replicas_of_a_node() -> None:
     assert job.shape == LLAMA_SHAPE
     assert (job.global_batch, job.cluster.nic_bytes_per_s) == (64, find_gpu("h100").nic_bytes_per_s)
     assert differences(config) == {
-        "mesh.dp_replicate": 4, "mesh.dp_shard": 8, "zero.stage": 3, "batch.micro_size": 2, "recompute.mode": "selective", "precision.linears": "fp8",
+        "mesh.dp_replicate": 4, "mesh.dp_shard": 8, "zero.stage": 3, "batch.micro_size": 2,
+        "recompute.mode": "selective",
+        "precision.linears": "fp8",
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "is_compiled": True, "is_graphed": True,
@@ -159,7 +162,8 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
     assert (job.seq_len, config.lora.rank) == (65536, 16)
     assert differences(config) == {
         "mesh.tp": 2, "mesh.cp": 4, "mesh.dp_shard": 2, "zero.stage": 2, "batch.micro_size": 2, "batch.accumulation": 2,
-        "tensor.sequence_parallel": True, "context.transport": "ulysses", "context.chunk_tokens": 16384, "tiers.activations": "host",
+        "tensor.sequence_parallel": True, "context.transport": "ulysses", "context.chunk_tokens": 16384,
+        "tiers.activations": "host",
         "recompute.mode": "full", "recompute.every": 4, "precision.accumulate": "param", "lora.rank": 16,
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {

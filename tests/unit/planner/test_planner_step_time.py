@@ -297,7 +297,9 @@ def test_gathers_and_moves_hide_beside_the_pass_that_they_belong_to() -> None:
 def test_exchanges_of_a_block_hide_beside_its_own_products_and_attention() -> None:
     far = replace(JOB, cluster=replace(CLUSTER, gpus_per_node=1, gpu=replace(CLUSTER.gpu, link_bytes_per_s=0.0)))
     model = TimeModel(far)
-    s = changed(BASE, {"mesh.cp": 2, "mesh.tp": 2, "mesh.dp_shard": 8, "batch.micro_size": 4, "batch.accumulation": 4, "tensor.sequence_parallel": True, "recompute.mode": "full", "recompute.every": 4})  # fmt: skip
+    split = {"mesh.cp": 2, "mesh.tp": 2, "mesh.dp_shard": 8, "tensor.sequence_parallel": True}
+    batch = {"batch.micro_size": 4, "batch.accumulation": 4, "recompute.mode": "full", "recompute.every": 4}
+    s = changed(BASE, split | batch)
     block, attention, exchange = model.compute.block(s), model.compute.attention(s), model.communication.block(s)
     again_s = min(attention.forward_s, block.recompute_s)
     sides = ((exchange.forward, attention.forward_s), (exchange.backward, attention.backward_s))
