@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from planner_eval import codes as codes
 from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
@@ -87,6 +88,8 @@ class Case:
 
 def _lora(row: Row) -> dict[str, Any]:
     """Return the adapters of a row, of rank 16 as no row says; Megatron Bridge's recipes adapt one layer alone."""
+    if _section(row, "parallel").get("framework"):
+        return codes.lora_of(_section(row, "parallel").get("lora"))
     if not words.is_adapter(_section(row, "parallel")):
         return {}
     targets = ("qkv_proj",) if row.get("group") == "megatron_bridge" else ("all-linear",)
@@ -408,6 +411,8 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: GpuSpec) ->
     is_reduced_wide = is_torchs or (is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1))
     if p.get("fp32_grad_reduce") is not None:
         is_reduced_wide = bool(p["fp32_grad_reduce"])
+    if p.get("framework"):
+        is_wide = is_torchs = is_reduced_wide = codes.code_of(str(p["framework"])).name == "megatron"
     return {
         "precision.param": param,
         "precision.accumulate": "fp32" if is_wide or is_torchs else "param",

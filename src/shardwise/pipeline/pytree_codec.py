@@ -99,8 +99,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a pytree in the order of `take_apart`."""
     if isinstance(value, Tensor):
         return [value]
-    # Most are tuples: to look a type up takes longer.
-    children = value if type(value) in (tuple, list) else (_open(value) or ((), None))[0]
+    # Most are of these types: to look a type up takes longer.
+    kind = type(value)
+    children = value if kind in (tuple, list) else value.values() if kind is dict else (_open(value) or ((), None))[0]
     return [tensor for child in children for tensor in tensors_in(child)]
 
 

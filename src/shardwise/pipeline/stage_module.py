@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -123,6 +124,7 @@ class StageForward:
         self._start, self._stop = 0, len(self._names)
         self._num_calls: dict[int, int] = {}
         self._guessed: str | None = None
+        self._plain_code: set[CodeType] = set()  # that is around units, and no forward of an autograd function
         self._received: Any = None
         self._like_known: Any = None  # what units of the class at the boundary return
         self._passes = _Passes()
@@ -323,7 +325,8 @@ class StageForward:
         if self._sent:
             if self._is_simulated:  # where other placeholders would count as memory
                 return self._like_known
-            return self._without_device(self._placeholder_of(index, args, kwargs))
+            answer = self._placeholder_of(index, args, kwargs)
+            return answer if isinstance(answer, Tensor) and answer.is_meta else self._without_device(answer)
         if self._skipped is not None:
             self._skipped.skip(module, self._kinds[index][0], args, kwargs)
         if index != self._start - 1:
@@ -381,7 +384,7 @@ class StageForward:
             CutError: it does not.
         """
         is_cut = index == self._start - 1 or index == self._stop - 1 < len(self._names) - 1
-        if is_cut and self._passes.tracks and is_in_function(inspect.currentframe()):
+        if is_cut and self._passes.tracks and is_in_function(inspect.currentframe(), self._plain_code):
             raise CutError(
                 "cut-inside-function",
                 f"{self._names[index]}, with which a stage ends, runs inside the forward of a torch.autograd.Function, "

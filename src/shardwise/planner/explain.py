@@ -14,8 +14,9 @@ from typing import Any, Final
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.hardware import Cluster, usual_node
-from shardwise.planner.job import PlanJob, changed, num_data_ranks
+from shardwise.planner.job import PlanJob, changed, num_data_ranks, trains_all
 from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.request import CHUNK_TOKENS
 from shardwise.planner.results import (
     TIE_SHARE,
     TIME_PARTS,
@@ -70,12 +71,14 @@ class Reasons:
 
     Attributes:
         wins: why the winner beats the next.
+        chosen: of each part of the winner that is not the plainest, what the next plainer one lacks.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
         yours: how the user's own config does; empty where there is none.
     """
 
     wins: str = ""
+    chosen: tuple[str, ...] = ()
     runners_up: tuple[str, ...] = ()
     defaults: tuple[DefaultChoice, ...] = ()
     misses: str = ""
@@ -113,6 +116,7 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
         return replace(
             reasons,
             wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
+            chosen=tuple(why_chosen(winner, pricer, margin_share)),
             runners_up=tuple(why_slower(runner_up, winner) for runner_up in plan.runners_up),
         )
     if plan.nearest is None:
@@ -131,6 +135,69 @@ def why_faster(winner: Estimate, other: Estimate) -> str:
     if -share < _EQUAL_PERCENT:
         return f"as fast as {layout}, which comes next"
     return f"{format_s(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
+
+
+def why_chosen(winner: Estimate, pricer: Pricer, margin_share: float) -> Iterator[str]:
+    """Yield one clause for each part of a candidate that is not the plainest: what the next plainer one lacks or takes.
+
+    Args:
+        pricer: prices the candidates of its job.
+        margin_share: share of a device's memory that is to stay free.
+    """
+    job, step_s = winner.job, winner.time.step_s
+    for part, plainer in _plainer(winner.config):
+        name, config = next((each for each in plainer if is_legal(job, each[1])), ("", None))
+        if config is None:
+            continue
+        memory = pricer.memory.estimate(config)
+        missing = missing_memory(memory, job.cluster, margin_share)
+        if missing is not None:
+            of = "" if missing.tier == "device" else f" {missing.tier}"
+            yield f"{part}, since {name} lacks {format_bytes(missing.missing_bytes)} of{of} memory"
+            continue
+        price = priced(job, config, pricer, memory)
+        lost = price.time.step_s - step_s
+        if 100 * lost >= _EQUAL_PERCENT * step_s:
+            more_of = {name: seconds for name, seconds in _differences(price, winner).items() if seconds > 0}
+            most = parts_words(more_of).partition(",")[0]
+            yield f"{part}, since {name} takes {format_s(lost)} more: {most}"
+        else:
+            more = memory.worst.peak_bytes - winner.memory.worst.peak_bytes
+            faster = "as fast" if -100 * lost < _EQUAL_PERCENT * step_s else f"{-100 * lost / step_s:.1f} % faster"
+            yield f"{part}, though {name} is {faster}" + (f", and takes {format_bytes(more)} more" if more > 0 else "")
+
+
+def _plainer(s: ResolvedConfig) -> Iterator[tuple[str, list[tuple[str, ResolvedConfig]]]]:
+    """Yield each part of a candidate in words, with the next plainer ones, the nearest first."""
+    halves = {"batch.accumulation": s.batch.accumulation // 2}
+    if s.batch.accumulation % 2:
+        halves = {"batch.micro_size": s.batch.micro_size // 2}
+    alone: dict[str, dict[str, Any]] = {
+        "pp": {"pipeline.schedule": "1f1b", "pipeline.virtual_stages": 1, "pipeline.gather": "batch"},
+        "tp": {"tensor.sequence_parallel": False},
+        "cp": {"context.transport": "ring", "context.heads_over": None},
+    }
+    for axis, size in (("pp", s.mesh.pp), ("tp", s.mesh.tp), ("cp", s.mesh.cp)):
+        if size > 1 and size % 2 == 0:
+            less = {f"mesh.{axis}": size // 2, "mesh.dp_shard": 2 * s.mesh.dp_shard, "zero.stage": max(1, s.zero.stage)}
+            less |= halves | (alone[axis] if size == 2 else {})
+            yield f"{axis.upper()} {size}", [(f"{axis.upper()} {size // 2}", changed(s, less))]
+    if s.zero.stage and s.mesh.dp_shard * s.mesh.cp > 1:
+        of_all = changed(s, {"zero.stage": 0, "mesh.dp_shard": num_data_ranks(s), "mesh.dp_replicate": 1})
+        lower = [(f"ZeRO-{stage}", changed(s, {"zero.stage": stage})) for stage in range(s.zero.stage - 1, 0, -1)]
+        yield f"ZeRO-{s.zero.stage}", [*lower, ("DDP", of_all)]
+    if s.mesh.pp > 1 and s.pipeline.schedule != "1f1b":
+        yield s.pipeline.schedule, [("1f1b", changed(s, {"pipeline.schedule": "1f1b", "pipeline.virtual_stages": 1}))]
+    if s.recompute.mode != "none":
+        modes = ["selective", "none"] if s.recompute.mode == "full" else ["none"]
+        kept = [(mode, changed(s, {"recompute.mode": mode, "recompute.every": 1})) for mode in modes]
+        yield f"recompute {s.recompute.mode}", kept
+    if (chunk := s.context.chunk_tokens) is not None:
+        yield f"chunks of {chunk:,} tokens", [("the loss in one", changed(s, {"context.chunk_tokens": None}))]
+    for state in ("params", "grads", "optimizer", "activations"):
+        if (tier := getattr(s.tiers, state)) != "device":
+            near = {f"tiers.{state}": "device"} | ({} if state == "activations" else {f"tiers.{state}_on_device": 0.0})
+            yield f"{state} on {tier}", [("on the device", changed(s, near))]
 
 
 def why_slower(other: Estimate, winner: Estimate) -> str:
@@ -264,10 +331,12 @@ def lacks(price: Estimate, missing: MissingMemory) -> str:
     rank = next(rank for rank in price.memory.ranks if rank.pipeline_rank == missing.pipeline_rank)
     where = f" on pipeline rank {rank.pipeline_rank}" if price.config.mesh.pp > 1 else ""
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
-    return f"{problem}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}"
+    cluster = price.job.cluster
+    host_bytes = held_on_node(price.memory, cluster, "host") - cluster.host.memory_bytes
+    host = f"; and by {format_bytes(host_bytes)} of each node's host memory" if host_bytes > 0 else ""
+    return f"{problem}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}{host}"
 
 
-CHUNK_TOKENS: Final = 1024
 _MOST_MORE_GPUS: Final = 64
 
 Saving = tuple[str, Any]
@@ -333,16 +402,24 @@ def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_shar
     change = smallest_change(job, config, pricer, margin_share)
     if change is not None:
         yield str(change)
+    else:
+        yield from adapters_that_fit(pricer, _on_device(config), margin_share)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
     if (num_gpus := more_gpus(job, config, margin_share)) is not None:
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
-    if change is None:
-        adapters = {"lora.rank": 16, "lora.base": "nf4"}
-        lean = replace(job, base=changed(job.base, adapters))
-        if _fits(lean, changed(_on_device(config), adapters), pricer, margin_share):
-            yield "adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4) would fit (docs/finetune.md)"
+
+
+def adapters_that_fit(pricer: Pricer, config: ResolvedConfig, margin_share: float) -> Iterator[str]:
+    """Yield the adapters with the largest base that fit, in a sentence, where any do and all weights train now."""
+    for base in ("keep", "nf4") if trains_all(config) else ():
+        adapters = {"lora.rank": 16, "lora.base": base}
+        if _fits(pricer.job, changed(config, adapters), pricer, margin_share):
+            words = "" if base == "keep" else " beside weights in 4 bits"
+            keys = "lora.rank=16" + ("" if base == "keep" else " lora.base=nf4")
+            yield f"adapters{words} ({keys}) would fit (docs/finetune.md)"
+            return
 
 
 def more_gpus(job: PlanJob, config: ResolvedConfig, margin_share: float) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, ResolvedConfig
 from shardwise.config.sections import MAX_LAYERS, Section
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 from shardwise.planner.hardware import Cluster
 from shardwise.schedule.formulas import training_flops_per_token
 

@@ -82,7 +82,8 @@ class SearchResult:
         runners_up: the best of each other mesh and schedule, in order of their time.
         near_misses: the fastest that are faster than the winner, and miss the device's memory by little.
         nearest: where nothing fits, what misses by least, and by how much.
-        rejected: how many candidates, or placements of them, were left out, by reason.
+        rejected: how many candidates were left out, by reason; with `num_fitting` they are all candidates.
+        num_fitting: candidates of which a placement was priced and fits.
         num_priced: how many estimates of time or memory were made.
         gap_share: by how much of the winner's time what was not looked at may be faster, within the model.
     """
@@ -94,6 +95,7 @@ class SearchResult:
     near_misses: tuple[Estimate, ...] = ()
     nearest: tuple[Estimate, MissingMemory] | None
     rejected: Mapping[str, int]
+    num_fitting: int = 0
     num_candidates: int
     num_priced: int
     gap_share: float
@@ -130,6 +132,7 @@ def search(
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
     fitting = search.finish()
+    num_fitting = search.count()
     num_best = search.limits.num_best
     gap_share = max(0.0, 1 - search.least_left_s / fitting[0].time.step_s) if fitting else float(search.is_cut)
     return SearchResult(
@@ -140,6 +143,7 @@ def search(
         near_misses=tuple(search.near_misses(fitting)),
         nearest=None if fitting else search.nearest(),
         rejected=dict(search.rejected),
+        num_fitting=num_fitting,
         num_candidates=search.num_candidates,
         num_priced=search.num_prices,
         gap_share=gap_share,
@@ -226,27 +230,46 @@ class _Search:
         self._fallbacks: list[ResolvedConfig] = []
         self._missed: tuple[float, ResolvedConfig] | None = None
         self._near: list[Estimate] = []
+        self._left: list[tuple[float, int, _Item]] = []
+        self._tried: set[tuple[Any, ...]] = set()
 
     def run(self) -> None:
         """Open what has the least bound until it passes what was found, or the prices are spent."""
         heads = [_Head(family, 0, self._inner_s(family)) for family in families(self.job, self.space)]
-        self.num_candidates = num_left = sum(len(head.family.pipelines) for head in heads)
+        self.num_candidates = sum(len(head.family.pipelines) for head in heads)
         heap: list[tuple[float, int, _Item]] = [(head.bound_s, number, head) for number, head in enumerate(heads)]
         num_items = len(heap)
         heapq.heapify(heap)
+        self._left = heap
         while heap and not self._has_enough(heap[0][0]):
             is_found = bool(self.fitting or self._fallbacks)
             if self._cost >= self.limits.max_prices * (1 if is_found else _MORE_IF_NONE):
                 self.is_cut = True
                 self.least_left_s = heap[0][0]
-                break
+                return
             bound_s, _, item = heapq.heappop(heap)
-            num_left -= isinstance(item, _Head)
             for seconds, opened in self._open(item, bound_s):
                 num_items += 1
                 heapq.heappush(heap, (max(seconds, bound_s), num_items, opened))
-        reason = "not looked at" if self.is_cut else "slower even at best"
-        self.rejected[reason] += num_left + sum(not isinstance(item, _Head) for _, _, item in heap)
+
+    def count(self) -> int:
+        """Give each candidate that is left its reason, and return how many fit."""
+        unopened = [
+            (item.family, index)
+            for _, _, item in self._left
+            if isinstance(item, _Head)
+            for index in range(item.index, len(item.family.pipelines))
+        ]
+        left = {_candidate_of(item) for _, _, item in self._left if not isinstance(item, _Head)}
+        fits = {_candidate_of(price.config) for price in self.fitting}
+        num_fallbacks = 0
+        if not fits <= left | self._tried:  # of a search that was cut
+            num_fallbacks = len(fits & {_candidate_of(family.member(index)) for family, index in unopened})
+        fits &= left | self._tried
+        num_left = len(unopened) - num_fallbacks + len(left - fits)
+        self.rejected["not looked at" if self.is_cut else "slower even at best"] += num_left
+        self.rejected["out of memory"] += len(self._tried - left - fits)
+        return len(fits) + num_fallbacks
 
     def _has_enough(self, bound_s: float) -> bool:
         """Say whether nothing from this bound on is wanted, neither to win nor to be shown."""
@@ -261,6 +284,7 @@ class _Search:
     def _open(self, item: _Item, bound_s: float) -> Iterator[tuple[float, _Item]]:
         """Yield what an item becomes, by its next bound; of a priced candidate that fits, keep the price."""
         if isinstance(item, ResolvedConfig):
+            self._tried.add(_candidate_of(item))
             self._add(item)
             return
         if isinstance(item, _Head) and item.index + 1 < len(item.family.pipelines):
@@ -347,7 +371,6 @@ class _Search:
         memory = self._memory_of(config)
         missing = missing_memory(memory, self.job.cluster, self.limits.margin_share)
         if missing is not None:
-            self.rejected["out of memory"] += 1
             if missing.tier == "device" and missing.missing_bytes <= _NEAR_SHARE * self._usable_bytes:
                 self._near.append(Estimate(job=self.job, config=config, memory=memory, time=self._quick(config)))
             return False
@@ -412,6 +435,13 @@ def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[ResolvedCon
         for step in (most, most - 1):
             if 0 < step < _NUM_SHARES:
                 yield changed(price.config, {f"tiers.{name}_on_device": step / _NUM_SHARES for name in away})
+
+
+def _candidate_of(item: _Timed | ResolvedConfig) -> tuple[Any, ...]:
+    """Return what is left of a candidate without where its states are stored."""
+    config = item.config if isinstance(item, _Timed) else item
+    pipeline = (config.mesh.pp, config.pipeline.schedule, config.pipeline.virtual_stages)
+    return *pipeline, config.mesh.tp, config.tensor, config.mesh.cp, config.context, config.batch, config.recompute
 
 
 def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:

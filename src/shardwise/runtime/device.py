@@ -434,6 +434,16 @@ class Streams:
 # Pinned memory.
 
 
+def copied_to(device: torch.device, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype on a device, which copies it later: a driver copies from pinned memory alone without
+    making the host wait until the device has done all before.
+    """
+    is_memory = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    if kind_of(device).pins and tensor.is_cpu and is_memory and not tensor.is_pinned():
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # `pin_memory` takes no expanded ones
+    return tensor.to(device, dtype, non_blocking=True)
+
+
 def pin_pages(device: torch.device, address: int, num_bytes: int) -> partial[None]:
     """Let a driver pin pages of this process; return what lets go of them, before they are freed, on any thread.
 
