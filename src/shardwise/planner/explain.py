@@ -414,7 +414,7 @@ def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share:
     if change is not None:
         yield change
     if change is None or not trains_all(config):
-        yield from adapters_that_fit(pricer, _on_device(config), margin_share)
+        yield from adapters_that_fit(job, _on_device(config), pricer, margin_share)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
@@ -422,9 +422,9 @@ def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share:
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
 
 
-def adapters_that_fit(pricer: Pricer, config: ResolvedConfig, margin_share: float) -> Iterator[Change]:
+def adapters_that_fit(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin_share: float) -> Iterator[Change]:
     """Yield the adapters that fit, with the base as it is and in 4 bits, where the config has not the same."""
-    job, is_whole = pricer.job, trains_all(config)
+    is_whole = trains_all(config)
     adapters = LoraConfig(rank=16) if is_whole else config.lora
     packed = adapters.model_copy(update={"base": "nf4"})
     for lora, base in ((adapters, ""), (packed, " lora.base=nf4")):
