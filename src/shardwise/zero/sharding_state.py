@@ -551,14 +551,14 @@ class ShardingState:
             self._reduce(group)
         late = self.reductions.late
         if self.order.is_lockstep:  # until the last backward, what came late waits in its bucket for the next one
-            late = self.reductions.late_on_any(self._resources.comms.model) if self.reductions.is_last else []
+            late = self.reductions.late_on_any(self._resources.comms.hosts) if self.reductions.is_last else []
         for group in self.reductions.groups:
             if group in late:
                 self._reduce(group)
         self.reductions.late.clear()
         self.reductions.running.finish()
         self.reductions.leave(self.order.is_lockstep and not self.reductions.is_last)
-        self._resources.pool.trim()
+        self._resources.pool.trim()  # the next forward needs the memory, that of gradients too that still leave
 
     def on_released_use(self, parameter: nn.Parameter) -> Tensor:
         """Gather a parameter that is used where no unit has announced it; return the tensor to use in its place."""
