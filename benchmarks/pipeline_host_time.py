@@ -9,7 +9,7 @@ does not count, nor do gloo's threads. Figures are microseconds, the mean over r
     message            one that is sent or received: a micro-batch's values, or their gradients
     micro-batch        all of these of one micro-batch
     optimizer          the optimizer's part of a step, once
-    other              of a step, once: batches, losses, the schedule itself
+    others             of a step, once: batches, losses, the schedule itself
 
     python benchmarks/pipeline_host_time.py
     python benchmarks/pipeline_host_time.py --systems torch-1f1b,shardwise-1f1b --rounds 50
@@ -54,7 +54,7 @@ from step_time import machine, names, parser_of
 NUM_WARMUP = 4
 NUM_MICRO_BATCHES = 8
 SYSTEMS = [name for name in PIPELINE_PEERS if not name.startswith(("deepspeed", "shardwise-zb-h2"))]
-KINDS = ("forward", "backward", "message", "optimizer", "other")
+KINDS = ("forward", "backward", "message", "optimizer", "others")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ def watch_all(clock: Clock) -> None:
 
 
 def bare_step(workload: PipelineWorkload, clock: Clock, rank: int) -> Callable[[Tensor], None]:
-    """A step of a rank's stages of 1F1B without a pipeline: their modules, on tensors that no rank sends."""
+    """A step of a rank's stages of 1F1B without a pipeline: their modules, on tensors that are not sent."""
     model, cut = workload.model(), cut_of(workload, "1f1b")
     stage, is_first, is_last = Stage(model, cut[rank]), rank == 0, rank == len(cut) - 1
     hidden = torch.zeros(workload.micro_size, workload.seq_len, workload.shape.hidden_size)
@@ -172,7 +172,7 @@ def measure(rank: int, systems: Sequence[str], num_rounds: int, port: int, json_
         for name in order if index % 2 else order[::-1]:
             dist.barrier()
             clock.ns.clear()
-            with clock.counting("other"):
+            with clock.counting("others"):
                 steps[name](tokens)
             if index >= NUM_WARMUP:
                 taken[name].append(clock.ns.copy())
@@ -197,7 +197,7 @@ def measure(rank: int, systems: Sequence[str], num_rounds: int, port: int, json_
 def print_table(means: dict[str, dict[str, float]]) -> None:
     """Show the microseconds of each action, and ours over torch's."""
     table = Table(title=f"{NUM_MICRO_BATCHES} micro-batches; bare modules' forward and backward in their row")
-    for heading in ("system", "forward", "backward", "message", "micro-batch", "optimizer", "other"):
+    for heading in ("system", "forward", "backward", "message", "micro-batch", "optimizer", "others"):
         table.add_column(heading, justify="left" if heading == "system" else "right")
     table.add_column("/ torch: micro-batch, step")
     bare, rows = means["bare"], {name: row_of(name, means) for name in means}
@@ -223,7 +223,7 @@ def row_of(name: str, means: dict[str, dict[str, float]]) -> list[float]:
         found["message"] / num_messages,
         micro_batch,
         found["optimizer"],
-        found["other"],
+        found["others"],
     ]
 
 

@@ -74,8 +74,7 @@ def key_dropouts(
         functions that undo it; call them in reverse order.
     """
     zones, undo = zones or {}, list[Undo]()
-    on_thread = _OnThread()
-    outside = DropoutSite(weakref.ref(model), _OUTSIDE, draws, None, False, on_thread)
+    outside = DropoutSite(weakref.ref(model), _OUTSIDE, draws, None, False, on_thread := _OnThread())
     kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
     watch = _DrawWatch(outside, shares, kinds)
     if not compiled:
@@ -87,7 +86,7 @@ def key_dropouts(
         module_class = type(module)
         is_plain = module_class.forward is nn.Dropout.forward
         may_drop = name in zones or may_drop_by_function(module)
-        is_left = not may_drop or any(_is_around(name, name_compiled) for name_compiled in compiled)
+        is_left = not may_drop or any(_is_around(name, unit) for unit in compiled)
         if id(module) in absent_ids or (is_left and not is_plain):
             continue
         if module_class not in kinds:
@@ -184,12 +183,11 @@ class _DrawWatch:
     def _unwatch(self) -> None:
         """Leave the modules as they are while no forward draws by function."""
         modules = [module for site in self.sites if (module := site.module()) is not None]
-        kinds = {*self._kinds.values()}
         is_over = all(site.is_quiet and site.streams == () for site in (self._outside, *self.sites))
-        if is_over and not any(kinds.isdisjoint(type(module).__mro__) for module in modules):
+        if is_over and not any({*self._kinds.values()}.isdisjoint(type(module).__mro__) for module in modules):
             for module in modules:
                 del module.__dict__[_SITE]
-                if type(module) in kinds:  # and has got no other class around that one since, as a pipeline's unit has
+                if type(module) in self._kinds.values():  # a unit of a pipeline has got another class since
                     swap_class(module, type(module).__mro__[1])
             self._outside.draws.unwatch(self.opened, self._begin_again, self.has_modules)
 
