@@ -114,6 +114,13 @@ PARTS = (
         "benchmarks/gpu_optimizer.py --json {out}/int8-states.json",
         "benchmarks/gpu_optimizer.py --numel 20000 --pieces 1,2 --runs 1 --json {out}/int8-states.json",
     ),
+    Part(
+        "passes",
+        "figures",
+        30,
+        "benchmarks/gpu_passes.py --json {out}/passes.json",
+        "benchmarks/gpu_passes.py --numel 16384 --runs 1 --json {out}/passes.json",
+    ),
 )
 
 

@@ -7,7 +7,9 @@ missing or odd: a row that cannot be priced is answered by nulls, and a line on 
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --json predictions.json
     python benchmarks/planner_accuracy.py CASES.json --json OUT --tier core --by source --worst 20
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
-        --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json
+        --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json \\
+        --fresh tests/data/planner_cases_2026_fitted.json tests/data/planner_cases_2026_held_out.json
+    python benchmarks/planner_accuracy.py tests/data/planner_cases_2026_fitted.json --by kind
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from planner_document import document
 from planner_eval.cases import Case, read_case
 from planner_eval.prices import PARTS_OF_A_STEP, Prediction, predict_row
 from planner_eval.rows import tidied
+from planner_fresh import fresh_section, kinds_of
+from planner_fresh import table as kinds_table
 from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
 from planner_unseen import unseen_section
@@ -54,7 +58,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row if isinstance(row, dict) else {"id": f"row {number}"} for number, row in enumerate(rows, 1)]
 
 
-def read_first_priced(path: Path) -> dict[str, float | None]:
+def read_first_priced(path: Path) -> dict[str, Any]:
     """The figures of a file's rows when they were priced for the first time, which it may hold beside them."""
     found = json.loads(path.read_text(encoding="utf-8"))
     return dict(found.get("first_priced") or {}) if isinstance(found, dict) else {}
@@ -187,7 +191,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("cases", type=Path)
     parser.add_argument("--json", type=Path, help="where to write the predictions of all rows, by id")
     parser.add_argument("--tier", help="score rows of this tier alone, such as core")
-    parser.add_argument("--by", choices=("source", "gpu"), help="score by source or by device, too")
+    parser.add_argument("--by", choices=("source", "gpu", "kind"), help="score by it, too")
     parser.add_argument("--worst", type=int, default=0, help="print so many rows, the most wrong first")
     parser.add_argument("--residuals", type=Path, help="where to write all of those lines")
     parser.add_argument(
@@ -197,12 +201,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--markdown", type=Path, help="where to write the document about all of this")
     parser.add_argument("--leave-out", type=Path, help="what planner_fit.py --leave-out wrote, for the document")
     parser.add_argument("--unseen", type=Path, help="rows of sources that no constant or rule was made by, for it")
+    parser.add_argument("--fresh", type=Path, nargs=2, help="rows that were studied and rows that were not, for it")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     try:
         rows = scored_rows(read_rows(options.cases))
         left_out = read_left_out(options.leave_out)
         unseen = scored_rows(read_rows(options.unseen)) if options.unseen else []
+        fresh = [scored_rows(read_rows(path)) for path in options.fresh or ()]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -218,7 +224,9 @@ def main(arguments: Sequence[str]) -> None:
         options.record.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
     chosen = [each for each in rows if options.tier in (None, each.case.tier)]
     print(table(chosen))
-    if options.by:
+    if options.by == "kind":
+        print("\n" + kinds_table(list(kinds_of(chosen))))
+    elif options.by:
         for name, some in by(chosen, _key(options.by)).items():
             print(f"\n{name}\n{table(some)}")
     if options.spread:
@@ -226,6 +234,10 @@ def main(arguments: Sequence[str]) -> None:
     if options.markdown:
         first = read_first_priced(options.unseen) if options.unseen else {}
         section = unseen_section(unseen, first, figures(unseen)) if unseen else ""
+        if fresh:
+            halves = ("fitted", "held_out")
+            before = {half: read_first_priced(path) for half, path in zip(halves, options.fresh, strict=True)}
+            section += "\n" + fresh_section(dict(zip(halves, fresh, strict=True)), before)
         options.markdown.write_text(document(rows, table, left_out, section), encoding="utf-8")
     lines = residual_lines(chosen)
     if options.residuals:

@@ -19,7 +19,8 @@ HEAD = """# How right the planner is
 This file is written by
 
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
-        --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json
+        --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json \\
+        --fresh tests/data/planner_cases_2026_fitted.json tests/data/planner_cases_2026_held_out.json
 
 and the errors of sources that are left out of the fit, which take two minutes, by
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from planner_eval import codes as codes
 from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
@@ -86,6 +87,8 @@ class Case:
 
 def _lora(row: Row) -> LoraConfig:
     """Return the adapters of a row, of rank 16 as no row says; Megatron Bridge's recipes adapt one layer alone."""
+    if _section(row, "parallel").get("framework"):
+        return codes.lora_of(_section(row, "parallel").get("lora"))
     if not words.is_adapter(_section(row, "parallel")):
         return LoraConfig()
     targets = ("qkv_proj",) if row.get("group") == "megatron_bridge" else ("all-linear",)
@@ -385,6 +388,10 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: GpuSpec) ->
     is_torchs = stage == 3 and pp > 1 and param == "bf16"
     is_reduced_wide = is_torchs or (is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1))
     says_reduced_wide = p.get("fp32_grad_reduce")
+    if p.get("framework"):
+        is_megatron = codes.code_of(str(p["framework"])).name == "megatron"
+        wide: Any = "fp32" if is_megatron else "param"
+        return {"param": param, "accumulate": wide, "reduce": wide, "matmul": matmul if is_narrow else None}
     return {
         "param": param,
         "accumulate": "fp32" if is_wide or is_torchs else "param",

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from planner_eval import codes as codes
 from planner_eval import words as words
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
@@ -83,6 +84,8 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         gpu: the device that ran it.
     """
     p = row.get("parallel") or {}
+    if p.get("framework"):
+        return _named_code(p, shape, strategy, gpu)
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
     attention = words.attention_of(p.get("attention_kernel")) or _attention(strategy, shape, gpu, seq_len)
@@ -127,6 +130,31 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         expert_imbalance=1.0,  # benchmarks send as many tokens to each expert
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
+    )
+
+
+def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> PublishedTraits:
+    """Return what a row says of its code, and what that code does where the row does not say."""
+    code = codes.code_of(str(p["framework"]))
+    written = f"{p.get('loss')} {p.get('framework')}".lower()
+    is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
+    return PublishedTraits(
+        logits_bytes=codes.loss_of(p, code),
+        splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
+        is_compiled=is_fused,
+        is_graphed=code.is_graphed or bool(p.get("cuda_graphs")),
+        reduces_in_place=True,
+        is_own=False,
+        frees_outputs=strategy.schedule == "interleaved",
+        widens_grads=not codes.is_narrow(p) and strategy.zero_stage < 3 and code.name == "hf",
+        optimizer_share=codes.optimizer_share(p, code),
+        params_share=codes.params_share(p),
+        overlaps_tensor=code.name == "megatron" and strategy.sequence_parallel,
+        saves_norm_in_fp32=shape.ffn == "gated" and not is_fused,
+        selective=_selective(p, strategy.zero_stage),
+        fuses_gate=is_fused,
+        expert_imbalance=1.0,
+        has_tuned_attention=codes.is_tuned_on(gpu, p, code),
     )
 
 

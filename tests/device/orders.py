@@ -135,8 +135,13 @@ CASES = (
     Case("everything on the host", 2, zero(3, tiers=HOST)),
     Case("NVMe", 2, zero(3, tiers={"params": "nvme", "optimizer": "nvme", "nvme_path": "."})),
     Case("activations on the host", 2, zero(3, recompute={"mode": "full"}, tiers={"activations": "host"}), "decoder"),
-    Case("gathers in int8, sums in int8", 2, zero(3, precision={**FP32, "gather": "int8", "reduce": "int8"})),
-    Case("gathers in fp8, sums in int4", 2, zero(3, precision={**FP32, "gather": "fp8", "reduce": "int4"})),
+    Case("gathers in int8, sums in int8", 2, zero(3, precision={**FP32, "gather": "int8", "reduce": "int8"}), "wide"),
+    Case(
+        "gathers in fp8, sums in int4",
+        2,
+        zero(3, precision={**FP32, "gather": "fp8", "reduce": "int4", "reduce_feedback": True}),
+        "wide",
+    ),
     Case("states in bf16", 2, zero(2, precision={"param": "fp32", "states": "bf16"}), "decoder"),
     Case("Muon", 2, zero(3, optimizer={"name": "muon", "lr": 1e-2, "clip_norm": 0.05}), "decoder"),
     *(
@@ -172,10 +177,10 @@ def wide_batch(seed: int, num_samples: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(num_samples, 64, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-# Its weights have enough elements that their states are stored in codes.
+# Its weights have enough elements that they are sent, and their states stored, in codes; and it drops.
 WIDE = ModelCase(
     "wide",
-    lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)),
+    lambda: nn.Sequential(nn.Linear(64, 96), nn.Dropout(0.1), nn.Linear(96, 64)),
     wide_batch,
     lambda output, batch: ((output - batch).square().sum(), torch.tensor(float(output.numel()))),
 )

@@ -143,6 +143,7 @@ class ActivationStore:
         self._arriving: list[tuple[Event, Tensor]] = []
         # Graphs die at any bytecode of any thread: their host memory queues up here.
         self._given_up: deque[_HostCopy] = deque()
+        self._most_bytes = 0  # of one input so far
         self._awaits_end = False  # of a backward
 
     @contextmanager
@@ -248,8 +249,11 @@ class ActivationStore:
 
     def _send(self, saved: _SavedInput, source: Tensor) -> None:
         num_bytes = source.numel() * source.element_size()
+        self._most_bytes = max(self._most_bytes, num_bytes)
+        # Shorter sequences share the buffers of the longest: for buffers of their own, pages would be pinned each time.
+        capacity_bytes = self._most_bytes if 2 * num_bytes >= self._most_bytes else 0
         with unseen_by_op_modes(), torch.no_grad(), self._streams.side_stream("offload"):
-            memory = self._buffers.acquire(num_bytes)
+            memory = self._buffers.acquire(num_bytes, capacity_bytes)
             memory.view(source.dtype).view(source.size()).copy_(source, non_blocking=True)
             sent = Event.record(self._streams.device)
         self._traffic.add("device", "host", num_bytes)

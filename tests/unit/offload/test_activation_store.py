@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from harness.live_bytes import LiveBytes, storage_bytes
 from harness.refusals import refused
 from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer, offloaded_bytes
-from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.models.decoder import Decoder
+from shardwise.models.presets import DecoderConfig
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.counters import TransferCounters
 from shardwise.runtime.device import Event, Streams
@@ -38,7 +39,7 @@ class Host:
 
     leased: dict[int, Tensor] = field(default_factory=dict)
 
-    def acquire(self, num_bytes: int) -> Tensor:
+    def acquire(self, num_bytes: int, capacity_bytes: int = 0) -> Tensor:
         memory = torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
         self.leased[id(memory)] = memory
         return memory
