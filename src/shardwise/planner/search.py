@@ -137,11 +137,11 @@ def search(
     """
     began = time.perf_counter()
     search = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
-    search.run()
+    left = search.run()
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
     fitting = search.finish()
-    num_fitting = search.count()
+    num_fitting = search.count(left)
     num_best = search.limits.num_best
     gap_share = max(0.0, 1 - search.least_left_s / fitting[0].time.step_s) if fitting else float(search.is_cut)
     return SearchResult(
@@ -227,31 +227,30 @@ class _Search:
         self._fallbacks: list[Strategy] = []
         self._missed: tuple[float, Strategy] | None = None
         self._near: list[Estimate] = []
-        self._left: list[tuple[float, int, _Item]] = []
         self._tried: set[ParallelismCandidate] = set()
 
-    def run(self) -> None:
-        """Open what has the least bound until it passes what was found, or the prices are spent."""
+    def run(self) -> list[_Item]:
+        """Open what has the least bound until it passes what was found or prices are spent; return what is left."""
         heap: list[tuple[float, int, _Item]] = []
         for candidate in candidates(self.job, self.space):
             heap.append((self._bound_s(candidate), len(heap), candidate))
         self.num_candidates = num_items = len(heap)
         heapq.heapify(heap)
-        self._left = heap
         while heap and not self._has_enough(heap[0][0]):
             is_found = bool(self.fitting or self._fallbacks)
             if self._cost >= self.limits.max_prices * (1 if is_found else _MORE_IF_NONE):
                 self.is_cut = True
                 self.least_left_s = heap[0][0]
-                return
+                break
             bound_s, _, item = heapq.heappop(heap)
             for seconds, opened in self._open(item, bound_s):
                 num_items += 1
                 heapq.heappush(heap, (max(seconds, bound_s), num_items, opened))
+        return [item for _, _, item in heap]
 
-    def count(self) -> int:
-        """Give each candidate that is left its reason, and return how many fit."""
-        left = {_candidate_of(item) for _, _, item in self._left}
+    def count(self, left_items: Sequence[_Item]) -> int:
+        """Give each candidate of what is left its reason, and return how many fit."""
+        left = {_candidate_of(item) for item in left_items}
         fits = {_candidate_of(price.strategy) for price in self.fitting} & (left | self._tried)
         self.rejected["not looked at" if self.is_cut else "slower even at best"] += len(left - fits)
         self.rejected["out of memory"] += len(self._tried - left - fits)
