@@ -40,7 +40,6 @@ class Examples:
 
     Attributes:
         lengths: tokens of each of them, or of a sample of them; or their mean alone.
-        num_epochs: how often each is seen.
     """
 
     num_examples: int
@@ -78,7 +77,6 @@ def read_examples(
     Args:
         num_examples: None takes as many as the file of lengths has.
         lengths: the mean number of tokens, or a file with the tokens of each example; None takes the usual mean.
-        num_epochs: None takes one.
 
     Raises:
         ConfigError: there is no such file, or it has something else than counts of tokens.

@@ -99,11 +99,7 @@ class Question:
         return ask(self.model, self.cluster, **sizes, settings=self.settings, tunes=self.tunes)
 
     def easier(self, asked: PlanRequest) -> Iterator[Question]:
-        """Yield questions that need less memory and change nothing that the user has said, the nearest first.
-
-        Args:
-            asked: what this question asks.
-        """
+        """Yield questions that need less memory and change nothing that the user has said, the nearest first."""
         is_given = _CHUNKS in self.model.given | {_key(setting) for setting in self.settings}
         chunked = () if is_given else (f"{_CHUNKS}={CHUNK_TOKENS}",)
         if chunked:
