@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from shardwise.config.resolve import LoraConfig
 from shardwise.planner.hardware import GpuSpec
+from shardwise.planner.job import Strategy
 
 NARROW, WIDE = 2.0, 4.0
 """Bytes of bf16 and of fp32."""
@@ -44,7 +45,7 @@ class Code:
     splits_logits: bool = False
 
 
-# Names in the words of a row, the first that is found counts. Defaults as their code has them: Hugging Face's SDPA takes
+# Names in the words of a row, the first that is found counts. Defaults are those of the code: Hugging Face's SDPA is
 # FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan puts cuDNN first
 # (models/common/attention.py); Transformer Engine takes cuDNN's fused attention from Hopper on. Losses: see `loss_of`.
 _CODES: Final = (
@@ -140,6 +141,22 @@ def params_share(p: Mapping[str, Any]) -> float:
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0
 
 
+def permutation_of(p: Mapping[str, Any], code: Code, strategy: Strategy) -> tuple[float, float] | None:
+    """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
+
+    Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3); torchtitan sorts, pads and scatters, as
+    Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2 each), and sort the chunks of
+    several experts once more each way after an all-to-all (token_dispatcher.py, `sort_chunks_by_idxs`); DeepEP writes
+    them in order.
+    """
+    if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
+        return (7.0, 11.0)
+    if code.name == "torchtitan":
+        return (11.0, 15.0)
+    is_ordered = strategy.ep == 1 or bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
+    return (4.0, 4.0) if is_ordered else (8.0, 8.0)
+
+
 _TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         r"\bq\b|q_proj|query|qkv|\*_proj": ("q_proj",),
@@ -167,7 +184,7 @@ def lora_of(written: Mapping[str, Any] | None) -> LoraConfig:
 
 
 def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:
-    """Say whether the attention kernel uses what the device has beyond Ampere's, by the row's words, else by the code."""
+    """Say whether the attention kernel uses what came with Hopper, by the row's words, else by the code."""
     text = str(p.get("attention_kernel") or "").lower()
     if "fp8" not in gpu.peak_flops_per_s:
         return False

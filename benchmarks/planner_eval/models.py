@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
+from planner_eval.recomputation import freed_elements
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import Tier
 from shardwise.layout.layout import Layout
@@ -13,11 +14,11 @@ from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.calibration import PassTimes
-from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
+from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
-from shardwise.planner.compute_time import ComputeTimeModel, alignment_share
+from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
-from shardwise.planner.memory import MemoryModel
+from shardwise.planner.memory import BlockBytes, MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.stages import StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
@@ -36,6 +37,11 @@ BATCHED_SHARE: Final = 0.6
 # read, a write, a mask of one byte); and of a plain activation that a code with a fused softmax fuses, too.
 SOFTMAX, WIDE_SOFTMAX, FUSED_SOFTMAX = (14.0, 15.0), (9.0, 10.0), (5.0, 6.0)
 NORM_IN_FP32, DROPOUT, FUSED_ACTIVATION = (16.0, 38.5), 2.5, (-2.0, -3.0)
+
+
+# Of tokens' copies for their experts, as codes permute them where nothing or everything is fused (sorted and copied,
+# copied back and summed).
+EXPERTS, FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)
 
 
 def published_traits(job: PlanJob) -> PublishedTraits:
@@ -90,6 +96,26 @@ class PublishedMemoryModel(MemoryModel):
     def _keeps_sent(self) -> bool:
         return not published_traits(self.job).frees_outputs
 
+    def _block_bytes(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
+        """Free what the code's own words of recomputation free, where they are more than a mode."""
+        found, again = super()._block_bytes(strategy, has_experts=has_experts), published_traits(self.job).recomputation
+        if strategy.recompute != "selective" or again is None or not again.freed:
+            return found
+        s, shape, experts = strategy, self.job.shape, self.job.shape.experts if has_experts else None
+        hidden = shape.hidden_size / (s.tp if s.sequence_parallel else 1)
+        chosen = experts.num_chosen + experts.num_shared if experts else 0
+        sizes = {
+            "hidden": hidden,
+            "queries": shape.num_heads * shape.head_dim / s.tp,
+            "keys": 2 * shape.num_kv_heads * shape.head_dim / s.tp,
+            "ffn": (experts.ffn_size * chosen if experts else shape.ffn_size) / s.tp,
+            "routed": experts.num_chosen * hidden if experts else 0.0,
+            "inner": 1.0 if published_traits(self.job).fuses_gate else 2.0,
+        }
+        tokens = self.job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+        freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
+        return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
+
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         traits, states = published_traits(self.job), super()._states(strategy, rank, here)
         numel, shape = self.compact.rank(strategy, rank).numel, self.job.shape
@@ -127,10 +153,37 @@ class PublishedComputeModel(ComputeTimeModel):
         return PassTimes(forward / rate, 2 * forward / rate).plus(around)
 
     def _block(self, s: Strategy) -> PassTimes:
-        found = super()._block(s)
-        if s.recompute != "selective" or published_traits(self.job).attention == "flash":
+        found, traits = super()._block(s), published_traits(self.job)
+        if s.recompute != "selective":
             return found
-        return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute_every)
+        if traits.attention != "flash":
+            return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute_every)
+        return found if traits.recomputation is None else dataclasses.replace(found, recompute_s=self._again_s(s))
+
+    def _again_s(self, s: Strategy) -> float:
+        """Return the seconds of what the code's words of recomputation run again, a mean over blocks."""
+        shape, again = self.job.shape, published_traits(self.job).recomputation
+        if again is None:
+            return 0.0
+        share = shape.num_expert_layers / shape.num_layers
+        seconds = self.attention(s).forward_s if again.attention else 0.0
+        seconds += self._streams(s).forward_s if again.streams else 0.0
+        tokens, ffn = self._tokens(s), shape.ffn_size
+        widths = {"query": shape.num_heads, "key": shape.num_kv_heads, "value": shape.num_kv_heads}
+        for name in again.products:
+            if name in widths:
+                linear, part = GemmShape(tokens, widths[name] * shape.head_dim / s.tp, shape.hidden_size), 1.0
+            elif name == "out":
+                linear, part = GemmShape(tokens, shape.hidden_size, shape.num_heads * shape.head_dim / s.tp), 1.0
+            else:
+                linear, part = GemmShape(tokens, ffn / s.tp, shape.hidden_size), 1 - share
+            seconds += part * self._linears([linear], s, s.product_dtype).forward_s
+        if again.dense and share < 1:
+            seconds += (1 - share) * self._linears(self._ffn_linears(s, ffn, tokens), s, s.product_dtype).forward_s
+        if again.experts and share > 0:
+            experts = self._linears(self._expert_linears(s), s, s.product_dtype).plus(self._permutation(s))
+            seconds += share * experts.forward_s
+        return seconds
 
     def _streams(self, s: Strategy) -> PassTimes:
         shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[s.param]
@@ -141,6 +194,11 @@ class PublishedComputeModel(ComputeTimeModel):
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
             return times
         return times.plus(self._streamed(self._tokens(s) / s.tp * self._ffn_width() * width, FUSED_ACTIVATION))
+
+    @property
+    def _permutation_passes(self) -> tuple[float, float]:
+        traits = published_traits(self.job)
+        return traits.permutation or (FUSED_EXPERTS if traits.is_compiled else EXPERTS)
 
     @property
     def _launches_s(self) -> float:
@@ -157,7 +215,32 @@ class PublishedComputeModel(ComputeTimeModel):
 
 
 class PublishedCommModel(CommTimeModel):
-    """Gather after the step, reduce once, or over other ranks, where the code does."""
+    """Gather after the step, reduce once, or over other ranks, where the code does; send tokens as it does."""
+
+    def _block(self, s: Strategy) -> BlockComm:
+        found, again = super()._block(s), published_traits(self.job).recomputation
+        if s.recompute != "selective" or again is None or not again.experts:
+            return found
+        experts_s = found.recompute.experts_s + found.forward.experts_s
+        return dataclasses.replace(found, recompute=dataclasses.replace(found.recompute, experts_s=experts_s))
+
+    def _experts_stride(self, s: Strategy) -> int:
+        return super()._experts_stride(s) if published_traits(self.job).splits_experts else 1
+
+    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
+        """Send a token to a node once, and over its links to the experts there, where the code does.
+
+        Of N nodes k experts drawn evenly are on N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+        """
+        direct_s = super()._dispatch_s(num_bytes, num_chosen, num_ranks, stride)
+        levels = self.dispatch_network.levels(num_ranks, stride)
+        if len(levels) != 2 or not published_traits(self.job).dedups_tokens:
+            return direct_s
+        near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
+        num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
+        over_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
+        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
+        return min(direct_s, max(over_s, within_s))
 
     def data(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
         found = super().data(strategy, pipeline_rank)

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 
 from planner_eval import codes as codes
 from planner_eval import words as words
+from planner_eval.recomputation import Recomputation, recomputation_of
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.hardware import GpuSpec
@@ -54,6 +55,10 @@ class PublishedTraits(FrameworkTraits):
         has_first_flash: whether it is the first FlashAttention.
         widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
             reads them as they are.
+        recomputation: what a block frees and runs again, where words of the code say it; the strategy's mode otherwise.
+        dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
+        splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
+        permutation: reads and writes of tokens' copies for their experts, forward and backward, where the code is known.
         params_share: share of the bytes of parameters in their dtype that is really stored.
         optimizer_share: share of the bytes of the optimizer's states, the master among them, that is really stored.
     """
@@ -70,6 +75,10 @@ class PublishedTraits(FrameworkTraits):
     has_tuned_attention: bool = False
     has_first_flash: bool = False
     widens_grads: bool = True
+    permutation: tuple[float, float] | None = None
+    recomputation: Recomputation | None = None
+    dedups_tokens: bool = True
+    splits_experts: bool = True
     params_share: float = 1.0
     optimizer_share: float = 1.0
 
@@ -130,7 +139,12 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         expert_imbalance=1.0,  # benchmarks send as many tokens to each expert
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
+        recomputation=recomputation_of(p.get("recompute") or _usual_words(p, strategy), ""),
     )
+
+
+def _usual_words(p: Mapping[str, Any], strategy: Strategy) -> str | None:
+    return "per op" if compiles_blocks(p, strategy.zero_stage) else None
 
 
 def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> PublishedTraits:
@@ -154,6 +168,10 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         selective=_selective(p, strategy.zero_stage),
         fuses_gate=is_fused,
         expert_imbalance=1.0,
+        recomputation=recomputation_of(p.get("recompute"), code.name),
+        dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
+        splits_experts="1" != str(p.get("etp")),
+        permutation=codes.permutation_of(p, code, strategy),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code),
     )
 

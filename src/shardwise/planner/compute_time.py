@@ -56,7 +56,9 @@ _SUM = 3.0
 _GATE, _FUSED_GATE = (5.0, 8.0), (3.0, 5.0)
 _ACTIVATION, _FUSED_ACTIVATION = (4.0, 6.0), (2.0, 3.0)  # of a plain feed-forward, the bias with it
 _ROTATION, _FUSED_ROTATION = 10.0, 2.0
-_EXPERTS, _FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)  # tokens are sorted and copied, results copied back and summed
+# Of the tokens' copies for their experts, as `grouped_mm_experts_forward` of transformers' integrations/moe.py makes
+# them: gathered, sorted, weighed and sorted back (2 each), summed by `index_add` (3); backward as many and sorted keys.
+_EXPERTS = (11.0, 15.0)
 _EMBEDDING = (2.0, 4.0)
 _ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its input's gradient
 # Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
@@ -71,13 +73,17 @@ _WEIGHT_KERNELS_SHARE: Final = 1 / 3
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Describe a linear layer on one rank: [m, k] by [k, n], `count` side by side, as the products of experts run."""
+    """Describe a linear layer on one rank: [m, k] by [k, n], `count` side by side, as the products of experts run.
+
+    Where it is routed, m is a mean: each of the side by side has tokens of its own number.
+    """
 
     m: float
     n: float
     k: float
     count: float = 1.0
     is_frozen: bool = False
+    is_routed: bool = False
 
 
 class ComputeTimeModel:
@@ -85,7 +91,7 @@ class ComputeTimeModel:
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
-        self._products: dict[tuple[float, float, float, float, str, bool], float] = {}
+        self._products: dict[tuple[float, float, float, float, str, bool, bool], float] = {}
         self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         gpu = job.cluster.gpu
@@ -208,14 +214,15 @@ class ComputeTimeModel:
         ]
 
     def _ffn_linears(
-        self, s: Strategy, ffn_size: float, tokens: float, count: float = 1.0, *, is_frozen: bool | None = None
+        self, s: Strategy, ffn_size: float, tokens: float, count: float = 0.0, *, is_frozen: bool | None = None
     ) -> list[GemmShape]:
-        """Return the layers of `count` feed-forwards that run side by side, each over so many tokens."""
+        """Return the layers of a feed-forward, or of `count` experts side by side, each over so many tokens."""
         shape, inner = self.job.shape, ffn_size / s.tp
-        is_frozen = not self.job.trains_all if is_frozen is None else is_frozen
+        is_frozen, is_routed = not self.job.trains_all if is_frozen is None else is_frozen, count > 0
+        wide = inner * (shape.num_ffn_matrices - 1)
         return [
-            GemmShape(tokens, inner * (shape.num_ffn_matrices - 1), shape.hidden_size, count, is_frozen),
-            GemmShape(tokens, shape.hidden_size, inner, count, is_frozen),
+            GemmShape(tokens, wide, shape.hidden_size, count or 1.0, is_frozen, is_routed),
+            GemmShape(tokens, shape.hidden_size, inner, count or 1.0, is_frozen, is_routed),
         ]
 
     def _expert_linears(self, s: Strategy) -> list[GemmShape]:
@@ -270,16 +277,20 @@ class ComputeTimeModel:
         """Price the copies of tokens for each of their experts, and the weighted sum of the results."""
         experts = self.job.shape.experts
         copies = self._tokens(s) * (0 if experts is None else experts.num_chosen)
-        num_passes = _FUSED_EXPERTS if self.job.traits.is_compiled else _EXPERTS
-        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[s.param], num_passes)
+        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[s.param], self._permutation_passes)
+
+    @property
+    def _permutation_passes(self) -> tuple[float, float]:
+        return _EXPERTS
 
     def _linears(self, linears: Iterable[GemmShape], s: Strategy, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
         wide = _WIDTHS[s.param]
         is_fused = self.job.traits.is_compiled and not self.job.cluster.gpu.is_cpu  # a thread runs one kernel at a time
         for linear in linears:
-            forward_s += self._product_s(linear.m, linear.n, linear.k, dtype, linear.count)
-            input_s += self._product_s(linear.m, linear.k, linear.n, dtype, linear.count)
+            is_routed = linear.is_routed
+            forward_s += self._product_s(linear.m, linear.n, linear.k, dtype, linear.count, is_routed=is_routed)
+            input_s += self._product_s(linear.m, linear.k, linear.n, dtype, linear.count, is_routed=is_routed)
             if not linear.is_frozen:
                 accumulated_s = self._stream_s(linear.count * linear.n * linear.k * self._accumulation_bytes(s))
                 product_s = self._product_s(linear.k, linear.n, linear.m, dtype, linear.count, is_weight=True)
@@ -299,9 +310,17 @@ class ComputeTimeModel:
         return 2 * _WIDTHS["fp32" if s.accumulate == "fp32" else s.param]
 
     def _product_s(
-        self, m: float, n: float, k: float, dtype: str, count: float = 1.0, *, is_weight: bool = False
+        self,
+        m: float,
+        n: float,
+        k: float,
+        dtype: str,
+        count: float = 1.0,
+        *,
+        is_weight: bool = False,
+        is_routed: bool = False,
     ) -> float:
-        key = (m, n, k, count, dtype, is_weight)
+        key = (m, n, k, count, dtype, is_weight, is_routed)
         if key not in self._products:
             rates = self._matmul_rates(dtype)
             measured_s = None if rates is None else count * 2.0 * m * n * k / rates.at(m, n, k)[0]
@@ -314,9 +333,11 @@ class ComputeTimeModel:
             self._rates[dtype] = None if profile is None else _matmul_rates(profile.matmuls, dtype)
         return self._rates[dtype]
 
-    def _roofline_s(self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool) -> float:
+    def _roofline_s(
+        self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool, is_routed: bool
+    ) -> float:
         features = (m, n) if is_weight else (n, k)  # rows run along them, not along the tokens
-        share = shape_share(m, n, k, self.job.cluster.gpu.num_cores, count)
+        share = shape_share(m, n, k, self.job.cluster.gpu.num_cores, count, is_routed=is_routed)
         share *= alignment_share(*features, _WIDTHS[dtype])
         moved = (m * k + k * n) * _WIDTHS[dtype] + m * n * max(_WIDTHS[dtype], 2.0)
         return max(count * 2 * m * n * k / (self._rate(dtype) * share), self._stream_s(count * moved)) + self._kernel_s
@@ -404,18 +425,20 @@ def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
     return peak * (min(shares) if shares else _USUAL_CEILING_SHARE)
 
 
-def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0) -> float:
+def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0, *, is_routed: bool = False) -> float:
     """Return the share of the full rate that `count` products [m, k] by [k, n] can reach at once on `num_cores`.
 
     Cores take the output's tiles in waves, of which the last is partly empty; each tile has a prologue and an
-    epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it.
+    epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it. Where m is
+    the mean of experts' tokens, each expert's last tile is half empty (the README of DeepGEMM: segments of experts are
+    aligned to the block size of M).
 
     >>> shape_share(8192, 8192, 8192, 132) > 0.9 > 0.3 > shape_share(128, 128, 128, 132)
     True
     """
     best, cores = 0.0, max(num_cores, 1)
     for rows, columns, rate in _TILES:
-        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        tiles = (m / rows + 0.5 if is_routed else math.ceil(m / rows)) * math.ceil(n / columns)
         filled = (m * n / (rows * columns)) / tiles
         for split in (1, 2, 4, 8):
             waves, depth = count * tiles * split / cores, k / split
