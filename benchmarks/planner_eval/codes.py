@@ -11,6 +11,7 @@ code does where a row is silent is that code's default, read in its source.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,14 +36,18 @@ class Code:
         is_tuned: whether its attention takes what came with Hopper, where the device has that.
         logits_bytes: bytes of each logit at the peak of its loss.
         splits_logits: whether its loss is split by vocabulary over tensor-parallel ranks.
+        groups_experts: whether experts run in one grouped product, not in a loop over them.
+        year: in which the row's version of it is.
     """
 
     name: str
+    year: int = 2025
     is_fused: bool = False
     is_graphed: bool = False
     is_tuned: bool = False
     logits_bytes: float = 10.0
     splits_logits: bool = False
+    groups_experts: bool = False
 
 
 # Names in the words of a row, the first that is found counts. Defaults are those of the code: Hugging Face's SDPA is
@@ -67,6 +72,19 @@ def code_of(framework: str) -> Code:
     """Return what is known of a framework; Hugging Face's Trainer where none is recognised."""
     text = framework.lower()
     return next((code for mark, code in _CODES if re.search(mark, text)), _HUGGING_FACE)
+
+
+def dated(code: Code, p: Mapping[str, Any]) -> Code:
+    """Return the code of the last year that a row's words name, with the experts' kernel that it names.
+
+    Hugging Face's models loop over experts until transformers 5, of 2026.
+
+    >>> dated(code_of("torchtitan"), {"framework": "torchtitan 2026-07"}).year
+    2026
+    """
+    years = [int(each) for each in re.findall(r"20[12]\d", str(p.get("framework")))]
+    year = max(years, default=code.year)
+    return dataclasses.replace(code, year=year, groups_experts=bool(p.get("experts_kernel")) or year >= 2026)
 
 
 def loss_of(p: Mapping[str, Any], code: Code) -> float:

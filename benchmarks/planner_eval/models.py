@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
+from planner_eval.hosts import host_costs
 from planner_eval.recomputation import freed_elements
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import Tier
@@ -17,6 +18,7 @@ from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
+from shardwise.planner.host_time import HostCosts, HostTimes
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import BlockBytes, MemoryModel
 from shardwise.planner.pricer import Pricer
@@ -200,9 +202,14 @@ class PublishedComputeModel(ComputeTimeModel):
         traits = published_traits(self.job)
         return traits.permutation or (FUSED_EXPERTS if traits.is_compiled else EXPERTS)
 
-    @property
-    def _launches_s(self) -> float:
-        return 0.0 if published_traits(self.job).is_graphed else super()._launches_s
+    def host(self, strategy: Strategy) -> HostTimes:
+        """Take nothing for what a graph launches."""
+        return HostTimes() if published_traits(self.job).is_graphed else super().host(strategy)
+
+    def _host_costs(self, s: Strategy) -> HostCosts:
+        traits, found = published_traits(self.job), super()._host_costs(s)
+        plain = dataclasses.replace(found, block_s=(0.0, 0.0), param_s=0.0)
+        return plain if traits.code is None else host_costs(traits.code, plain, self.job, s)
 
     @property
     def _kernel_s(self) -> float:

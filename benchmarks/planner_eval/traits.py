@@ -55,10 +55,11 @@ class PublishedTraits(FrameworkTraits):
         has_first_flash: whether it is the first FlashAttention.
         widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
             reads them as they are.
+        code: the code that ran it, where the row names one.
         recomputation: what a block frees and runs again, where words of the code say it; the strategy's mode otherwise.
         dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
         splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
-        permutation: reads and writes of tokens' copies for their experts, forward and backward, where the code is known.
+        permutation: passes over tokens' copies for their experts, forward and backward, where the code is known.
         params_share: share of the bytes of parameters in their dtype that is really stored.
         optimizer_share: share of the bytes of the optimizer's states, the master among them, that is really stored.
     """
@@ -76,6 +77,7 @@ class PublishedTraits(FrameworkTraits):
     has_first_flash: bool = False
     widens_grads: bool = True
     permutation: tuple[float, float] | None = None
+    code: codes.Code | None = None
     recomputation: Recomputation | None = None
     dedups_tokens: bool = True
     splits_experts: bool = True
@@ -153,6 +155,7 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
     written = f"{p.get('loss')} {p.get('framework')}".lower()
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
+        code=codes.dated(code, p),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
         is_compiled=is_fused,
@@ -170,7 +173,7 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         expert_imbalance=1.0,
         recomputation=recomputation_of(p.get("recompute"), code.name),
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
-        splits_experts="1" != str(p.get("etp")),
+        splits_experts=str(p.get("etp")) != "1",
         permutation=codes.permutation_of(p, code, strategy),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code),
     )

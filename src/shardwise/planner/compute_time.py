@@ -17,6 +17,19 @@ from typing import Final
 from shardwise.optim.muon import NUM_ITERATIONS
 from shardwise.optim.rules import num_states
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
+from shardwise.planner.host_time import (
+    ADAPTER_LAUNCHES,
+    BACKWARD_LAUNCH_S,
+    COMPILED_LAUNCH_S,
+    COMPILED_LAUNCHES,
+    EAGER_LAUNCHES,
+    GRACE_SHARE,
+    LAUNCH_S,
+    NUM_PRODUCTS,
+    HostCosts,
+    HostTimes,
+    host_times,
+)
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime
 from shardwise.planner.stages import PACKED_BYTES, SkeletonParam, block_params, is_adapter, packed_params, with_adapters
@@ -46,8 +59,8 @@ _PLAIN_FLASH_CORE: Final = 3.6e12
 # More reads of what is cast to fp4 than to fp8: its largest element is looked for, and a Hadamard matrix rotates it
 # (NVIDIA 2025, arXiv 2509.25149, section 4).
 _FP4_READS: Final = 2.0
-# Seconds that a kernel takes on a device beyond its work, and that the host takes to launch one from Python.
-_KERNEL_S, _DISPATCH_S = 2.5e-6, 12e-6
+# Seconds that a kernel takes on a device beyond its work.
+_KERNEL_S: Final = 2.5e-6
 
 # Reads and writes of a tensor in the parameters' dtype, forward and backward, by kernel; nothing here is fitted. A
 # kernel that works in fp32 takes two for each.
@@ -65,10 +78,11 @@ _ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its inp
 _LOSS_BYTES = (8.0, 16.0)
 # Bytes of the cast of an element that is stepped in fp32.
 _STEP_CAST_BYTES = 2.0
-# Kernels that a block's forward launches, and where element-wise ones are fused; more for each adapted layer; those of
-# the backward of weights are a third.
-_NUM_KERNELS, _NUM_COMPILED_KERNELS, _NUM_ADAPTER_KERNELS = 40.0, 14.0, 4.0
-_WEIGHT_KERNELS_SHARE: Final = 1 / 3
+# Seconds of our own code around a block in stages 0 to 3, forward and backward together, and in stages 2 and 3 for each
+# parameter (docs/benchmarks.md, `benchmarks/hook_overhead.py`: 62 and 102 us with 2 and 9 parameters, 94 and 141), of
+# which a forward has a third, and for each parameter in a step (`benchmarks/host_time.py`: 2,366 to 3,178 us for 146).
+_BLOCK_S, _PARAM_S, _FORWARD_PART, _STEP_PARAM_S = (51e-6, 51e-6, 51e-6, 81e-6), 6e-6, 1 / 3, 7e-6
+_NUM_BLOCK_PARAMS: Final = 9
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,36 @@ class ComputeTimeModel:
 
     def waits_for_launches(self, strategy: Strategy) -> bool:
         """Say whether the kernels of a block's forward are shorter than the host takes to launch them."""
-        return self.block(strategy).forward_s <= self._launches_s
+        return self.block(strategy).forward_s <= self.host(strategy).forward_s
+
+    def host(self, strategy: Strategy) -> HostTimes:
+        """Return what the host takes for a block of a micro-batch and for the ends; 0 where it is the device itself."""
+        shape, cluster = self.job.shape, self.job.cluster
+        if cluster.gpu.is_cpu:
+            return HostTimes()
+        return host_times(
+            self._host_costs(strategy),
+            experts_share=shape.num_expert_layers / shape.num_layers,
+            again_share=(strategy.recompute == "full") / strategy.recompute_every,
+            speed_share=GRACE_SHARE if cluster.gpu.name.startswith(("gh", "gb")) else 1.0,
+        )
+
+    def _host_costs(self, s: Strategy) -> HostCosts:
+        """Return the costs of our own code."""
+        is_compiled, num_adapted = self.job.traits.is_compiled, self._num_adapted
+        forward, backward = COMPILED_LAUNCHES if is_compiled else EAGER_LAUNCHES
+        launches = (
+            forward + num_adapted * ADAPTER_LAUNCHES[0],
+            backward + num_adapted * ADAPTER_LAUNCHES[1] - (0 if self.job.trains_all else NUM_PRODUCTS),
+        )
+        engine_s = _BLOCK_S[s.zero_stage] + _PARAM_S * _NUM_BLOCK_PARAMS * (s.zero_stage > 1)
+        return HostCosts(
+            launches=launches,
+            launch_s=COMPILED_LAUNCH_S if is_compiled else LAUNCH_S,
+            backward_launch_s=COMPILED_LAUNCH_S if is_compiled else BACKWARD_LAUNCH_S,
+            block_s=(_FORWARD_PART * engine_s, (1 - _FORWARD_PART) * engine_s),
+            param_s=_STEP_PARAM_S,
+        )
 
     def head(self, strategy: Strategy) -> PassTimes:
         """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
@@ -168,7 +211,7 @@ class ComputeTimeModel:
                 kernels = self._linears(linears, s, s.product_dtype).plus(self._adapters(s, has_experts=has_experts))
                 kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
                 products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
-        kernels = self._launched(products.plus(attention).plus(streams))
+        kernels = products.plus(attention).plus(streams)
         corrected = self._corrections.block(kernels, s, self._tokens(s))
         streamed_s = max(0.0, streams.forward_s + corrected.forward_s - kernels.forward_s)
         again = {
@@ -177,25 +220,6 @@ class ComputeTimeModel:
             "selective": streamed_s,
         }[s.recompute]
         return replace(corrected, recompute_s=again / s.recompute_every)
-
-    def _launched(self, times: PassTimes) -> PassTimes:
-        """Raise each pass to at least what the host takes to launch its kernels."""
-        least_s = self._launches_s
-        return PassTimes(
-            max(times.forward_s, least_s),
-            max(times.backward_input_s, least_s),
-            max(times.backward_weight_s, least_s * _WEIGHT_KERNELS_SHARE),
-            times.recompute_s,
-        )
-
-    @property
-    def _launches_s(self) -> float:
-        """Return the seconds to launch a block's forward; 0 where kernels were measured with it."""
-        profile, traits = self.job.cluster.profile, self.job.traits
-        if profile is not None and profile.call_s:
-            return 0.0
-        kernels = _NUM_COMPILED_KERNELS if traits.is_compiled else _NUM_KERNELS
-        return (kernels + _NUM_ADAPTER_KERNELS * self._num_adapted) * _DISPATCH_S
 
     # --- matrix products -------------------------------------------------------------------------------------------
 

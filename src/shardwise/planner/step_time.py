@@ -21,6 +21,7 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import FittedConstants
+from shardwise.planner.host_time import queued_s
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
@@ -39,22 +40,31 @@ section 6.3: 0.5 % of machines were about 10 % slower)."""
 
 @dataclass(frozen=True)
 class _Stage:
-    """Hold one micro-batch of one stage, by part of `TIME_PARTS`."""
+    """Hold one micro-batch of one stage, by part of `TIME_PARTS`.
+
+    Attributes:
+        launching_s: of the host, forward and backward; a pipeline's pass takes no less, as passes of its micro-batches
+            alternate.
+    """
 
     forward: Mapping[str, float]
     backward_input: Mapping[str, float]
     backward_weight_s: float
+    launching_s: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def times(self) -> OpTimes:
+        forward_s, input_s = sum(self.forward.values()), sum(self.backward_input.values())
         return OpTimes(
-            forward_s=sum(self.forward.values()),
-            backward_input_s=sum(self.backward_input.values()),
+            forward_s=max(forward_s, self.launching_s[0]),
+            backward_input_s=max(input_s, self.launching_s[1] - self.backward_weight_s),
             backward_weight_s=self.backward_weight_s,
         )
 
     def parts(self, num_micro_batches: int) -> dict[str, float]:
-        found = {"compute": self.backward_weight_s * num_micro_batches}
+        working_s = sum(self.forward.values()) + sum(self.backward_input.values()) + self.backward_weight_s
+        waiting_s = self.times.total_s - working_s
+        found = {"compute": (self.backward_weight_s + waiting_s) * num_micro_batches}
         for each in (self.forward, self.backward_input):
             for part, seconds in each.items():
                 found[part] = found.get(part, 0.0) + seconds * num_micro_batches
@@ -94,10 +104,23 @@ class TimeModel:
         parts["data"] = self.communication.data(strategy, worst).exposed_s(forward_s, backward_s)
         parts["offload"] = self.offload.times(strategy, worst).exposed_s(forward_s, backward_s)
         parts["step"] = self._step_s(strategy, worst)
+        if strategy.pp == 1:
+            moved_s = (parts["data"] + parts["offload"]) / strategy.num_micro_batches
+            parts["compute"] += self._launching_s(strategy, forward_s, backward_s + moved_s)
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
         low_s, high_s = interval_s(self.job, strategy, step_s)
         return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
+
+    def _launching_s(self, s: Strategy, forward_s: float, backward_s: float) -> float:
+        """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
+        host, num_blocks = self.compute.host(s), self.job.shape.num_layers
+        launches = (
+            num_blocks * host.forward_s + host.ends_forward_s,
+            num_blocks * host.backward_s + host.ends_backward_s,
+        )
+        span_s = queued_s((forward_s, backward_s), launches, num_micro_batches=s.num_micro_batches)
+        return max(0.0, span_s - s.num_micro_batches * (forward_s + backward_s))
 
     def busy_s(self, strategy: Strategy) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
@@ -123,6 +146,13 @@ class TimeModel:
         found = [inner[num_blocks] for num_blocks in cut.layers]
         for stage, unit in ((0, first), (-1, last)):
             found[stage] = _joined(found[stage], 1, [unit])
+        if s.pp > 1:
+            host = self.compute.host(s)
+            launched = {
+                id(stage): replace(stage, launching_s=(num_blocks * host.forward_s, num_blocks * host.backward_s))
+                for stage, num_blocks in zip(found, cut.layers, strict=True)
+            }
+            found = [launched[id(stage)] for stage in found]
         return found
 
     def _block(self, s: Strategy) -> _Stage:
@@ -168,7 +198,10 @@ class TimeModel:
             for each in rank.folds
             if each.group.trainable and (s.optimizer_tier == "device" or each.group.tiers.optimizer == "device")
         )
-        return self.compute.step_s(s, numel / self._num_optimizer_shards(s)) + self._matrices_s(s, pipeline_rank)
+        num_params = sum(each.count * len(each.group.params) for each in rank.folds if each.group.trainable)
+        launching_s = self.compute.host(s).param_s * num_params
+        on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
+        return max(launching_s, on_device_s) + self._matrices_s(s, pipeline_rank)
 
     def _matrices_s(self, s: Strategy, pipeline_rank: int) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
