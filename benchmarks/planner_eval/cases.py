@@ -61,6 +61,7 @@ class Case:
     Attributes:
         quantity: what was measured: end_to_end, memory, schedule_bubble, single_layer_time, activation_memory_ratio.
         job, strategy: None where the row does not say enough of the model or the device.
+        longest: tokens of the longest sequence, which memory is counted at, where the job has the mean.
         tokens_scale: the run's batch over that of the strategy, which has whole micro-batches.
         trained_share: share of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
@@ -76,6 +77,7 @@ class Case:
     quantity: str
     job: PlanJob | None = None
     strategy: Strategy | None = None
+    longest: int | None = None
     tokens_scale: float = 1.0
     trained_share: float = 1.0
     op_times: OpTimes | None = None
@@ -126,6 +128,7 @@ def read_case(row: Row) -> Case:
         case,
         job=job,
         strategy=strategy,
+        longest=_section(row, "model").get("longest"),
         tokens_scale=global_batch / strategy.global_batch,
         trained_share=2 / 3
         if words.is_adapter(_section(row, "parallel"))

@@ -10,19 +10,20 @@ from planner_eval.hosts import host_costs
 from planner_eval.recomputation import freed_elements
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import Tier
+from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
-from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
+from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts, is_of_experts
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.host_time import HostCosts, HostTimes
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import BlockBytes, MemoryModel
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.stages import StageLayouts, StageTable
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
 from shardwise.schedule.pipelines import placement_of
 
@@ -44,6 +45,19 @@ NORM_IN_FP32, DROPOUT, FUSED_ACTIVATION = (16.0, 38.5), 2.5, (-2.0, -3.0)
 # Of tokens' copies for their experts, as codes permute them where nothing or everything is fused (sorted and copied,
 # copied back and summed).
 EXPERTS, FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)
+
+
+# Of an expert's weight that bitsandbytes packs, with a scale in fp32 for each 64.
+PACKED_EXPERT_BYTES: Final = 0.5 + 4 / 64
+# More of a residual stream in fp32: two norms and two sums of twice the width.
+WIDE_STREAM: Final = (10.0, 13.0)
+# Of an adapter's input that is cast to fp32 and back, as PEFT and autocast do.
+ADAPTER_CASTS: Final = 6.0
+# Of tensors of an element in torch's `_multi_tensor_adamw`: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+# addcdiv 4.
+FOREACH_PASSES: Final = 20.0
+# Of an optimizer's usual bytes below which its states are bf16.
+NARROW_SHARE: Final = 0.5
 
 
 def published_traits(job: PlanJob) -> PublishedTraits:
@@ -101,6 +115,9 @@ class PublishedMemoryModel(MemoryModel):
     def _block_bytes(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         """Free what the code's own words of recomputation free, where they are more than a mode."""
         found, again = super()._block_bytes(strategy, has_experts=has_experts), published_traits(self.job).recomputation
+        if published_traits(self.job).widens_stream:
+            kept, whole = found.kept + found.stream, found.whole + 2 * found.stream
+            found = dataclasses.replace(found, kept=kept, whole=whole, stream=2 * found.stream)
         if strategy.recompute != "selective" or again is None or not again.freed:
             return found
         s, shape, experts = strategy, self.job.shape, self.job.shape.experts if has_experts else None
@@ -118,6 +135,10 @@ class PublishedMemoryModel(MemoryModel):
         freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
         return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
 
+    def _scale_bytes(self, strategy: Strategy, rank: int) -> float:
+        """Return those of bitsandbytes, which does not quantize scales again unless it is asked to."""
+        return super()._scale_bytes(strategy, rank) * (4 / 64 / SCALE_BYTES if published_traits(self.job).code else 1.0)
+
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         traits, states = published_traits(self.job), super()._states(strategy, rank, here)
         numel, shape = self.compact.rank(strategy, rank).numel, self.job.shape
@@ -126,6 +147,12 @@ class PublishedMemoryModel(MemoryModel):
         if self.job.trains_all and traits.unsharded_grad_bytes:
             waits = traits.reduces_once and strategy.zero_stage >= 2  # until the last micro-batch there are no others
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
+        if traits.widens_stream:  # the tables too
+            states["params"] += 2 * DTYPE_BYTES["bf16"] * shape.vocab_size * shape.hidden_size / (1 + shape.is_tied)
+        if traits.packs_experts and shape.experts is not None:
+            folds = [fold for fold in self.compact.rank(strategy, rank).folds if is_of_experts(fold.group)]
+            stored = sum(fold.count * fold.group.padded_numel / fold.group.num_shards for fold in folds)
+            states["params"] -= stored * (DTYPE_BYTES["bf16"] - PACKED_EXPERT_BYTES)
         more = (1 - 1 / strategy.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
         return {name: size * (1 + more / numel) for name, size in states.items()}
 
@@ -193,9 +220,23 @@ class PublishedComputeModel(ComputeTimeModel):
         norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not traits.is_compiled else (0.0, 0.0)
         hidden = self._tokens(s) / (s.tp if s.sequence_parallel else 1) * shape.hidden_size
         times = super()._streams(s).plus(self._streamed(hidden * width, [2 * each + more for each in norm]))
+        if traits.widens_stream:  # norms and sums in fp32
+            times = times.plus(self._streamed(hidden * width, WIDE_STREAM))
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
             return times
         return times.plus(self._streamed(self._tokens(s) / s.tp * self._ffn_width() * width, FUSED_ACTIVATION))
+
+    def _adapter_passes(self, *, is_output: bool) -> tuple[float, float]:
+        forward, backward = super()._adapter_passes(is_output=is_output)
+        more = 0.0 if is_output or not published_traits(self.job).widens_adapters else ADAPTER_CASTS
+        return forward + more, backward + more
+
+    def step_s(self, strategy: Strategy, numel: float) -> float:
+        """Pass over each tensor as often as torch's optimizer does where it is not one kernel."""
+        if not published_traits(self.job).steps_by_tensor:
+            return super().step_s(strategy, numel)
+        width = DTYPE_BYTES["bf16"] if published_traits(self.job).optimizer_share < NARROW_SHARE else FP32_BYTES
+        return self._stream_s(FOREACH_PASSES * width * numel)
 
     @property
     def _permutation_passes(self) -> tuple[float, float]:

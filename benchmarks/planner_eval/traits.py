@@ -57,6 +57,10 @@ class PublishedTraits(FrameworkTraits):
             reads them as they are.
         code: the code that ran it, where the row names one.
         recomputation: what a block frees and runs again, where words of the code say it; the strategy's mode otherwise.
+        steps_by_tensor: whether the optimizer's step is torch's without a fused kernel.
+        widens_adapters: whether adapters are fp32 on a base of bf16.
+        widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
+        packs_experts: whether experts are linear layers that are packed as the others are.
         dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
         splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
         permutation: passes over tokens' copies for their experts, forward and backward, where the code is known.
@@ -79,6 +83,10 @@ class PublishedTraits(FrameworkTraits):
     permutation: tuple[float, float] | None = None
     code: codes.Code | None = None
     recomputation: Recomputation | None = None
+    steps_by_tensor: bool = False
+    widens_adapters: bool = False
+    widens_stream: bool = False
+    packs_experts: bool = False
     dedups_tokens: bool = True
     splits_experts: bool = True
     params_share: float = 1.0
@@ -156,6 +164,10 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
         code=codes.dated(code, p),
+        steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
+        widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
+        widens_stream=p.get("stream") == "fp32",
+        packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
         is_compiled=is_fused,

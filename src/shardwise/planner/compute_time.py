@@ -73,7 +73,11 @@ _ROTATION, _FUSED_ROTATION = 10.0, 2.0
 # them: gathered, sorted, weighed and sorted back (2 each), summed by `index_add` (3); backward as many and sorted keys.
 _EXPERTS = (11.0, 15.0)
 _EMBEDDING = (2.0, 4.0)
-_ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its input's gradient
+# Of an adapter's output, scaled and added to its layer's, and of its input, to whose gradient its own is added (peft,
+# `tuners/lora/layer.py`); more of the input where it is dropped, with a mask of one byte.
+_ADAPTER_OUTPUT, _ADAPTER_INPUT, _ADAPTER_DROPOUT = (5.0, 2.0), (0.0, 3.0), (2.5, 2.5)
+_FUSED_ADAPTER = (3.0, 0.0)  # of the output; of the input backward
+_EXPERTS_ADAPTER = 1.5  # of the experts' weights, to which the adapters' product is added
 # Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
 _LOSS_BYTES = (8.0, 16.0)
 # Bytes of the cast of an element that is stepped in fp32.
@@ -275,14 +279,23 @@ class ComputeTimeModel:
         tokens, width, times = self._tokens(s), _WIDTHS[s.param], PassTimes()
         for adapter in self._adapters_of(has_experts=has_experts):
             if adapter.is_of_experts:
-                experts_s = self._stream_s(_ADAPTER / 2 * width * self._expert_numel / (s.ep * s.tp))
+                experts_s = self._stream_s(_EXPERTS_ADAPTER * width * self._expert_numel / (s.ep * s.tp))
                 times = times.plus(PassTimes(experts_s, experts_s))
                 continue
             outputs, inputs = adapter.split(s.tp).local_shape
             times = times.plus(self._linears([GemmShape(tokens, outputs, inputs)], s, s.param))
-            summed_s = self._stream_s(_ADAPTER * tokens * max(outputs, inputs) * width)
-            times = times.plus(PassTimes(summed_s) if outputs > inputs else PassTimes(0.0, summed_s))
+            passes = self._adapter_passes(is_output=".lora_B" in adapter.name)
+            times = times.plus(self._streamed(tokens * max(outputs, inputs) * width, passes))
         return times
+
+    def _adapter_passes(self, *, is_output: bool) -> tuple[float, float]:
+        """Return the passes over the output of an adapter's second matrix, or over the input of its first."""
+        if self.job.traits.is_compiled:
+            return _FUSED_ADAPTER if is_output else _FUSED_ADAPTER[::-1]
+        if is_output:
+            return _ADAPTER_OUTPUT
+        dropout = _ADAPTER_DROPOUT if self.job.lora.dropout else (0.0, 0.0)
+        return _ADAPTER_INPUT[0] + dropout[0], _ADAPTER_INPUT[1] + dropout[1]
 
     def _unpacking(self, s: Strategy, *, has_experts: bool) -> PassTimes:
         """Price what unpacks the packed weights of a block for each product with them."""
