@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pairs import Ready, forget_peak, peak_rss_bytes, rss_bytes
 from peers import FP32, NUM_RANKS, Peer, Workload, shard_fsdp2, shardwise_engine, torch_step
 from shardwise.models import Decoder
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 
 MIB = 2**20
 WRITE_BYTES = 4 * MIB

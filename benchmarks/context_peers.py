@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from peers import FP32, NUM_RANKS, Peer, Step, Workload
 from shardwise.config.resolve import AttentionConfig
 from shardwise.models import Decoder, lm_loss
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 from tensor_peers import Conjugate, blocks_of, gathered, scattered
 
 SEQUENCE_DIM = 1

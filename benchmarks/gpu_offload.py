@@ -35,8 +35,8 @@ from shardwise import Engine, initialize
 from shardwise.config.resolve import Config
 from shardwise.construction.values import ParamInitializer
 from shardwise.launch.host import cgroup_limit_bytes
-from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss, num_params
-from shardwise.models.presets import preset
+from shardwise.models.decoder import Decoder, lm_loss
+from shardwise.models.presets import DecoderConfig, flops_per_token, num_params, preset
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}

@@ -34,7 +34,8 @@ from shardwise.config.resolve import Config
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.launch.process_group import ensure_process_group
-from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
+from shardwise.models.decoder import Decoder, lm_loss
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.tensor.plan_layout import plan_layout
 

@@ -59,7 +59,7 @@ from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import Decoder
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.memory_tracker import MemoryTracker
 
 NUM_RANKS = 2

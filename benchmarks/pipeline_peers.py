@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from peers import FP32, NUM_RANKS, Peer, Step, Workload, language_loss, mean_loss, optimizer_section
 from shardwise.config.resolve import Config
 from shardwise.models import Decoder, preset
-from shardwise.models.decoder import DecoderBlock, DecoderConfig, rope_tables
+from shardwise.models.decoder import DecoderBlock, rope_tables
+from shardwise.models.presets import DecoderConfig
 from shardwise.tensor.plan_layout import plan_layout
 
 CPU = torch.device("cpu")

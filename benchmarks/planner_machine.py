@@ -45,7 +45,7 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import Profile, find_profile, write_profile
 from shardwise.planner.results import Estimate
 from shardwise.runtime.memory_tracker import Category
-from shardwise.verify.dry_run import peak_of, with_peak
+from shardwise.verify.finalists import peak_of, with_peak
 from step_time import machine, names, parser_of
 
 STEP_AIM, PEAK_AIM = 0.15, 0.01

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from peers import FP32, MASTER, NUM_RANKS, Peer, Step, Workload, language_loss, mean_loss
 from shardwise.models import Decoder
-from shardwise.models.decoder import DecoderBlock, DecoderConfig, DecoderLinear, RMSNorm
+from shardwise.models.decoder import DecoderBlock, DecoderLinear, RMSNorm
+from shardwise.models.presets import DecoderConfig
 
 SEQUENCE_DIM = 1
 CONFIG = DecoderConfig(

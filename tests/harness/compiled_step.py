@@ -7,7 +7,8 @@ from torch import nn
 from triton.runtime import driver
 
 from harness.compiled_kernels import NoGpu, spilled_bytes
-from shardwise.layout.codec import BLOCK_NUMEL, codec_of
+from shardwise.layout.codec import codec_of
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.offload.cpu_optimizer import StepPiece
 from shardwise.optim.elementwise import Lion
 from shardwise.optim.rules import rule_of

@@ -22,7 +22,8 @@ from harness.tensor import train_on_mesh, train_plainly
 from harness.training import Overrides
 from shardwise.config.resolve import AttentionConfig
 from shardwise.models import Decoder, lm_loss
-from shardwise.models.decoder import DecoderBlock, DecoderConfig
+from shardwise.models.decoder import DecoderBlock
+from shardwise.models.presets import DecoderConfig
 
 NUM_MICRO_BATCHES: Final = 2
 NUM_STEPS: Final = 2

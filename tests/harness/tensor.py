@@ -30,7 +30,7 @@ from shardwise.config.resolve import AttentionConfig
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.apply_attention import apply_attention
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.float64 import float64_throughout
 
 NUM_STEPS: Final = 5

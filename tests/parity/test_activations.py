@@ -20,7 +20,8 @@ from shardwise.config.resolve import AttentionConfig, Config, TensorConfig
 from shardwise.context.apply import apply_context_parallel
 from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer
 from shardwise.layout.tensor_plan import param_splits
-from shardwise.models.decoder import Decoder, DecoderBlock, DecoderConfig, rope_tables
+from shardwise.models.decoder import Decoder, DecoderBlock, rope_tables
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.recompute import run_forward
 from shardwise.tensor.apply import split_model

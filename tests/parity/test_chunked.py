@@ -22,7 +22,8 @@ from shardwise import Config, initialize
 from shardwise.config.errors import ConfigError
 from shardwise.construction.scan import build_layout
 from shardwise.dropout import KeyedDraws
-from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
+from shardwise.models.decoder import Decoder, lm_loss
+from shardwise.models.presets import DecoderConfig
 from shardwise.tensor.chunked import ChunkedForward, DeferredHead, chunk_model
 
 NUM_STEPS = 2

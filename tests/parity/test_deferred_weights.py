@@ -18,7 +18,8 @@ from harness.pool import RankError, WorkerPool
 from harness.reference import PARITY, max_error
 from harness.training import make_config
 from shardwise import init, initialize
-from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
+from shardwise.models.decoder import Decoder, lm_loss
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.keyed_rng import init_parameters
 from shardwise.runtime.memory_tracker import trim_host_memory
 

@@ -15,7 +15,7 @@ from harness.training import make_config
 from shardwise import initialize
 from shardwise.config.sections import Gather
 from shardwise.engine.engine import Engine
-from shardwise.layout.codec import BLOCK_NUMEL
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.presets import preset

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout.codec import BLOCK_NUMEL, codec_of
+from shardwise.layout.codec import codec_of
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
 from shardwise.optim.rules import rule_of
 

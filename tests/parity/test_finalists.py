@@ -14,7 +14,7 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import SearchResult, search, settle
 from shardwise.verify import dry_run
-from shardwise.verify.dry_run import peak_of, simulate_finalists, with_peak
+from shardwise.verify.finalists import peak_of, simulate_finalists, with_peak
 
 ON_GPU = Config.from_dict({"run": {"device": "cuda"}})
 

@@ -22,7 +22,7 @@ from shardwise.checkpoint.commit import read_manifest, step_name
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.show import describe_layout
 from shardwise.models import Decoder, lm_loss
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 
 Layout = Mapping[str, Any]
 

@@ -19,7 +19,8 @@ from harness.refusals import refused
 from harness.training import make_config
 from shardwise import gathered, init, initialize
 from shardwise.construction.shards import ShardedParameter
-from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.models.decoder import Decoder
+from shardwise.models.presets import DecoderConfig
 
 SEED = 3
 SHAPE = DecoderConfig(

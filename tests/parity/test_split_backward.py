@@ -17,7 +17,8 @@ from harness.gradients import handing
 from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.split_model import make_comm
-from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
+from shardwise.models.decoder import Decoder, lm_loss
+from shardwise.models.presets import DecoderConfig
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.runtime.module_hooks import hook_gradient
 from shardwise.runtime.recompute import recompute_forward

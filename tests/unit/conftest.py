@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.verify.dry_run.simulate_finalists", lambda prices, *_: list(prices))
+    monkeypatch.setattr("shardwise.verify.finalists.simulate_finalists", lambda prices, *_: list(prices))
     monkeypatch.setattr("shardwise.report.console.EVERY_S", math.inf)

@@ -33,7 +33,6 @@ class Signed(ElementWise):
 
 def add_row(monkeypatch: pytest.MonkeyPatch, rule: OptimizerRule) -> None:
     monkeypatch.setattr(rules, "_BY_NAME", {**{each.name: each for each in RULES}, rule.name: rule})
-    monkeypatch.setattr(rules, "_BY_KIND", {**{each.kind: each for each in RULES}, rule.kind: rule})
 
 
 def trained(tier: str, folder: Path) -> list[torch.Tensor]:
@@ -67,6 +66,6 @@ def test_the_recipe_for_an_optimizer_works_as_it_is_written(monkeypatch, tmp_pat
         for found, wanted in zip(trained(tier, tmp_path), expected, strict=True):
             torch.testing.assert_close(found, wanted)
     adam = rules.named_rule("adam")
-    add_row(monkeypatch, replace(adam, name="signed", kind=Signed))
+    add_row(monkeypatch, replace(adam, name="signed", made_by=Signed))
     with refused("rule-of-other-optimizer", "the rule of Signed asks for"):
         trained("nvme", tmp_path / "copied")

@@ -12,27 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from shardwise.attention.structures import (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    FixedSparsityConfig,
-    LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import AttentionConfig
 from shardwise.config.validate import ATTENTION_KEYS, wrong_attention
 
-_STRUCTURES: Final[Mapping[str, type[SparsityConfig]]] = MappingProxyType(
+if TYPE_CHECKING:
+    from shardwise.attention.structures import SparsityConfig
+
+_STRUCTURES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "fixed": FixedSparsityConfig,
-        "variable": VariableSparsityConfig,
-        "bigbird": BigBirdSparsityConfig,
-        "bslongformer": BSLongformerSparsityConfig,
-        "sliding-window": LocalSlidingWindowSparsityConfig,
+        "fixed": "FixedSparsityConfig",
+        "variable": "VariableSparsityConfig",
+        "bigbird": "BigBirdSparsityConfig",
+        "bslongformer": "BSLongformerSparsityConfig",
+        "sliding-window": "LocalSlidingWindowSparsityConfig",
     }
 )
 
@@ -50,7 +45,10 @@ def structure_of(section: AttentionConfig, num_heads: int, *, causal: bool = Tru
         raise ConfigError(code, message)
     if section.kind == "dense":
         return None
+    from shardwise.attention import structures
+
     arguments = {key: getattr(section, key) for key in ATTENTION_KEYS[section.kind]}
     options: dict[str, Any] = {key: value for key, value in arguments.items() if value is not None}
     options["attention"] = "unidirectional" if causal else "bidirectional"
-    return _STRUCTURES[section.kind](num_heads, **options)
+    structure: SparsityConfig = getattr(structures, _STRUCTURES[section.kind])(num_heads, **options)
+    return structure

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from shardwise.planner.search import SearchResult
 
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
-_USUAL_LENGTH: Final = 4096
 # A written config saves this often: what a failure costs at most.
 _SAVED_S: Final = 3600.0
 _LONG_NAME: Final = 80
@@ -177,6 +176,7 @@ def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence
     """Answer a question about a job; refuse an incomplete one before torch is imported, which takes seconds."""
     from shardwise.cli.this_machine import read_cluster
 
+    model = model or arguments.compare  # its own, where it names one
     if model is None and arguments.explain is None and not arguments.fit:
         raise ConfigError("plan-needs-model", _NO_MODEL)
     num_procs = None if arguments.cluster else _num_procs(arguments.explain or model, assignments)
@@ -211,27 +211,34 @@ def _refuse_taken(path: Path | None) -> None:
 
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
-    with progress("starting torch") as say:
+    with progress("reading the question") as say:
         from shardwise.planner.cost import by_num_gpus
         from shardwise.planner.explain import expert_notes, reasons_of
+        from shardwise.planner.plan import find
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import cost_dict, cost_view, page_dict, plan_dict, plan_view
-        from shardwise.planner.request import ask, is_split, read_model
+        from shardwise.planner.request import PlanRequest, Question, is_split, read_model
         from shardwise.planner.search import Limits, search, settle
-        from shardwise.train.imported_plan import named_batch
-        from shardwise.verify.dry_run import simulate_finalists
+        from shardwise.verify.finalists import simulate_finalists
 
         source_model, own_config = read_model(model), arguments.compare
         batch = (
             arguments.global_batch
             or source_model.global_batch
-            or (own_config and named_batch(own_config, cluster.num_gpus))
+            or (own_config and _batch_of(own_config, cluster.num_gpus))
         )
-        asked = ask(source_model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
-        say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
-        sizes = by_num_gpus(asked.job, asked.space, limits) if arguments.best == "price" else ()
-        plan = sizes[0] if sizes else search(asked.job, asked.space, limits)
+        sizes: tuple[SearchResult, ...] = ()
+
+        def look(asked: PlanRequest) -> SearchResult:
+            nonlocal sizes
+            if arguments.write is not None:
+                asked.check_writable()
+            say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name} for {asked.job.seq_len:,} tokens")
+            sizes = by_num_gpus(asked.job, asked.space, limits) if arguments.best == "price" else ()
+            return sizes[0] if sizes else search(asked.job, asked.space, limits)
+
+        asked, plan = find(Question(source_model, cluster, arguments.seq, batch, tuple(assignments)), look)
         if sizes and _CLUSTER.fullmatch(arguments.cluster or ""):
             arguments.cluster = f"{arguments.cluster.partition(':')[0]}:{plan.job.cluster.num_gpus}"
         pricer = Pricer(plan.job)
@@ -248,19 +255,25 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         num_shown=arguments.top,
         is_whole=arguments.more,
         yours=yours,
-        notes=(*asked.notes, *note, *expert_notes(plan, pricer)),
+        notes=(*asked.notes, *note, *expert_notes(plan, pricer), *filter(None, [asked.plan_only])),
     )
     answer = plan_dict(plan, reasons, yours) | cost_dict(*of_run)
     if plan.winner is not None:
         answer["best"][0] |= page_dict(plan.winner, pricer)
     try:
-        _give(arguments, Group(view, cost_view(*of_run), *_footer(arguments, plan.winner)), answer)
+        _give(arguments, Group(view, cost_view(*of_run), *_footer(arguments, plan.winner, asked.plan_only)), answer)
     finally:
         _write_config(arguments, plan, asked.base, pricer)
     return 0 if plan.winner is not None else 1
 
 
-def _footer(arguments: SimpleNamespace, winner: Estimate | None) -> Iterator[Text]:
+def _batch_of(own_config: str, num_gpus: int) -> int | None:
+    from shardwise.train.imported_plan import named_batch
+
+    return named_batch(own_config, num_gpus)
+
+
+def _footer(arguments: SimpleNamespace, winner: Estimate | None, plan_only: str) -> Iterator[Text]:
     """Yield the lines that are printed nearest to the prompt."""
     from shardwise.planner.results import layout_words
 
@@ -268,7 +281,7 @@ def _footer(arguments: SimpleNamespace, winner: Estimate | None) -> Iterator[Tex
         return
     if arguments.more:
         yield Text(f" best  {layout_words(winner.strategy)}", style="bold")
-    if arguments.write is None:
+    if arguments.write is None and not plan_only:
         more = "" if arguments.more else "; --more tells more"
         yield Text(f" --write plan.toml makes it a config for shardwise train{more}", style="dim")
 
@@ -280,11 +293,11 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
         own: the file that was given to compare; a mistake in it is an error.
         model: the model's file, where it also has a strategy; that it does not fit the cluster is a note.
     """
-    from shardwise.train.imported_plan import strategy_for
-
     source = own or model
     if source is None:
         return None, ()
+    from shardwise.train.imported_plan import strategy_for
+
     try:
         return pricer.price(strategy_for(source, pricer.job)), ()
     except ConfigError as error:
@@ -296,15 +309,15 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
 
 
 def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pricer: Pricer) -> None:
+    price = plan.winner
+    if price is None or arguments.write is None:
+        return
     from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
     from shardwise.planner.results import layout_words
     from shardwise.report.planned import HERE, PlanNote
     from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job
 
-    price = plan.winner
-    if price is None or arguments.write is None:
-        return
     job, cluster = plan.job, plan.job.cluster
     config = config_of(job, price.strategy, base)
     if arguments.cluster is None:
@@ -363,13 +376,13 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
 
 
 def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int:
-    with progress("starting torch") as say:
+    with progress("reading the question") as say:
         from shardwise.planner.fit import fit
         from shardwise.planner.render import fit_dict, fit_view
-        from shardwise.planner.request import read_model, usual_dtype
+        from shardwise.planner.request import USUAL_LENGTH, read_model, usual_dtype
 
         source_model = None if model is None else read_model(model)
-        seq_len = arguments.seq or (source_model and (source_model.seq_len or source_model.longest)) or _USUAL_LENGTH
+        seq_len = arguments.seq or (source_model and (source_model.seq_len or source_model.longest)) or USUAL_LENGTH
         shape = None if source_model is None else source_model.shape
         fits = []
         say("trying sizes")

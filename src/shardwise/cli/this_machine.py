@@ -10,7 +10,7 @@ import os
 from shardwise.config.errors import ConfigError
 from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks
-from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu, parse_cluster
+from shardwise.planner.hardware import CPU, Cluster, Host, cluster_of, known_gpu, parse_cluster
 from shardwise.planner.profile import find_profile
 from shardwise.report.console import progress
 from shardwise.report.planned import HERE
@@ -38,7 +38,8 @@ def read_cluster(text: str | None, num_ranks: int | None = None) -> Cluster:
         return cluster_of(profile, ranks)
     gpu = None if row.is_cpu else known_gpu(name)
     if gpu is not None:
-        return Cluster(gpu=gpu, num_gpus=ranks, gpus_per_node=ranks, nic_bytes_per_s=gpu.nic_bytes_per_s)
+        memory = Host(memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return Cluster(gpu=gpu, num_gpus=ranks, gpus_per_node=ranks, nic_bytes_per_s=gpu.nic_bytes_per_s, host=memory)
     raise ConfigError(
         "machine-not-measured",
         f"this machine's {name} is not in the planner's catalogue and was not measured; run shardwise doctor "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.comm.backends import sum_chunks
 from shardwise.comm.collectives import AsyncWork, Comm
-from shardwise.layout.codec import BLOCK_NUMEL
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors

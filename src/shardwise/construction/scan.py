@@ -29,9 +29,9 @@ from shardwise.layout.facts import FusedDim, ModelFacts, ParamEntry, StageUnit
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import TORCH_DTYPES, buffer_dtype
 from shardwise.layout.resolve import layout_of
 from shardwise.layout.tensor_plan import TensorLayout
+from shardwise.runtime.precision import TORCH_DTYPES, buffer_dtype
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 _LOG: Final = logging.getLogger("shardwise")
@@ -114,12 +114,16 @@ def with_own_dtype(facts: ModelFacts, config: AnyConfig, *, rank: int = 0) -> An
         return config
     params = [each for each in facts.params if not each.is_opaque]
     beside = {name: {each.dtype for each in params if name not in each.wide_in} for name in TORCH_DTYPES}
-    own = [name for name, dtypes in beside.items() if dtypes == {TORCH_DTYPES[name]}]
-    there = sorted({str(each.dtype).removeprefix("torch.") for each in params})
+    own = [name for name, dtypes in beside.items() if dtypes == {_named(TORCH_DTYPES[name])}]
+    there = sorted({each.dtype for each in params})
     if rank == 0 and not own and len(there) > 1:
         kind, text = facts.kind, " and ".join(there)
         _LOG.warning("parameters of %s are in %s; all train in float32: set precision.param to choose", kind, text)
     return config.model_copy(update={"precision": config.precision.model_copy(update={"param": (*own, "fp32")[0]})})
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def find_units(modules: Modules, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:
@@ -205,7 +209,7 @@ def _read_parameters(modules: Modules, units: Sequence[str], precision: Precisio
                 is_matrix=unit != ROOT and block_at.issuperset(owners.values()) and is_linear,
                 fused=_joint(names[0], modules[owners[names[0]]]),
                 wide_in=() if is_bytes else tuple(narrow for narrow in _NARROW if not wide[narrow].isdisjoint(names)),
-                dtype=parameter.dtype,
+                dtype=_named(parameter.dtype),
                 layer_names=layers,
             )
         )

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.attention.block_layout import BlockLayout
-from shardwise.context.plan import RingStep, plan_steps
 from shardwise.layout.token_ranges import TokenSplit, count_tokens
+
+if TYPE_CHECKING:
+    from shardwise.attention.block_layout import BlockLayout
+    from shardwise.context.plan import RingStep
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ def bytes_of_attention(
     Raises:
         ConfigError: the split is not of the layout's tokens.
     """
+    from shardwise.context.plan import plan_steps
+
     exchanged = bytes_of_heads(split.own_size, heads_over, sizes)
     steps = plan_steps(layout, split.teams(heads_over), rank // heads_over, one_by_one=one_by_one)
     own = replace(sizes, num_heads=sizes.num_heads // heads_over, num_kv_heads=max(1, sizes.num_kv_heads // heads_over))

@@ -37,8 +37,9 @@ from shardwise.launch.environment import RankEnv
 from shardwise.launch.host import usable_bytes
 from shardwise.launch.local import launch_local
 from shardwise.launch.process_group import start_process_group
-from shardwise.models.decoder import DecoderBlock, DecoderConfig, DecoderLinear, RMSNorm, lm_loss, rope_tables
+from shardwise.models.decoder import DecoderBlock, DecoderLinear, RMSNorm, lm_loss, rope_tables
 from shardwise.models.decoder_attention import attend_densely
+from shardwise.models.presets import DecoderConfig
 from shardwise.offload.disk_bench import SwapSpeed, measure_swap
 from shardwise.planner.hardware import CPU
 from shardwise.planner.profile import TABLES, Profile

@@ -37,7 +37,6 @@ from shardwise.engine.whole_values import check_of_graphs
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.param_groups import GroupSpec
-from shardwise.layout.precision import buffer_dtype
 from shardwise.offload.activations import ActivationStore, build_store
 from shardwise.offload.tiers import Tiers
 from shardwise.optim.schedules import own_scheduler
@@ -49,7 +48,7 @@ from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.module_calls import call_after_forward
 from shardwise.runtime.optimizer_probe import check_scheduler
-from shardwise.runtime.precision import LossScaler
+from shardwise.runtime.precision import LossScaler, buffer_dtype
 from shardwise.runtime.recompute import replace_forwards
 from shardwise.runtime.timeline import Timeline
 from shardwise.runtime.user_hooks import HooksOnce

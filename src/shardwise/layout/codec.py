@@ -18,8 +18,6 @@ tensor([ 1.0000e+00, -5.0078e-01,  0.0000e+00,  8.8750e-05])
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal
@@ -27,16 +25,9 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from shardwise.layout.precision import DTYPE_BYTES, StatesDtype, StoredDtype
+from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES, SCALE_BYTES, StatesDtype, StoredDtype
 from shardwise.optim.rules import STORED_STATES
 
-BLOCK_NUMEL: Final = 256
-"""Elements that share a scale."""
-
-SMALL_NUMEL: Final = 4096
-"""Parameters of fewer elements, counted over the whole parameter, keep their states unencoded: they save nothing."""
-
-SCALE_BYTES: Final = 4
 NUM_DROPPED: Final = 15
 """Last bits of a float by which no code is found: its sign, exponent and 8 bits of its mantissa tell codes apart."""
 
@@ -126,11 +117,6 @@ class Encoded:
 def codec_of(state: str, dtype: StatesDtype) -> Codec | None:
     """Return the codec of an optimizer's state under `precision.states`; None for none."""
     return None if dtype == "master" else Codec(dtype, is_signed=state not in _UNSIGNED)
-
-
-def is_encoded(global_shape: Sequence[int]) -> bool:
-    """Say whether a parameter of that shape, whole, is large enough for its states to be encoded."""
-    return math.prod(global_shape) >= SMALL_NUMEL
 
 
 def _values_of(codes: Tensor, is_signed: bool) -> Tensor:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from shardwise.config.resolve import Dtype
 
 
@@ -35,6 +33,7 @@ class ParamEntry:
         is_matrix: whether a matrix optimizer steps it: as the weight of a linear layer inside a block.
         fused: the matrices that it is made of, where it is several.
         wide_in: the narrow dtypes of `precision.param` in which it stays in fp32.
+        dtype: torch's name of the one that it has in the model.
         layer_names: those of its names under which a linear layer or an embedding has it.
     """
 
@@ -48,7 +47,7 @@ class ParamEntry:
     is_matrix: bool = False
     fused: FusedDim | None = None
     wide_in: tuple[Dtype, ...] = ()
-    dtype: torch.dtype = torch.float32
+    dtype: str = "float32"
     layer_names: tuple[str, ...] = ()
 
 

@@ -1,5 +1,6 @@
 """Say how ranks sum the gradients of a group: over which ranks, in which bits, and in how many bytes.
 
+>>> from shardwise.layout.wire_codec import WireCodec
 >>> a_sum = GradSum(num_ranks=4, numel=4096, dtype="bf16", codec=WireCodec("int8"))
 >>> a_sum.num_bytes                                          # 3 rows of 1,024 codes and 4 scales
 3120
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, StoredDtype
-from shardwise.layout.wire_codec import WireCodec
 from shardwise.layout.zero_stages import Placement, ZeroStage
+
+if TYPE_CHECKING:
+    from shardwise.layout.wire_codec import WireCodec
 
 SumRanks = Literal["data", "shards", "replicas"]
 """The ranks that sum: all that average gradients, those of the shard group, or those that hold the same shard."""
@@ -89,6 +92,8 @@ def sums_of(group: GroupSpec, stage: ZeroStage, policy: PrecisionPolicy) -> Mapp
     def summed(num_ranks: int, numel: int, is_for_all: bool, nearby: int) -> GradSum:
         codec = None
         if policy.reduce_codec is not None and group.is_encodable and num_ranks > 1:
+            from shardwise.layout.wire_codec import WireCodec
+
             codec = WireCodec(policy.reduce_codec)
         return GradSum(num_ranks, numel, policy.reduce, codec, is_for_all, nearby, policy.reduce_feedback)
 

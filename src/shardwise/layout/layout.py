@@ -26,20 +26,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from shardwise.config.resolve import OptimizerConfig, Tier, TiersConfig
-from shardwise.layout.codec import SCALE_BYTES, Codec, codec_of, is_encoded
 from shardwise.layout.facts import ModelFacts
 from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, GroupTiers
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, StoredDtype
+from shardwise.layout.precision import (
+    DTYPE_BYTES,
+    OPAQUE,
+    SCALE_BYTES,
+    PrecisionPolicy,
+    StatesDtype,
+    StoredDtype,
+    is_encoded,
+)
 from shardwise.layout.tensor_plan import TensorLayout
-from shardwise.layout.wire_codec import WireCodec
 from shardwise.layout.zero_stages import Placement, ZeroStage
 from shardwise.optim.rules import matrix_state_names, state_names
+
+if TYPE_CHECKING:
+    from shardwise.layout.codec import Codec
+    from shardwise.layout.wire_codec import WireCodec
 
 Key = TypeVar("Key")
 
@@ -237,7 +247,11 @@ class Layout:
         layout; None for as they are.
         """
         name = self.precision_of(group).gather
-        return WireCodec(name) if name != "param" and group.is_encodable else None
+        if name == "param" or not group.is_encodable:
+            return None
+        from shardwise.layout.wire_codec import WireCodec
+
+        return WireCodec(name)
 
     def gather_bytes(self, group: GroupSpec) -> int:
         """Return the bytes of one rank's shard of the parameters of `group` as it is sent."""
@@ -405,12 +419,20 @@ def states_of(
             policy.master,
             stage.optimizer,
             is_flat=False,
-            codec=codec_of(name, policy.states),
+            codec=_codec_of(name, policy.states),
             of_matrices=is_of_matrices,
         )
         for name, is_of_matrices in (*kept, *((name, True) for name in of_matrices))
     ]
     return tuple(states)
+
+
+def _codec_of(state: str, dtype: StatesDtype) -> Codec | None:
+    if dtype == "master":
+        return None
+    from shardwise.layout.codec import codec_of
+
+    return codec_of(state, dtype)
 
 
 def _summed(each: Iterable[Mapping[Key, int]]) -> dict[Key, int]:

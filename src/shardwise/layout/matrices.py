@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Rect
-from shardwise.optim.muon import NUM_ITERATIONS
+from shardwise.optim.rules import NUM_ITERATIONS
 
 
 def matrices_of(place: ParamSpec) -> tuple[Rect, ...]:

@@ -27,9 +27,8 @@ from typing import Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Tier
-from shardwise.layout.codec import BLOCK_NUMEL, SMALL_NUMEL, is_encoded
 from shardwise.layout.facts import FusedDim, ParamEntry
-from shardwise.layout.precision import PrecisionPolicy
+from shardwise.layout.precision import BLOCK_NUMEL, SMALL_NUMEL, PrecisionPolicy, is_encoded
 from shardwise.layout.slicing import Chunk, intersect
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES, Placement, ZeroStage

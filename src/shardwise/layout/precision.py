@@ -9,22 +9,27 @@ It is a pure value: `shardwise.runtime.precision` casts by it. A policy means th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-import torch
-
 from shardwise.config.resolve import Dtype, PrecisionConfig
 from shardwise.config.sections import Gather
 
-TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
-    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
 StatesDtype = Literal["master", "bf16", "int8"]
 StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters, and of codes
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
+
+# Of codecs (`shardwise.layout.codec`, `shardwise.layout.wire_codec`): layouts count bytes by them without torch.
+BLOCK_NUMEL: Final = 256
+"""Elements that share a scale."""
+
+SMALL_NUMEL: Final = 4096
+"""Parameters of fewer elements, counted over the whole parameter, keep their states unencoded: they save nothing."""
+
+SCALE_BYTES: Final = 4
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,6 @@ def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
     )
 
 
-def buffer_dtype(given: torch.dtype, config: PrecisionConfig) -> torch.dtype:
-    """Return the dtype of a buffer in training.
-
-    A buffer that is kept has its own dtype, promoted with the parameters': in an fp64 model it must meet fp64 tensors.
-
-    >>> buffer_dtype(torch.float32, PrecisionConfig(param="bf16")), buffer_dtype(torch.int64, PrecisionConfig())
-    (torch.float32, torch.int64)
-    """
-    if not given.is_floating_point:
-        return given
-    param = TORCH_DTYPES[config.param or "fp32"]
-    return param if config.buffers == "param" else torch.promote_types(given, param)
+def is_encoded(global_shape: Sequence[int]) -> bool:
+    """Say whether a parameter of that shape, whole, is large enough for its states to be encoded."""
+    return math.prod(global_shape) >= SMALL_NUMEL

@@ -29,7 +29,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.layout.codec import BLOCK_NUMEL, SCALE_BYTES
+from shardwise.layout.precision import BLOCK_NUMEL, SCALE_BYTES
 
 PART_NUMEL: Final = 2**18
 """Elements that are encoded or decoded at a time on a CPU, whose cache holds them; more take several times as long."""

@@ -1,11 +1,20 @@
 """Holds the library's own small decoder: its shapes by name, its loss and its sampler.
 
-Not needed to use the engine, which takes any `nn.Module`; `shardwise train` and the proofs train this one.
+Not needed to use the engine, which takes any `nn.Module`; `shardwise train` and the proofs train this one. Every name
+is imported from its module when it is first used: shapes need no torch.
 """
 
-from shardwise.models.decoder import Decoder, DecoderBlock, DecoderConfig, flops_per_token, lm_loss, num_params
-from shardwise.models.generate import generate
-from shardwise.models.presets import PRESETS, decoder_config, preset
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from shardwise.models.decoder import Decoder, DecoderBlock, lm_loss
+    from shardwise.models.generate import generate
+    from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, flops_per_token, num_params, preset
 
 __all__ = [
     "PRESETS",
@@ -19,3 +28,13 @@ __all__ = [
     "num_params",
     "preset",
 ]
+
+_MODULES: Final[Mapping[str, str]] = MappingProxyType(
+    {"Decoder": "decoder", "DecoderBlock": "decoder", "generate": "generate", "lm_loss": "decoder"}
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'shardwise.models' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"shardwise.models.{_MODULES.get(name, 'presets')}"), name)

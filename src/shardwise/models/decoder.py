@@ -1,10 +1,11 @@
-"""Defines a Llama-style decoder in plain PyTorch, its loss, and its size and cost by formula.
+"""Defines a Llama-style decoder in plain PyTorch, and its loss.
 
 It has no sharding code: no collectives, no groups, no tiers. Its state is its parameters alone; rotary tables are
 recomputed in each forward, so a model built on meta needs only its parameters filled.
 
 Shapes: B batch, S sequence, E hidden, H query heads, K key and value heads, D head, V vocabulary.
 
+>>> from shardwise.models.presets import num_params
 >>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
 ...                        head_dim=4, ffn_size=48, max_seq_len=32)
 >>> model = Decoder(config)
@@ -19,10 +20,8 @@ torch.Size([2, 8, 64])
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,81 +30,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.config.errors import ConfigError, EngineError
-from shardwise.config.resolve import AttentionConfig
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
-from shardwise.models.decoder_attention import Attend, attend_of, attention_density
+from shardwise.models.decoder_attention import Attend, attend_of
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.device import number_dtype
 from shardwise.runtime.torch_private import is_fake
-from shardwise.schedule.formulas import training_flops_per_token
 
 IGNORED_TARGET = -100
 INIT_STD = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Describes the shape of a decoder; `head_dim` is a field, since it need not be hidden_size / num_heads.
-
-    `attention` defines which keys before it each query sees, in every layer; no parameter depends on it.
-
-    Raises:
-        ConfigError: a size is not positive, `head_dim` is odd, `num_kv_heads` does not divide `num_heads`, or there is
-            no such attention.
-    """
-
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    max_seq_len: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-
-    def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            if option.name in ("tie_embeddings", "attention"):
-                continue
-            kinds, most = ((int, float), 2.0**63) if option.name in ("rope_theta", "norm_eps") else ((int,), 2**31)
-            if isinstance(value, bool) or not isinstance(value, kinds) or value >= most:
-                raise ConfigError(
-                    "shape-not-a-number", f"{option.name}={value!r} is no number below {most:g}; give one"
-                )
-            if not value > 0:
-                raise ConfigError("shape-not-positive", f"{option.name}={value} is not positive; give more than 0")
-        if self.head_dim % 2:
-            legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"
-            raise ConfigError(
-                "head-dim-odd",
-                f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; nearest legal: {legal}",
-            )
-        if self.num_heads % self.num_kv_heads:
-            legal = ", ".join(map(str, _nearest_divisors(self.num_heads, self.num_kv_heads)))
-            raise ConfigError(
-                "kv-heads-divide-heads",
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}",
-            )
-        attend_of(self.attention, self.num_heads)  # raises if there is no such attention
-
-    def values(self) -> dict[str, Any]:
-        """Return all fields as JSON values, for `from_values`; `attention` is left out where it is dense."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if self.attention.kind == "dense":
-            del values["attention"]
-        else:
-            values["attention"] = self.attention.model_dump(mode="json", exclude_none=True)
-        return values
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> DecoderConfig:
-        """Make the config whose method `values` returned these."""
-        return cls(**{**values, "attention": AttentionConfig(**values.get("attention", {}))})
 
 
 class DecoderLinear(nn.Linear):
@@ -415,35 +348,6 @@ class _CrossEntropySum(torch.autograd.Function):
         return grad, None, None, None
 
 
-def num_params(config: DecoderConfig) -> int:
-    """Return the number of parameters; tied embeddings count once.
-
-    >>> from shardwise.models.presets import preset
-    >>> f"{num_params(preset('llama-405b')):,}"
-    '405,853,388,800'
-    """
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    norms = (2 * config.num_layers + 1) * config.hidden_size
-    return embeddings + norms + config.num_layers * _block_matmul_params(config)
-
-
-def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
-    """Return the model FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
-
-    Dense attention counts in full, although the causal mask saves half of it; block-sparse attention counts the
-    pairs of tokens that are visible, exactly.
-    """
-    matmul_params = config.num_layers * _block_matmul_params(config) + config.vocab_size * config.hidden_size
-    num_keys = seq_len * attention_density(config.attention, config.num_heads, seq_len)
-    width = config.num_layers * config.num_heads * config.head_dim
-    return round(training_flops_per_token(matmul_params, width, num_keys))
-
-
-def _block_matmul_params(config: DecoderConfig) -> int:
-    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
-    return attention + 3 * config.hidden_size * config.ffn_size
-
-
 def _residual_std(config: DecoderConfig) -> float:
     """Return the standard deviation for the 2 L projections that add to the residual stream.
 
@@ -473,13 +377,6 @@ def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     if is_fake(logits):
         starts = (*starts[:2], *starts[2:][-1:])
     return [tuple(tensor[start : start + num_rows] for tensor in (logits, *others)) for start in starts]
-
-
-def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return below + above
 
 
 def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:

@@ -116,13 +116,3 @@ def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
     """
     structure = structure_of(section, num_heads)
     return attend_densely if structure is None else BlockSparse(structure)
-
-
-def attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:
-    """Return the share of all pairs of a query and a key that FLOPs count: 1.0 where dense, else the visible share.
-
-    Args:
-        num_heads: query heads of the whole model.
-    """
-    structure = structure_of(section, num_heads)
-    return 1.0 if structure is None else structure.layout(seq_len).density

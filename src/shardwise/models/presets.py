@@ -1,6 +1,6 @@
-"""Lists decoder shapes by name: small ones of the library to train, published ones to train or to plan for.
+"""Describes decoder shapes, their size and cost by formula, and lists some by name: small and published ones.
 
-Not weights: a preset is a shape, and training starts from drawn parameters.
+Not weights: a preset is a shape, and training starts from drawn parameters. What plans needs no torch for it.
 
 >>> preset("llama-8b")
 Traceback (most recent call last):
@@ -12,15 +12,83 @@ shardwise.config.errors.ConfigError: llama-8b is not a preset; did you mean llam
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
+from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import AttentionConfig, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
-from shardwise.models.decoder import DecoderConfig
+from shardwise.schedule.formulas import training_flops_per_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Describes the shape of a decoder; `head_dim` is a field, since it need not be hidden_size / num_heads.
+
+    `attention` defines which keys before it each query sees, in every layer; no parameter depends on it.
+
+    Raises:
+        ConfigError: a size is not positive, `head_dim` is odd, `num_kv_heads` does not divide `num_heads`, or there is
+            no such attention.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_seq_len: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if option.name in ("tie_embeddings", "attention"):
+                continue
+            kinds, most = ((int, float), 2.0**63) if option.name in ("rope_theta", "norm_eps") else ((int,), 2**31)
+            if isinstance(value, bool) or not isinstance(value, kinds) or value >= most:
+                raise ConfigError(
+                    "shape-not-a-number", f"{option.name}={value!r} is no number below {most:g}; give one"
+                )
+            if not value > 0:
+                raise ConfigError("shape-not-positive", f"{option.name}={value} is not positive; give more than 0")
+        if self.head_dim % 2:
+            legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"
+            raise ConfigError(
+                "head-dim-odd",
+                f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; nearest legal: {legal}",
+            )
+        if self.num_heads % self.num_kv_heads:
+            legal = ", ".join(map(str, _nearest_divisors(self.num_heads, self.num_kv_heads)))
+            raise ConfigError(
+                "kv-heads-divide-heads",
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}",
+            )
+        structure_of(self.attention, self.num_heads)  # raises if there is no such attention
+
+    def values(self) -> dict[str, Any]:
+        """Return all fields as JSON values, for `from_values`; `attention` is left out where it is dense."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.attention.kind == "dense":
+            del values["attention"]
+        else:
+            values["attention"] = self.attention.model_dump(mode="json", exclude_none=True)
+        return values
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> DecoderConfig:
+        """Make the config whose method `values` returned these."""
+        return cls(**{**values, "attention": AttentionConfig(**values.get("attention", {}))})
 
 
 def _small(*, vocab_size: int, num_layers: int, num_heads: int, ffn_size: int, max_seq_len: int) -> DecoderConfig:
@@ -180,3 +248,48 @@ def decoder_config(
             f"give at least {vocab_size}, or leave it out",
         )
     return replace(shape, **changes)
+
+
+def num_params(config: DecoderConfig) -> int:
+    """Return the number of parameters; tied embeddings count once.
+
+    >>> f"{num_params(preset('llama-405b')):,}"
+    '405,853,388,800'
+    """
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    norms = (2 * config.num_layers + 1) * config.hidden_size
+    return embeddings + norms + config.num_layers * _block_matmul_params(config)
+
+
+def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
+    """Return the model FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
+
+    Dense attention counts in full, although the causal mask saves half of it; block-sparse attention counts the
+    pairs of tokens that are visible, exactly.
+    """
+    matmul_params = config.num_layers * _block_matmul_params(config) + config.vocab_size * config.hidden_size
+    num_keys = seq_len * _attention_density(config.attention, config.num_heads, seq_len)
+    width = config.num_layers * config.num_heads * config.head_dim
+    return round(training_flops_per_token(matmul_params, width, num_keys))
+
+
+def _block_matmul_params(config: DecoderConfig) -> int:
+    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+    return attention + 3 * config.hidden_size * config.ffn_size
+
+
+def _attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:
+    """Return the share of all pairs of a query and a key that FLOPs count: 1.0 where dense, else the visible share.
+
+    Args:
+        num_heads: query heads of the whole model.
+    """
+    structure = structure_of(section, num_heads)
+    return 1.0 if structure is None else structure.layout(seq_len).density
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return below + above

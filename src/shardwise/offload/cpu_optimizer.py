@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.layout.codec import BLOCK_NUMEL as CODEC_BLOCK
 from shardwise.layout.codec import Encoded
+from shardwise.layout.precision import BLOCK_NUMEL as CODEC_BLOCK
 from shardwise.optim.elementwise import StepTensors
 from shardwise.optim.rules import OptimizerRule, fused_grad_scale
 from shardwise.runtime.codec_errors import CodecErrors

@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-NUM_ITERATIONS: Final = 5
-"""Newton-Schulz iterations, as Keller Jordan's and torch's."""
+from shardwise.optim.rules import IS_MATRIX, MOMENTUM, NUM_ITERATIONS
 
-# Options of the optimizer's parameter groups: whether they are stepped by Muon, and of which parts along which dim they
-# are made.
-IS_MATRIX: Final = "is_matrix"
+# An option of the optimizer's parameter groups: of which parts along which dim they are made.
 FUSED: Final = "fused_dim"
-MOMENTUM: Final = "momentum_buffer"
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # the steepest at 0; singular values end between 0.7 and 1.2
 _EPS: Final = 1e-7

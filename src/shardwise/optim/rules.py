@@ -1,11 +1,13 @@
 """One row for each optimizer that a config can name: its states, how it steps elements, and what makes and calls it.
 
 `Layout`, the step of what is stored off the device or encoded, codecs, the Triton kernel, the measure of what codecs
-round off, and the planner read these rows, and nothing else says what they say.
+round off, and the planner read these rows, and nothing else says what they say. A row names its class, and its kernel
+imports torch when it steps: what only counts states needs no torch.
 
 All but Muon are element-wise, since they see 1-D pieces of parameters. Of optimizers that a user gives, a trial says
 what they need (`shardwise.runtime.optimizer_probe`).
 
+>>> import torch
 >>> rule = rule_of(torch.optim.SGD([torch.zeros(1)], momentum=0.5))
 >>> rule.first_values({"momentum": 0.5}), rule.has_counter
 ({'momentum_buffer': 0.0}, False)
@@ -19,22 +21,28 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any, Final, NoReturn
-
-import torch
-from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import OptimizerConfig, shown_value
-from shardwise.optim.elementwise import AdEMAMix, ElementWise, Lion, Options, StepTensors
-from shardwise.optim.muon import IS_MATRIX, MOMENTUM, MuonWithAdamW
 
-Kernel = Callable[[Options, StepTensors], None]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from shardwise.optim.elementwise import Options, StepTensors
+
+    Kernel = Callable[[Options, StepTensors], None]
+
+# Of what Muon steps: the option of a param group that says so, and the state of a matrix.
+IS_MATRIX: Final = "is_matrix"
+MOMENTUM: Final = "momentum_buffer"
+NUM_ITERATIONS: Final = 5
+"""Newton-Schulz iterations of Muon, as Keller Jordan's and torch's."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class OptimizerRule:
     """Describes one optimizer.
 
     Attributes:
-        kind: the class; a subclass may step otherwise, so it has no row.
+        made_by: the class, or the path of its module and its name there.
         states: those that are as long as the parameter.
         has_counter: whether a 0-d fp32 `step` is kept for each parameter.
         kernel: steps lists of tensors by torch's own kernels, to rounding as the class does. Without one the optimizer
@@ -69,13 +77,18 @@ class OptimizerRule:
     """
 
     name: str
-    kind: type[Optimizer]
+    made_by: type[Optimizer] | str
     states: tuple[StateRule, ...]
     has_counter: bool = True
     kernel: Kernel | None = None
     gpu_kernel: str = ""
     matrix_states: tuple[StateRule, ...] = ()
     divides_by_scale: bool = False
+
+    @property
+    def kind(self) -> type[Optimizer]:
+        """Return the class; a subclass may step otherwise, so it has no row."""
+        return _class_of(self.made_by) if isinstance(self.made_by, str) else self.made_by
 
     def first_values(self, options: Options) -> dict[str, float]:
         """Return the states that these options ask for, with their values before the first step.
@@ -111,8 +124,15 @@ class OptimizerRule:
             ) from error
 
 
+@cache
+def _class_of(path: str) -> type[Optimizer]:
+    return cast("type[Optimizer]", resolve_name(path))
+
+
 def _on_host(options: Options) -> dict[str, Any]:
     """Return the options with their tensors, such as a learning rate, on the CPU."""
+
+    from torch import Tensor
 
     def moved(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -128,6 +148,8 @@ def _fused(options: Options) -> dict[str, Any]:
 
 
 def _step_adam(options: Options, tensors: StepTensors) -> None:
+    from torch.optim.adam import adam
+
     beta1, beta2 = options["betas"]
     adam(
         list(tensors.params),
@@ -148,6 +170,8 @@ def _step_adam(options: Options, tensors: StepTensors) -> None:
 
 
 def _step_sgd(options: Options, tensors: StepTensors) -> None:
+    from torch.optim.sgd import sgd
+
     has_momentum = options["momentum"] != 0
     kept = tensors.all("momentum_buffer") if has_momentum and not tensors.is_first else []
     buffers: list[Tensor | None] = [*kept] if kept else [None] * len(tensors.params)
@@ -161,6 +185,8 @@ def _step_sgd(options: Options, tensors: StepTensors) -> None:
 
 
 def _step_adagrad(options: Options, tensors: StepTensors) -> None:
+    from torch.optim.adagrad import adagrad
+
     names = ("weight_decay", "lr_decay", "eps", "maximize")
     chosen = {name: options[name] for name in names}
     sums, counters = tensors.all("sum"), tensors.counters()
@@ -178,46 +204,54 @@ _MOMENTUM: Final = StateRule("momentum_buffer", needs="momentum")
 _ADAM_STATES: Final = (_MEAN, _SQUARES, StateRule("max_exp_avg_sq", is_signed=False, needs="amsgrad"))
 
 
-def _torch_only(kind: type[Optimizer], *states: StateRule) -> OptimizerRule:
+def _torch_only(name: str, *states: StateRule) -> OptimizerRule:
     """Return the row of an optimizer that torch alone steps, on the device or on the host as a whole."""
-    return OptimizerRule(kind.__name__.lower(), kind, states)
+    return OptimizerRule(name.lower(), f"torch.optim:{name}", states)
 
 
-def _own(kind: type[ElementWise], *states: StateRule, gpu_kernel: str = "") -> OptimizerRule:
-    return OptimizerRule(kind.__name__.lower(), kind, states, kind.COUNTS, kind.kernel, gpu_kernel)
+def _own(name: str, *states: StateRule, has_counter: bool = True, gpu_kernel: str = "") -> OptimizerRule:
+    path = f"shardwise.optim.elementwise:{name}"
+
+    def step(options: Options, tensors: StepTensors) -> None:
+        resolve_name(path).kernel(options, tensors)
+
+    return OptimizerRule(name.lower(), path, states, has_counter, step, gpu_kernel)
 
 
 RULES: Final[tuple[OptimizerRule, ...]] = (
-    OptimizerRule("adamw", AdamW, _ADAM_STATES, kernel=_step_adam, gpu_kernel="adam", divides_by_scale=True),
-    OptimizerRule("adam", Adam, _ADAM_STATES, kernel=_step_adam, gpu_kernel="adam", divides_by_scale=True),
-    OptimizerRule("sgd", SGD, (_MOMENTUM,), False, _step_sgd, "sgd", divides_by_scale=True),
+    OptimizerRule(
+        "adamw", "torch.optim:AdamW", _ADAM_STATES, kernel=_step_adam, gpu_kernel="adam", divides_by_scale=True
+    ),
+    OptimizerRule(
+        "adam", "torch.optim:Adam", _ADAM_STATES, kernel=_step_adam, gpu_kernel="adam", divides_by_scale=True
+    ),
+    OptimizerRule("sgd", "torch.optim:SGD", (_MOMENTUM,), False, _step_sgd, "sgd", divides_by_scale=True),
     OptimizerRule(
         "adagrad",
-        Adagrad,
+        "torch.optim:Adagrad",
         (StateRule("sum", "initial_accumulator_value", is_signed=False),),
         kernel=_step_adagrad,
         gpu_kernel="adagrad",
     ),
     OptimizerRule(
         "muon",
-        MuonWithAdamW,
+        "shardwise.optim.muon:MuonWithAdamW",
         _ADAM_STATES,
         kernel=_step_adam,
         gpu_kernel="adam",
         matrix_states=(StateRule(MOMENTUM),),
     ),
-    _own(Lion, _MEAN, gpu_kernel="lion"),
-    _own(AdEMAMix, _MEAN, StateRule("exp_avg_slow"), _SQUARES),
-    _torch_only(torch.optim.NAdam, _MEAN, _SQUARES),
-    _torch_only(torch.optim.RAdam, _MEAN, _SQUARES),
-    _torch_only(torch.optim.Adamax, _MEAN, StateRule("exp_inf", is_signed=False)),
-    _torch_only(torch.optim.Adadelta, _SQUARE_AVG, StateRule("acc_delta", is_signed=False)),
-    _torch_only(torch.optim.ASGD, StateRule("ax")),
-    _torch_only(torch.optim.Rprop, StateRule("prev"), StateRule("step_size")),
-    _torch_only(torch.optim.RMSprop, _SQUARE_AVG, _MOMENTUM),
+    _own("Lion", _MEAN, has_counter=False, gpu_kernel="lion"),
+    _own("AdEMAMix", _MEAN, StateRule("exp_avg_slow"), _SQUARES),
+    _torch_only("NAdam", _MEAN, _SQUARES),
+    _torch_only("RAdam", _MEAN, _SQUARES),
+    _torch_only("Adamax", _MEAN, StateRule("exp_inf", is_signed=False)),
+    _torch_only("Adadelta", _SQUARE_AVG, StateRule("acc_delta", is_signed=False)),
+    _torch_only("ASGD", StateRule("ax")),
+    _torch_only("Rprop", StateRule("prev"), StateRule("step_size")),
+    _torch_only("RMSprop", _SQUARE_AVG, _MOMENTUM),
 )
 _BY_NAME: Final[Mapping[str, OptimizerRule]] = MappingProxyType({rule.name: rule for rule in RULES})
-_BY_KIND: Final[Mapping[type[Optimizer], OptimizerRule]] = MappingProxyType({rule.kind: rule for rule in RULES})
 STORED_STATES: Final = tuple(
     {state.name: state for rule in RULES if rule.kernel for state in (*rule.states, *rule.matrix_states)}.values()
 )
@@ -236,8 +270,7 @@ def named_rule(name: str) -> OptimizerRule | None:
 
 def rule_of_kind(kind: type[Optimizer]) -> OptimizerRule | None:
     """Return the row of a class that has a kernel; None for any other, a subclass included."""
-    rule = _BY_KIND.get(kind)
-    return rule if rule is not None and rule.kernel is not None else None
+    return next((rule for rule in _BY_NAME.values() if rule.kernel is not None and rule.kind is kind), None)
 
 
 def rule_of(optimizer: Optimizer, *, is_matrix: bool = False) -> OptimizerRule:
@@ -256,7 +289,7 @@ def rule_of(optimizer: Optimizer, *, is_matrix: bool = False) -> OptimizerRule:
 
 
 def _of_matrices(rule: OptimizerRule) -> OptimizerRule:
-    return OptimizerRule(rule.name, rule.kind, rule.matrix_states, False, _refuse_pieces)
+    return OptimizerRule(rule.name, rule.made_by, rule.matrix_states, False, _refuse_pieces)
 
 
 def refuse_without_rule(kind: type[Optimizer], *, is_element_wise: bool = True) -> NoReturn:
@@ -266,7 +299,7 @@ def refuse_without_rule(kind: type[Optimizer], *, is_element_wise: bool = True) 
         ConfigError: always.
     """
     why = "" if is_element_wise else ", whose step needs whole tensors"
-    known = [rule.kind.__name__ for rule in RULES if rule.kernel is not None and rule.kind is not MuonWithAdamW]
+    known = [rule.kind.__name__ for rule in RULES if rule.kernel is not None and not rule.matrix_states]
     raise ConfigError(
         "host-step-optimizer",
         f"a step of states on NVMe or of encoded ones is one of Muon, {', '.join(known[:-1])} and {known[-1]}; got "
@@ -321,8 +354,8 @@ _NOT_ELEMENT_WISE: Final = frozenset({"lbfgs", "adafactor", "muon", "sparseadam"
 ParamGroups = Sequence[dict[str, Any]]
 
 
-def optimizer_kind(name: str) -> type[Optimizer]:
-    """Return the optimizer class of a name, in upper or lower case.
+def wanted_rule(name: str) -> OptimizerRule:
+    """Return the row of a name, in upper or lower case.
 
     Raises:
         ConfigError: no optimizer that is right on pieces has that name.
@@ -333,7 +366,16 @@ def optimizer_kind(name: str) -> type[Optimizer]:
         if name.lower() in _NOT_ELEMENT_WISE:
             raise ConfigError("optimizer-element-wise", f"{shown} is not element-wise; {names}")
         raise ConfigError("unknown-optimizer", f"{shown} is unknown; {names}")
-    return rule.kind
+    return rule
+
+
+def optimizer_kind(name: str) -> type[Optimizer]:
+    """Return the class of a name's row.
+
+    Raises:
+        ConfigError: as `wanted_rule`.
+    """
+    return wanted_rule(name).kind
 
 
 def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
@@ -370,6 +412,8 @@ class LateFactor:
 
 def may_scale_in_step(optimizer: Optimizer, gradients: Collection[Tensor]) -> bool:
     """Say whether a step by these gradients, in the masters' dtypes, may multiply them by a factor itself."""
+    import torch
+
     rule, is_fused = rule_of_kind(type(optimizer)), all(group.get("fused") for group in optimizer.param_groups)
     is_wide = {gradient.dtype for gradient in gradients} == {torch.float32}
     return is_wide and is_fused and rule is not None and rule.divides_by_scale
@@ -385,6 +429,8 @@ def scaled_in_step(optimizer: Optimizer, factor: float | LateFactor, gradients: 
     Args:
         gradients: what it steps by; none where they must be multiplied before.
     """
+    import torch
+
     if not may_scale_in_step(optimizer, gradients):
         yield False
         return
@@ -414,6 +460,8 @@ def fused_grad_scale(kind: type[Optimizer], factor: float, dtypes: Collection[to
     Args:
         factor: turns accumulated sums into the gradient.
     """
+    import torch
+
     rule = rule_of_kind(kind)
     if rule is None or not rule.divides_by_scale or any(dtype != torch.float32 for dtype in dtypes):
         return None
@@ -428,6 +476,8 @@ def lacks_some_momentum(optimizer: Optimizer, stepped: Sequence[Tensor]) -> bool
     Args:
         stepped: what it is about to step.
     """
+    from torch.optim import SGD
+
     if not isinstance(optimizer, SGD) or not any(group.get("fused") for group in optimizer.param_groups):
         return False
     if not any(group["momentum"] for group in optimizer.param_groups):

@@ -14,8 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.optim.muon import NUM_ITERATIONS
-from shardwise.optim.rules import num_states
+from shardwise.optim.rules import NUM_ITERATIONS, num_states
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.host_time import (
     ADAPTER_LAUNCHES,

@@ -16,6 +16,7 @@ from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.request import CHUNK_TOKENS
 from shardwise.planner.results import (
     TIE_SHARE,
     TIME_PARTS,
@@ -71,12 +72,14 @@ class Reasons:
 
     Attributes:
         wins: why the winner beats the next.
+        chosen: of each part of the winner that is not the plainest, what the next plainer one lacks.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
         yours: how the user's own strategy does; empty where there is none.
     """
 
     wins: str = ""
+    chosen: tuple[str, ...] = ()
     runners_up: tuple[str, ...] = ()
     defaults: tuple[DefaultChoice, ...] = ()
     misses: str = ""
@@ -114,6 +117,7 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
         return replace(
             reasons,
             wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
+            chosen=tuple(why_chosen(winner, pricer, margin_share)),
             runners_up=tuple(why_slower(runner_up, winner) for runner_up in plan.runners_up),
         )
     if plan.nearest is None:
@@ -132,6 +136,66 @@ def why_faster(winner: Estimate, other: Estimate) -> str:
     if -share < _EQUAL_PERCENT:
         return f"as fast as {layout}, which comes next"
     return f"{format_s(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
+
+
+def why_chosen(winner: Estimate, pricer: Pricer, margin_share: float) -> Iterator[str]:
+    """Yield one clause for each part of a strategy that is not the plainest: what the next plainer one lacks or takes.
+
+    Args:
+        pricer: prices the strategies of its job.
+        margin_share: share of a device's memory that is to stay free.
+    """
+    job, step_s = winner.job, winner.time.step_s
+    for part, plainer in _plainer(winner.strategy):
+        name, strategy = next((each for each in plainer if is_legal(job, each[1])), ("", None))
+        if strategy is None:
+            continue
+        memory = pricer.memory.estimate(strategy)
+        missing = missing_memory(memory, job.cluster, margin_share)
+        if missing is not None:
+            of = "" if missing.tier == "device" else f" {missing.tier}"
+            yield f"{part}, since {name} lacks {format_bytes(missing.missing_bytes)} of{of} memory"
+            continue
+        price = priced(job, strategy, pricer, memory)
+        lost = price.time.step_s - step_s
+        if 100 * lost >= _EQUAL_PERCENT * step_s:
+            more_of = {name: seconds for name, seconds in _differences(price, winner).items() if seconds > 0}
+            most = parts_words(more_of).partition(",")[0]
+            yield f"{part}, since {name} takes {format_s(lost)} more: {most}"
+        else:
+            more = memory.worst.peak_bytes - winner.memory.worst.peak_bytes
+            faster = "as fast" if -100 * lost < _EQUAL_PERCENT * step_s else f"{-100 * lost / step_s:.1f} % faster"
+            yield f"{part}, though {name} is {faster}" + (f", and takes {format_bytes(more)} more" if more > 0 else "")
+
+
+def _plainer(s: Strategy) -> Iterator[tuple[str, list[tuple[str, Strategy]]]]:
+    """Yield each part of a strategy in words, with the next plainer ones, the nearest first."""
+    for axis, size in (("pp", s.pp), ("tp", s.tp), ("cp", s.cp)):
+        if size > 1 and size % 2 == 0:
+            less: dict[str, Any] = {axis: size // 2, "dp_shard": 2 * s.dp_shard, "zero_stage": max(1, s.zero_stage)}
+            less |= {"num_micro_batches": s.num_micro_batches // 2} if s.num_micro_batches % 2 == 0 else {}
+            less |= {"micro_size": s.micro_size // 2} if s.num_micro_batches % 2 else {}
+            if size == 2:
+                less |= {"schedule": "1f1b", "virtual_stages": 1, "gather": "batch"} if axis == "pp" else {}
+                less |= {"sequence_parallel": False} if axis == "tp" else {}
+                less |= {"transport": "ring", "heads_over": None} if axis == "cp" else {}
+            yield f"{axis.upper()} {size}", [(f"{axis.upper()} {size // 2}", replace(s, **less))]
+    if s.zero_stage and s.dp_shard * s.cp > 1:
+        of_all = replace(s, zero_stage=0, dp_shard=s.num_data_ranks, dp_replicate=1)
+        lower = [(f"ZeRO-{stage}", replace(s, zero_stage=stage)) for stage in range(s.zero_stage - 1, 0, -1)]
+        yield f"ZeRO-{s.zero_stage}", [*lower, ("DDP", of_all)]
+    if s.pp > 1 and s.schedule != "1f1b":
+        yield s.schedule, [("1f1b", replace(s, schedule="1f1b", virtual_stages=1))]
+    if s.recompute != "none":
+        modes: list[Any] = ["selective", "none"] if s.recompute == "full" else ["none"]
+        yield f"recompute {s.recompute}", [(mode, replace(s, recompute=mode, recompute_every=1)) for mode in modes]
+    if s.chunk_tokens is not None:
+        yield f"chunks of {s.chunk_tokens:,} tokens", [("the loss in one", replace(s, chunk_tokens=None))]
+    for state in ("params", "grads", "optimizer", "activations"):
+        if (tier := getattr(s, f"{state}_tier")) != "device":
+            near: dict[str, Any] = {f"{state}_tier": "device"}
+            near |= {} if state == "activations" else {f"{state}_on_device": 0.0}
+            yield f"{state} on {tier}", [("on the device", replace(s, **near))]
 
 
 def why_slower(other: Estimate, winner: Estimate) -> str:
@@ -267,10 +331,12 @@ def lacks(price: Estimate, missing: MissingMemory) -> str:
     rank = next(rank for rank in price.memory.ranks if rank.pipeline_rank == missing.pipeline_rank)
     where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
-    return f"{problem}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}"
+    cluster = price.job.cluster
+    host_bytes = held_on_node(price.memory, cluster, "host") - cluster.host.memory_bytes
+    host = f"; and by {format_bytes(host_bytes)} of each node's host memory" if host_bytes > 0 else ""
+    return f"{problem}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}{host}"
 
 
-CHUNK_TOKENS: Final = 1024
 _MOST_MORE_GPUS: Final = 64
 
 Saving = tuple[str, dict[str, Any]]
@@ -338,15 +404,26 @@ def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_shar
     change = smallest_change(job, strategy, pricer, margin_share)
     if change is not None:
         yield str(change)
+    else:
+        yield from adapters_that_fit(job, _on_device(strategy), margin_share)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
     if (num_gpus := more_gpus(job, strategy, margin_share)) is not None:
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
-    if change is None:
-        lean = replace(job, lora=LoraConfig(rank=16, base="nf4"))
-        if _fits(lean, _on_device(strategy), Pricer(lean), margin_share):
-            yield "adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4) would fit (docs/finetune.md)"
+
+
+def adapters_that_fit(job: PlanJob, strategy: Strategy, margin_share: float) -> Iterator[str]:
+    """Yield the adapters with the largest base that fit, in a sentence, where any do and all weights train now."""
+    for keys, lora in (
+        ("lora.rank=16", LoraConfig(rank=16)),
+        ("lora.rank=16 lora.base=nf4", LoraConfig(rank=16, base="nf4")),
+    ):
+        lean = replace(job, lora=lora)
+        if job.trains_all and _fits(lean, strategy, Pricer(lean), margin_share):
+            base = "" if lora.base == "keep" else " beside weights in 4 bits"
+            yield f"adapters{base} ({keys}) would fit (docs/finetune.md)"
+            return
 
 
 def more_gpus(job: PlanJob, strategy: Strategy, margin_share: float) -> int | None:

@@ -125,8 +125,10 @@ class Cluster:
 # of a superchip.
 _NOISE: Final = frozenset(
     {"nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "rtx", "gpu", "generation", "gb", "superchip", "nvl72"}
+    | {"blackwell", "edition"}
 )
-_FORMS: Final = re.compile(r"sxm\d?|pcie|nvl|hbm\d\w?|oam|leonardo")
+_FORMS: Final = re.compile(r"sxm\d?|pcie|nvl|hbm\d\w?|oam|leonardo|workstation|server|maxq")
+_APPLE: Final = re.compile(r"(apple\b.*|m[1-9]([ -]?(pro|max|ultra))?|mps|metal)")
 _SIZE: Final = re.compile(r"(\d{1,3})(?:gb|gib|g)?")
 _MAX_SIZE_GB: Final = 300
 
@@ -139,6 +141,7 @@ class CatalogueEntry:
         model: the words that a name must have, and no others but noise, a size and forms.
         sold_gb: the memory that its name gives.
         forms: words that distinguish it from others of its model.
+        host: the machine around it, with the memory for one device.
         sources: for each figure, where it is from.
     """
 
@@ -146,6 +149,7 @@ class CatalogueEntry:
     model: frozenset[str]
     sold_gb: int
     forms: frozenset[str]
+    host: Host
     sources: Mapping[str, str]
 
 
@@ -160,6 +164,11 @@ def find_gpu(name: str) -> GpuSpec:
     gpu = known_gpu(name)
     if gpu is not None:
         return gpu
+    if _APPLE.fullmatch(name.lower().strip()):
+        raise ConfigError(
+            "apple-device",
+            f"{name} is Apple's, and nobody has measured training of these sizes on it; plan for another device",
+        )
     close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
     fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"
     raise ConfigError("unknown-device", f"{name} is no device that the planner knows; {fix}")
@@ -175,7 +184,8 @@ def known_gpu(name: str) -> GpuSpec | None:
         return ENTRIES[name].gpu
     # Without what stands in brackets and the count of `8xA100`.
     bare = re.sub(r"\(.*?\)|^\s*\d+\s*x\s*", " ", name.lower())
-    name_words = [word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE]
+    bare = re.sub(r"rtx(?=\d)", "rtx ", re.sub(r"max[- ]q", "maxq", bare))
+    name_words = [word for word in re.findall(r"[a-z0-9]+", bare) if word not in _NOISE]
     forms = {word for word in name_words if _FORMS.fullmatch(word)}
     sizes = {word: int(size_match[1]) for word in name_words if (size_match := _SIZE.fullmatch(word))}
     size = next((size for size in sizes.values() if size <= _MAX_SIZE_GB), None)
@@ -192,18 +202,22 @@ def known_gpu(name: str) -> GpuSpec | None:
 def _read_entries(path: Path) -> Mapping[str, CatalogueEntry]:
     """Read all devices of a file, in its order."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    sources = tables.pop("sources")
-    return MappingProxyType({name: _entry(name, table, sources) for name, table in tables.items()})
+    sources, hosts = tables.pop("sources"), tables.pop("hosts")
+    return MappingProxyType({name: _entry(name, table, sources, hosts) for name, table in tables.items()})
 
 
-def _entry(name: str, table: dict[str, Any], sources: Mapping[str, str]) -> CatalogueEntry:
+def _entry(
+    name: str, table: dict[str, Any], sources: Mapping[str, str], hosts: Mapping[str, Mapping[str, Any]]
+) -> CatalogueEntry:
     model, sold_gb, forms, source = (table.pop(key) for key in ("model", "sold_gb", "forms", "source"))
+    host = {key: value for key, value in hosts[table.pop("host")].items() if key != "source"} if "host" in table else {}
     fitted = FittedConstants(**table.pop("fitted", {}))
     return CatalogueEntry(
         gpu=GpuSpec(name=name, fitted=fitted, **{"link_domain": 1, **_in_si(table)}),
         model=frozenset(model.split()),
         sold_gb=sold_gb,
         forms=frozenset(forms),
+        host=Host(**_in_si(host)),
         sources=MappingProxyType({figure: sources[key] for figure, key in source.items()}),
     )
 
@@ -278,6 +292,16 @@ def usual_node(gpu: GpuSpec) -> int:
     return _NODE_OF_RACKS if gpu.link_domain > _USUAL_NODE else _USUAL_NODE
 
 
+def usual_host(gpu: GpuSpec, gpus_per_node: int) -> Host:
+    """Return the machine around so many devices, as it is usually built.
+
+    >>> [round(usual_host(find_gpu(name), 2).memory_bytes / GIB) for name in ("rtx-4090", "a10g", "h100")]
+    [128, 192, 931]
+    """
+    host = ENTRIES[gpu.name].host if gpu.name in ENTRIES else Host()
+    return host if host == Host() else replace(host, memory_bytes=host.memory_bytes * gpus_per_node)
+
+
 def in_nodes_of(gpus_per_node: int, gpu: GpuSpec) -> GpuSpec:
     """Return the device with its links limited to its node, unless its links leave the node.
 
@@ -295,7 +319,8 @@ def _cluster(device: GpuSpec, num_gpus: int, gpus_per_node: int, source: str) ->
     if num_gpus % gpus_per_node:
         fix = f"say nodes x GPUs, as in {device.name}:2x{max(1, num_gpus // 2)}"
         raise ConfigError("nodes-not-filled", f"{source}: {num_gpus} GPUs do not fill nodes of {gpus_per_node}; {fix}")
-    return Cluster(gpu=device, num_gpus=num_gpus, gpus_per_node=gpus_per_node, nic_bytes_per_s=device.nic_bytes_per_s)
+    host, nic = usual_host(device, gpus_per_node), device.nic_bytes_per_s
+    return Cluster(gpu=device, num_gpus=num_gpus, gpus_per_node=gpus_per_node, nic_bytes_per_s=nic, host=host)
 
 
 def _read_cluster(path: Path) -> Cluster:
@@ -324,7 +349,7 @@ def _read_cluster(path: Path) -> Cluster:
     )
     cluster = _cluster(replace(device, **of_gpu), num_gpus, per_node, path.name)
     nic = file["nic_gbps"] * 1e9 / 8 if "nic_gbps" in file else cluster.nic_bytes_per_s
-    return replace(cluster, nic_bytes_per_s=nic, host=replace(Host(), **of_host))
+    return replace(cluster, nic_bytes_per_s=nic, host=replace(cluster.host, **of_host))
 
 
 def _read_file(path: Path) -> dict[str, Any]:

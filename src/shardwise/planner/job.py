@@ -21,7 +21,7 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, LoraConfig, Reduce, Tier, ZeroConfig
 from shardwise.config.sections import MAX_LAYERS, Gather
 from shardwise.layout.precision import StatesDtype
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 from shardwise.planner.hardware import Cluster
 from shardwise.schedule.formulas import training_flops_per_token
 

@@ -27,11 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
-from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.layout import TIERS
 from shardwise.layout.param_groups import ROOT, GroupSpec
-from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.layout.wire_codec import WireCodec
+from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
@@ -312,6 +310,8 @@ class MemoryModel:
         is_slice = traits.is_own and not self.job.cluster.gpu.is_cpu and wire >= FP32_BYTES
         sent = wire * (2 * copies + receives / (num_shards if is_slice else 1))
         if is_split and layout.precision.reduce_codec is not None:  # of two that are under way, sent and received codes
+            from shardwise.layout.wire_codec import WireCodec
+
             codec = WireCodec(layout.precision.reduce_codec)
             sent = 2 * (wire * (copies and not is_sharded) + 2 * codec.num_bytes(BLOCK_NUMEL) / BLOCK_NUMEL)
         last = waiting + sent * (root if s.pp == 1 else max(root, block))

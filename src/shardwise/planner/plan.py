@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,7 +23,7 @@ from shardwise.planner.explain import Reasons, expert_notes, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import plan_view
-from shardwise.planner.request import PlanRequest, ask, model_of
+from shardwise.planner.request import PlanRequest, Question, model_of
 from shardwise.planner.results import Estimate, layout_words
 from shardwise.planner.search import Limits, SearchResult, search
 from shardwise.runtime.format import format_bytes, format_s
@@ -92,6 +92,30 @@ class Plan:
         return "\n".join(line.rstrip() for line in printable_lines(captured.get().rstrip("\n")).split("\n"))
 
 
+def find(question: Question, look: Callable[[PlanRequest], SearchResult]) -> tuple[PlanRequest, SearchResult]:
+    """Answer a question; where nothing fits, with the loss in chunks, and then for shorter sequences than the longest.
+
+    Args:
+        look: searches the layouts of what was asked.
+
+    Returns:
+        What was answered, with notes that say where it is easier than the question, and the answer.
+
+    Raises:
+        ConfigError: as `ask` and the search.
+    """
+    asked = question.ask()
+    result = look(asked)
+    if result.winner is not None:
+        return asked, result
+    for easier in question.easier():
+        further = easier.ask()
+        found = look(further)
+        if found.winner is not None:
+            return replace(further, notes=(*further.notes, *question.differences(easier))), found
+    return asked, result
+
+
 @checked
 def plan(
     model: object,
@@ -117,9 +141,9 @@ def plan(
         ConfigError: the model, the cluster or a setting is none, or there is no layout at all.
     """
     target = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    asked = ask(model_of(model), target, seq_len=seq_len, global_batch=global_batch, settings=settings)
+    question = Question(model_of(model), target, seq_len, global_batch, tuple(settings))
+    asked, result = find(question, lambda asked: search(asked.job, asked.space, limits))
     pricer = Pricer(asked.job)
-    result = search(asked.job, asked.space, limits, pricer)
     asked = replace(asked, notes=(*asked.notes, *expert_notes(result, pricer)))
     choices = tuple(PlanChoice(price, asked.base) for price in result.best)
     return Plan(choices=choices, result=result, reasons=reasons_of(result, pricer), asked=asked)

@@ -19,7 +19,7 @@ from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.cost import cost_per_step, cost_words, run_cost, run_words, usd_per_million_tokens
 from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
 from shardwise.planner.fit import Fit
-from shardwise.planner.hardware import GIB, Cluster, Host, cluster_words
+from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
 from shardwise.planner.job import ModelShape, PlanJob
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
@@ -173,8 +173,11 @@ def speed_words(price: Estimate) -> str:
     time = price.time
     text = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
     text += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {_device_word(price.job)}"
-    mfu = price.mfu()
-    return text if mfu is None else f"{text}, MFU {100 * mfu:.1f} % of {price.strategy.product_dtype}"
+    mfu, halved = price.mfu(), price.mfu(is_causal_halved=True)
+    if mfu is None or halved is None:
+        return text
+    half = "" if halved == mfu else f" with all keys of attention, {100 * halved:.1f} % with the causal half"
+    return f"{text}, MFU {100 * mfu:.1f} % of {price.strategy.product_dtype}{half}"
 
 
 def memory_words(price: Estimate) -> str:
@@ -189,7 +192,7 @@ def memory_words(price: Estimate) -> str:
     memories: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
     for tier, node_bytes in memories:
         if worst.elsewhere.get(tier, 0.0) > 0:
-            is_assumed = cluster.host == Host() and tier == "host"
+            is_assumed = cluster.host == usual_host(cluster.gpu, cluster.gpus_per_node) and tier == "host"
             size = f"{'an assumed ' if is_assumed else ''}{format_bytes(node_bytes)} on {tier}"
             ranks = ", all ranks of a node" if cluster.gpus_per_node > 1 else ""
             key = " (host_memory_gib in a cluster's file)" if is_assumed else ""
@@ -290,7 +293,8 @@ def plan_view(
         parts += _no_winner(plan, reasons, is_whole)
     else:
         rows = price_rows(winner) + (time_rows(winner) if is_whole else [])
-        parts.append(facts([*rows, ("why", reasons.wins), *_proof_rows(plan)]))
+        chosen = [("" if number else "chosen", clause) for number, clause in enumerate(reasons.chosen)]
+        parts.append(facts([*rows, ("why", reasons.wins), *chosen, *_proof_rows(plan)]))
         beside = {} if yours is None else {"yours": yours}
         losers = [(f"{number}", reason) for number, reason in enumerate(reasons.runners_up[: num_shown - 1], 2)]
         losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
@@ -313,7 +317,7 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator
     yield Text("nothing fits", style="bold red")
     if plan.nearest is not None:
         rows = [*price_rows(plan.nearest[0], "nearest"), ("misses", reasons.misses)]
-        fixes = reasons.suggestions if is_whole else reasons.suggestions[:1]
+        fixes = reasons.suggestions if is_whole else reasons.suggestions[:2]
         yield facts([*rows, *(("fix", fix) for fix in fixes)])
     if proof := list(_proof_rows(plan)):
         yield facts(proof)
@@ -325,7 +329,9 @@ def _proof_rows(plan: SearchResult) -> Iterator[tuple[str, str]]:
     """Yield what was not looked at, and how much faster that may be."""
     if plan.is_proven:
         return
-    left = f"{plan.rejected.get('not looked at', 0):,} of {plan.num_candidates:,} candidates were not looked at"
+    num_left = plan.rejected.get("not looked at", 0)
+    left = f"{num_left:,} of {plan.num_candidates:,} candidates were not looked at"
+    left = left if num_left else "some ways to store the states of those that fit were not looked at"
     may = f"and may be up to {100 * plan.gap_share:.1f} % faster" if plan.best else "and may fit"
     yield "unproven", f"{left} {may}: pin a dimension, such as mesh.tp=8, to look closer"
 
@@ -343,7 +349,8 @@ def _counts(plan: SearchResult) -> str:
     reasons = sorted(plan.rejected.items(), key=lambda each: -each[1])
     proof = " No layout is faster, by this model." if plan.is_proven and plan.best else ""
     return (
-        f"{plan.num_candidates:,} candidates, {plan.num_priced:,} estimates in {plan.elapsed_s:.1f} s; left out: "
+        f"{plan.num_candidates:,} candidates in {plan.num_priced:,} estimates and {plan.elapsed_s:.1f} s: "
+        f"{plan.num_fitting:,} priced and fit, "
         f"{', '.join(f'{count:,} {reason}' for reason, count in reasons if count)}.{proof} "
         f"{100 * plan.limits.margin_share:.0f} % of a device's memory is kept free (--margin)."
     )
@@ -470,6 +477,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "plain": None if reasons.plain is None or reasons.plain.price is None else price_dict(reasons.plain.price),
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,
+        "why_chosen": list(reasons.chosen),
         "why_not": list(reasons.runners_up),
         "defaults": {default.name: default.sentence for default in reasons.defaults},
         "misses": reasons.misses,
@@ -477,6 +485,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "cures": list(reasons.suggestions),
         "why_yours": reasons.yours,
         "rejected": dict(plan.rejected),
+        "num_fitting": plan.num_fitting,
         "num_outlines": plan.num_candidates,
         "num_priced": plan.num_priced,
         "is_proven": plan.is_proven,

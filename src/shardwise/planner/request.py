@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,11 +22,10 @@ from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, is_config, read_toml
-from shardwise.models.decoder import DecoderConfig
-from shardwise.models.presets import PRESETS, preset
-from shardwise.optim.rules import optimizer_kind
+from shardwise.models.presets import PRESETS, DecoderConfig, preset
+from shardwise.optim.rules import wanted_rule
 from shardwise.planner.candidates import SearchSpace, divisors
-from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
+from shardwise.planner.configs import KEYS, job_of, model_section, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.imports.megatron import read_megatron
@@ -48,18 +47,77 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
 # What the hub's names have before and after these.
 _OF_HUB: Final = re.compile(r"^meta-|(?<=llama-3)\.\d|(-hf|-instruct|-base|-chat|-v\d\.\d)+$")
 _SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
+_CHUNKS: Final = "context.chunk_tokens"
+CHUNK_TOKENS: Final = 1024
+USUAL_LENGTH: Final = 4096
+"""Tokens of a sequence where none are given, and the model's longest is too long."""
 # The config's keys of a strategy that one job has one value of, so they are not searched.
-_OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.accumulate", "context.chunk_tokens"})
+_OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.accumulate", _CHUNKS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Hold a job, the space to search for it, and the config that the plan's config starts from."""
+    """Hold a job, the space to search for it, and the config that the plan's config starts from.
+
+    Attributes:
+        plan_only: why `shardwise train` cannot train this model by a config; "" where it can.
+    """
 
     job: PlanJob
     space: SearchSpace
     base: Config
     notes: tuple[str, ...] = ()
+    plan_only: str = ""
+
+    def check_writable(self) -> None:
+        """Raise where no config can have the plan.
+
+        Raises:
+            ConfigError: our decoder cannot have the model's shape, and no folder with its weights is given.
+        """
+        if self.plan_only:
+            raise ConfigError(
+                "no-config-for-model",
+                f"{self.plan_only}; leave --write out, or give the model's folder with its safetensors",
+            )
+
+
+@dataclass(frozen=True)
+class Question:
+    """Hold what a user asks; the arguments are those of `ask`."""
+
+    model: ModelSource
+    cluster: Cluster
+    seq_len: int | None = None
+    global_batch: int | None = None
+    settings: tuple[str, ...] = ()
+
+    def ask(self) -> PlanRequest:
+        """Return what is asked as a job and a search space."""
+        sizes = {"seq_len": self.seq_len, "global_batch": self.global_batch}
+        return ask(self.model, self.cluster, **sizes, settings=self.settings)
+
+    def easier(self) -> Iterator[Question]:
+        """Yield questions that need less memory and change nothing that the user has said, the nearest first."""
+        is_given = _CHUNKS in self.model.given | {_key(setting) for setting in self.settings}
+        chunked = () if is_given else (f"{_CHUNKS}={CHUNK_TOKENS}",)
+        if chunked:
+            yield replace(self, settings=(*self.settings, *chunked))
+        if self.seq_len is None and self.model.seq_len is None and (self.model.longest or 0) > USUAL_LENGTH:
+            shorter = replace(self, seq_len=USUAL_LENGTH)
+            yield shorter
+            if chunked:
+                yield replace(shorter, settings=(*self.settings, *chunked))
+
+    def differences(self, easier: Question) -> Iterator[str]:
+        """Yield notes on what an easier question, which is answered in the place of this one, has changed."""
+        if easier.seq_len != self.seq_len:
+            yield (
+                f"nothing fits with sequences of {self.model.longest:,} tokens, the model's longest; this is for "
+                f"{easier.seq_len:,}; --seq N for another"
+            )
+        if easier.settings != self.settings:
+            yield f"nothing fits with all logits at once; {easier.settings[-1]} computes the loss and MLPs in chunks"
 
 
 def read_model(text: str) -> ModelSource:
@@ -186,7 +244,7 @@ def ask(
     pinned = [setting for setting in settings if _key(setting) in KEYS and _key(setting) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([setting for setting in settings if setting not in pinned])
-    optimizer_kind(base.optimizer.name)
+    wanted_rule(base.optimizer.name)
     keys_given = model.given | {_key(setting) for setting in settings}
     if "precision.param" not in keys_given:
         base = base.override([f"precision.param={usual_dtype(cluster)}"])
@@ -212,7 +270,17 @@ def ask(
         chunk_tokens=base.context.chunk_tokens,
     )
     job = _job(model.shape, base, cluster, length, batch)
-    return PlanRequest(job=job, space=SearchSpace(base=strategy, pins=pins_of(pinned)), base=base, notes=tuple(notes))
+    space, plan_only = SearchSpace(base=strategy, pins=pins_of(pinned)), _plan_only(job, base)
+    return PlanRequest(job=job, space=space, base=base, notes=tuple(notes), plan_only=plan_only)
+
+
+def _plan_only(job: PlanJob, base: Config) -> str:
+    try:
+        if base.model.path is None:
+            model_section(job.shape, base.model)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def usual_batch(num_gpus: int, seq_len: int) -> int:

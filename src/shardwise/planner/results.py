@@ -136,13 +136,15 @@ class Estimate:
         """Return the job's tokens a second, divided by the number of devices."""
         return self.job.tokens / self.time.step_s / self.job.cluster.num_gpus
 
-    def mfu(self) -> float | None:
-        """Return model FLOPs over the device's peak in the matrix products' dtype, all keys of attention counted.
+    def mfu(self, *, is_causal_halved: bool = False) -> float | None:
+        """Return model FLOPs over the device's peak in the matrix products' dtype; None where that is not known.
 
-        It is None where the device's peak in that dtype is not known.
+        Args:
+            is_causal_halved: whether keys after a query are left out; by default all keys of attention count.
         """
         peak = self.job.cluster.gpu.peak_flops_per_s.get(self.strategy.product_dtype)
-        flops = self.job.shape.flops_per_token(self.job.seq_len, trains_all=self.job.trains_all)
+        shape, trains_all = self.job.shape, self.job.trains_all
+        flops = shape.flops_per_token(self.job.seq_len, is_causal_halved=is_causal_halved, trains_all=trains_all)
         return flops * self.tokens_per_s_per_gpu / peak if peak else None
 
 

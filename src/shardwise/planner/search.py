@@ -91,7 +91,8 @@ class SearchResult:
         runners_up: the best of each other mesh and schedule, in order of their time.
         near_misses: the fastest that are faster than the winner, and miss the device's memory by little.
         nearest: where nothing fits, what misses by least, and by how much.
-        rejected: how many candidates or strategies were left out, by reason.
+        rejected: how many candidates were left out, by reason; with `num_fitting` they are all candidates.
+        num_fitting: candidates of which a placement was priced and fits.
         num_priced: how many estimates of time or memory were made.
         gap_share: by how much of the winner's time what was not looked at may be faster, within the model.
     """
@@ -103,6 +104,7 @@ class SearchResult:
     near_misses: tuple[Estimate, ...] = ()
     nearest: tuple[Estimate, MissingMemory] | None
     rejected: Mapping[str, int]
+    num_fitting: int = 0
     num_candidates: int
     num_priced: int
     gap_share: float
@@ -139,6 +141,7 @@ def search(
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
     fitting = search.finish()
+    num_fitting = search.count()
     num_best = search.limits.num_best
     gap_share = max(0.0, 1 - search.least_left_s / fitting[0].time.step_s) if fitting else float(search.is_cut)
     return SearchResult(
@@ -149,6 +152,7 @@ def search(
         near_misses=tuple(search.near_misses(fitting)),
         nearest=None if fitting else search.nearest(),
         rejected=dict(search.rejected),
+        num_fitting=num_fitting,
         num_candidates=search.num_candidates,
         num_priced=search.num_prices,
         gap_share=gap_share,
@@ -223,6 +227,8 @@ class _Search:
         self._fallbacks: list[Strategy] = []
         self._missed: tuple[float, Strategy] | None = None
         self._near: list[Estimate] = []
+        self._left: list[tuple[float, int, _Item]] = []
+        self._tried: set[ParallelismCandidate] = set()
 
     def run(self) -> None:
         """Open what has the least bound until it passes what was found, or the prices are spent."""
@@ -231,18 +237,25 @@ class _Search:
             heap.append((self._bound_s(candidate), len(heap), candidate))
         self.num_candidates = num_items = len(heap)
         heapq.heapify(heap)
+        self._left = heap
         while heap and not self._has_enough(heap[0][0]):
             is_found = bool(self.fitting or self._fallbacks)
             if self._cost >= self.limits.max_prices * (1 if is_found else _MORE_IF_NONE):
                 self.is_cut = True
                 self.least_left_s = heap[0][0]
-                self.rejected["not looked at"] += len(heap)
                 return
             bound_s, _, item = heapq.heappop(heap)
             for seconds, opened in self._open(item, bound_s):
                 num_items += 1
                 heapq.heappush(heap, (max(seconds, bound_s), num_items, opened))
-        self.rejected["slower even at best"] += len(heap)
+
+    def count(self) -> int:
+        """Give each candidate that is left its reason, and return how many fit."""
+        left = {_candidate_of(item) for _, _, item in self._left}
+        fits = {_candidate_of(price.strategy) for price in self.fitting} & (left | self._tried)
+        self.rejected["not looked at" if self.is_cut else "slower even at best"] += len(left - fits)
+        self.rejected["out of memory"] += len(self._tried - left - fits)
+        return len(fits)
 
     def _has_enough(self, bound_s: float) -> bool:
         """Say whether nothing from this bound on is wanted, neither to win nor to be shown."""
@@ -257,6 +270,7 @@ class _Search:
     def _open(self, item: _Item, bound_s: float) -> Iterator[tuple[float, _Item]]:
         """Yield what an item becomes, by its next bound; of a priced strategy that fits, keep the price."""
         if isinstance(item, Strategy):
+            self._tried.add(_candidate_of(item))
             self._add(item)
             return
         candidate = item.candidate if isinstance(item, _Timed) else item
@@ -349,7 +363,6 @@ class _Search:
         memory = self._memory_of(strategy)
         missing = missing_memory(memory, self.job.cluster, self.limits.margin_share)
         if missing is not None:
-            self.rejected["out of memory"] += 1
             if missing.tier == "device" and missing.missing_bytes <= _NEAR_SHARE * self._usable_bytes:
                 self._near.append(Estimate(job=self.job, strategy=strategy, memory=memory, time=self._quick(strategy)))
             return False
@@ -415,6 +428,12 @@ def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
             if 0 < step < _NUM_SHARES:
                 shares: dict[str, Any] = {f"{state}_on_device": step / _NUM_SHARES for state in away}
                 yield replace(s, **shares)
+
+
+def _candidate_of(item: _Item) -> ParallelismCandidate:
+    if isinstance(item, Strategy):
+        return ParallelismCandidate._make(getattr(item, name) for name in ParallelismCandidate._fields)
+    return item.candidate if isinstance(item, _Timed) else item
 
 
 def _pipeline_of(candidate: ParallelismCandidate) -> tuple[Any, ...]:

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import PrecisionConfig
-from shardwise.layout.precision import TORCH_DTYPES, StoredDtype
+from shardwise.layout.precision import StoredDtype
 from shardwise.runtime.torch_private import is_fake
+
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+)
 
 # On the CPU an addition of two dtypes is not vectorised: a cast and an addition of one dtype, through a scratch block
 # that fits the cache, take about half its time (`benchmarks/primitives.py`).
@@ -27,6 +32,20 @@ SCRATCH_NUMEL: Final = 256 * 1024
 def torch_dtype(name: StoredDtype) -> torch.dtype:
     """Return the torch dtype of a config's dtype name, or of opaque parameters."""
     return torch.uint8 if name == "uint8" else TORCH_DTYPES[name]
+
+
+def buffer_dtype(given: torch.dtype, config: PrecisionConfig) -> torch.dtype:
+    """Return the dtype of a buffer in training.
+
+    A buffer that is kept has its own dtype, promoted with the parameters': in an fp64 model it must meet fp64 tensors.
+
+    >>> buffer_dtype(torch.float32, PrecisionConfig(param="bf16")), buffer_dtype(torch.int64, PrecisionConfig())
+    (torch.float32, torch.int64)
+    """
+    if not given.is_floating_point:
+        return given
+    param = TORCH_DTYPES[config.param or "fp32"]
+    return param if config.buffers == "param" else torch.promote_types(given, param)
 
 
 def add_widened(total: Tensor, addend: Tensor) -> None:

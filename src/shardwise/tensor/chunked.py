@@ -11,7 +11,7 @@ The head's logits are deferred until their cross entropy, which takes some token
 are (`shardwise.tensor.loss_parallel`).
 
 >>> from shardwise.construction.scan import build_layout
->>> from shardwise.models.decoder import DecoderConfig
+>>> from shardwise.models.presets import DecoderConfig
 >>> shape = DecoderConfig(vocab_size=64, num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4,
 ...                       ffn_size=48, max_seq_len=32)
 >>> model, tokens = Decoder(shape), torch.arange(16).view(2, 8)

@@ -29,7 +29,6 @@ from shardwise.config.resolve import Config
 from shardwise.construction.context import init
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
-from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.models import (
     Decoder,
     DecoderConfig,
@@ -44,6 +43,7 @@ from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.device import current_device, forked_rng, is_there, kind_of, wanted_kind
 from shardwise.runtime.format import format_count
 from shardwise.runtime.keyed_rng import keyed_generator
+from shardwise.runtime.precision import TORCH_DTYPES
 from shardwise.schedule.formulas import training_flops_per_token
 from shardwise.train.tokenizer import Tokenizer
 

@@ -1,23 +1,14 @@
 """Simulate ranks of a job, without starting any, and show what they would hold and send.
 
 The data are not read, so the vocabulary is the preset's where the config gives no size.
-
-`simulate_finalists` does it for the best layouts of a plan, in processes, within a time limit. The planner's own memory
-model is quick and only ranks strategies: what the worst rank of a finalist holds at its peak takes the place of its
-estimate. What a GPU's context, communicators and allocator add stays estimated, and so does a strategy that our engine
-or decoder cannot run.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -26,14 +17,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, ResolvedConfig, Tier, batch_equation
 from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape, check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.planner.configs import config_of
-from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory
 from shardwise.runtime.device import kind_of, wanted_kind
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
@@ -273,78 +261,3 @@ def _pipeline_line(config: ResolvedConfig, pipeline: PipelineLayout) -> str:
         if share is None
         else f"bubble {share:.1%} by the formula"
     )
-
-
-_MOST_PROCESSES: Final = 4
-# Below this share of a device's memory no error of an estimate matters.
-_MATTERS_FROM: Final = 0.5
-_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        Category.PARAMETERS: "params",
-        Category.GRADIENTS: "grads",
-        Category.OPTIMIZER: "optimizer",
-        Category.GATHERED: "gathered",
-        Category.BUCKETS: "buckets",
-        Category.ACTIVATIONS: "activations",
-        Category.OTHER: "workspace",
-    }
-)
-
-
-def simulate_finalists(
-    prices: Sequence[Estimate],
-    base: Config,
-    limit_s: float,
-    announce: Callable[[str], None] = lambda doing: None,
-) -> list[Estimate]:
-    """Return the prices; those that fill half a device and whose simulation ends in time have the engine's own peak.
-
-    Args:
-        prices: the most wanted first, which is the order of simulations.
-        base: the config from which the strategies' configs are made.
-        limit_s: seconds after which the processes are ended; 0 starts none.
-        announce: called with a few words before each wait.
-    """
-    end_s, settled = time.monotonic() + limit_s, list(prices)
-    jobs = {number: job for number, price in enumerate(prices) if (job := _job(price, base)) is not None}
-    if not jobs or limit_s <= 0:
-        return settled
-    num_processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(jobs))
-    with multiprocessing.get_context("spawn").Pool(num_processes, torch.set_num_threads, (1,)) as pool:
-        asked = {number: pool.apply_async(peak_of, job) for number, job in jobs.items()}
-        for count, (number, answer) in enumerate(asked.items(), 1):
-            announce(f"simulating the memory of the best layouts, {count} of {len(asked)}")
-            with suppress(multiprocessing.TimeoutError, ConfigError):
-                settled[number] = with_peak(prices[number], answer.get(max(0.0, end_s - time.monotonic())))
-    return settled
-
-
-def _job(price: Estimate, base: Config) -> tuple[str, int, int] | None:
-    """Return what `peak_of` takes; None for what only the planner can have, or what is far from full."""
-    if price.memory.worst.peak_bytes < _MATTERS_FROM * price.job.cluster.gpu.memory_bytes:
-        return None
-    try:
-        config = config_of(price.job, price.strategy, base.override([f"run.device={price.job.cluster.gpu.run_device}"]))
-    except ConfigError:
-        return None
-    num_ranks = price.job.cluster.num_gpus
-    return config.model_dump_json(), num_ranks, price.memory.worst.pipeline_rank * num_ranks // price.strategy.pp
-
-
-def peak_of(config: str, num_ranks: int, rank: int) -> dict[str, float]:
-    """Simulate a `rank` of `num_ranks` of a `config` in JSON, and return the bytes at its peak by category."""
-    figures = dry_run(Config.from_json(config), num_ranks, (rank,)).ranks[0]
-    return _by_name(figures.peak.items())
-
-
-def _by_name(peak: Iterable[tuple[Category, int]]) -> dict[str, float]:
-    return {_NAMES[category]: float(num_bytes) for category, num_bytes in peak}
-
-
-def with_peak(price: Estimate, peak: Mapping[str, float]) -> Estimate:
-    """Return a price whose worst rank has a simulated peak; what is no tensor stays as estimated."""
-    worst = price.memory.worst
-    around = {name: worst.peak[name] for name in ("overhead", "rounding") if name in worst.peak}
-    settled = replace(worst, peak={**peak, **around}, is_simulated=True)
-    ranks: tuple[RankMemory, ...] = tuple(settled if each is worst else each for each in price.memory.ranks)
-    return replace(price, memory=MemoryEstimate(ranks=ranks))

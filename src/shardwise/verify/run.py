@@ -32,8 +32,8 @@ from shardwise.launch.local import launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate, MeshShape
-from shardwise.optim.muon import FUSED, IS_MATRIX
-from shardwise.optim.rules import build_optimizer
+from shardwise.optim.muon import FUSED
+from shardwise.optim.rules import IS_MATRIX, build_optimizer
 from shardwise.optim.schedules import own_scheduler
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error

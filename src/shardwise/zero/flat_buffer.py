@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork, Comm
-from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.step_pipeline import CHUNK_NUMEL

@@ -17,13 +17,13 @@ from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, rounds_of
 from shardwise.layout.slicing import Rect
 from shardwise.optim.muon import (
-    MOMENTUM,
     advance_momentum,
     apply_update,
     compute_dtype,
     orthogonalize,
     update_scale,
 )
+from shardwise.optim.rules import MOMENTUM
 from shardwise.zero.group_step import GroupStep, HostUpdate, OptimizerUpdate, Options, OptionsOf, StateKeeper
 from shardwise.zero.owner_exchange import OwnerExchange
 from shardwise.zero.param_group import ParamGroup

@@ -20,8 +20,8 @@ from shardwise.config.arguments import described
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import OptimizerConfig
 from shardwise.layout.layout import Layout
-from shardwise.optim.muon import IS_MATRIX, MuonWithAdamW
-from shardwise.optim.rules import build_optimizer, matrix_state_names, optimizer_kind, rule_of_kind
+from shardwise.optim.muon import MuonWithAdamW
+from shardwise.optim.rules import IS_MATRIX, build_optimizer, matrix_state_names, optimizer_kind, rule_of_kind
 from shardwise.runtime.optimizer_probe import StepScope, inner_optimizers, other_states, step_scope
 from shardwise.runtime.precision import torch_dtype
 

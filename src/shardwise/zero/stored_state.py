@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.config.resolve import Tier
-from shardwise.layout.codec import BLOCK_NUMEL, Codec, Encoded, codec_of, is_encoded
-from shardwise.layout.precision import StatesDtype
+from shardwise.layout.codec import Codec, Encoded, codec_of
+from shardwise.layout.precision import BLOCK_NUMEL, StatesDtype, is_encoded
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.memory_tracker import Category

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.config.errors import ConfigError
-from shardwise.layout.codec import BLOCK_NUMEL
-from shardwise.layout.precision import StatesDtype
+from shardwise.layout.precision import BLOCK_NUMEL, StatesDtype
 from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
 from shardwise.offload.storage import DeviceStorage, StateStorage

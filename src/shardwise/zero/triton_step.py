@@ -17,7 +17,8 @@ import triton.language as tl
 from torch.optim import Optimizer
 
 from shardwise.attention.triton.launch import KernelLaunch
-from shardwise.layout.codec import BLOCK_NUMEL, NUM_DROPPED, Encoded, code_table, code_values
+from shardwise.layout.codec import NUM_DROPPED, Encoded, code_table, code_values
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.offload.cpu_optimizer import StepPiece
 from shardwise.optim.rules import rule_of_kind
 

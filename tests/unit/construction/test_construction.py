@@ -17,7 +17,8 @@ from harness.live_bytes import LiveBytes
 from harness.refusals import refused
 from shardwise import gathered, init
 from shardwise.construction.values import ParamInitializer
-from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.models.decoder import Decoder
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.keyed_rng import initial_values
 
 SHAPE = DecoderConfig(

@@ -17,7 +17,8 @@ from shardwise.cli import main as cli
 from shardwise.doctor import calibrate as calibration
 from shardwise.doctor.calibrate import OPS, SIZES_BYTES, RankTimer, Shapes, block_row, profile_of
 from shardwise.doctor.show import render_profile
-from shardwise.models.decoder import DecoderBlock, DecoderConfig
+from shardwise.models.decoder import DecoderBlock
+from shardwise.models.presets import DecoderConfig
 from shardwise.planner.hardware import cluster_of
 from shardwise.planner.profile import Profile
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.layout.codec import BLOCK_NUMEL, Codec, code_values, codec_of, is_encoded
+from shardwise.layout.codec import Codec, code_values, codec_of
 from shardwise.layout.param_groups import check_blocks
+from shardwise.layout.precision import BLOCK_NUMEL, is_encoded
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.config.sections import Gather, Reduce
 from shardwise.layout import wire_codec
-from shardwise.layout.codec import BLOCK_NUMEL
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.layout.wire_codec import CODES, WireCodec
 
 

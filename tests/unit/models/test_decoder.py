@@ -13,17 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.refusals import refused
-from shardwise.models.decoder import (
-    Decoder,
-    DecoderConfig,
-    RMSNorm,
-    flops_per_token,
-    lm_loss,
-    num_params,
-    rope_tables,
-    rotate,
-)
-from shardwise.models.presets import preset
+from shardwise.models.decoder import Decoder, RMSNorm, lm_loss, rope_tables, rotate
+from shardwise.models.presets import DecoderConfig, flops_per_token, num_params, preset
 from shardwise.runtime.keyed_rng import init_parameters
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.torch_private import fake_tensors

@@ -6,8 +6,7 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.config.resolve import ModelConfig
-from shardwise.models.decoder import num_params
-from shardwise.models.presets import PRESETS, decoder_config, preset
+from shardwise.models.presets import PRESETS, decoder_config, num_params, preset
 
 PUBLISHED = {
     "1b": 1_100_048_384,

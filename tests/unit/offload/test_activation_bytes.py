@@ -16,7 +16,7 @@ from shardwise import initialize, simulate
 from shardwise.config.resolve import Config
 from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer, offloaded_bytes
 from shardwise.models import Decoder, lm_loss
-from shardwise.models.decoder import DecoderConfig
+from shardwise.models.presets import DecoderConfig
 from shardwise.offload import activations
 from shardwise.runtime.memory_tracker import Category
 

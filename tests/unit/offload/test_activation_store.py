@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from harness.live_bytes import LiveBytes, storage_bytes
 from harness.refusals import refused
 from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer, offloaded_bytes
-from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.models.decoder import Decoder
+from shardwise.models.presets import DecoderConfig
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.counters import TransferCounters
 from shardwise.runtime.device import Event, Streams

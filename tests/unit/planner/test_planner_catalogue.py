@@ -7,7 +7,7 @@ import pytest
 
 from harness.paths import DATA
 from harness.refusals import refused
-from shardwise.planner.hardware import ENTRIES, GPUS, FittedConstants, find_gpu, known_gpu
+from shardwise.planner.hardware import ENTRIES, GPUS, FittedConstants, find_gpu, known_gpu, parse_cluster
 
 CASES = json.loads((DATA / "planner_cases.json").read_text())["cases"]
 
@@ -52,6 +52,13 @@ CASES = json.loads((DATA / "planner_cases.json").read_text())["cases"]
         ("RTX4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 3090", "rtx-3090"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-max-q"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"),
+        ("RTX PRO 6000", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA H20", "h20"),
+        ("AMD Instinct MI355X", "mi355x"),
         ("Titan-RTX", "titan-rtx"),
         ("AMD Instinct MI300X", "mi300x"),
         ("MI250X", "mi250x"),
@@ -69,6 +76,25 @@ def test_a_device_is_never_taken_for_another(name):
     assert known_gpu(name) is None
     with refused("unknown-device", name):
         find_gpu(name)
+
+
+@pytest.mark.parametrize("name", ["m3", "M4 Max", "m2-ultra", "Apple M3 Pro", "mps"])
+def test_apples_chips_are_refused_by_name(name):
+    with refused("apple-device", name):
+        find_gpu(name)
+    assert known_gpu(name) is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "host_gib"),
+    [("rtx-4090:1", 64), ("rtx-4090:2", 128), ("rtx-5090:2x4", 256), ("t4:4", 192), ("gb200:72", 892), ("h100:8", 931)],
+)
+def test_hosts_have_the_memory_of_their_class_of_machine(cluster, host_gib, tmp_path):
+    host = parse_cluster(cluster).host
+    assert host.memory_bytes / 2**30 == pytest.approx(host_gib, rel=1e-3)
+    name = cluster.partition(":")[0]
+    (file := tmp_path / "mine.toml").write_text(f'gpu = "{name}"\nnum_gpus = 2\nhost_memory_gib = 500\n')
+    assert parse_cluster(str(file)).host.memory_bytes == 500 * 2**30, "a file's own figure counts"
 
 
 def test_an_error_names_what_was_meant():

@@ -232,8 +232,8 @@ def test_every_stage_has_its_memory_at_80_columns(capsys):
 
 def test_what_is_assumed_of_a_host_is_said(capsys):
     asked = ["--model", "llama-7b", "--global-batch", "8", "--seq", "2048", "tiers.optimizer=host"]
-    text = printed(capsys, "--cluster", "rtx-4090:1", *asked)
-    assert "GiB of an assumed 931 GiB on host" in text
+    text = printed(capsys, "--cluster", "l40s:1", *asked)
+    assert "GiB of an assumed 192 GiB on host" in text
     Path("mine.toml").write_text('gpu = "rtx-4090"\nnum_gpus = 1\nhost_memory_gib = 200\n')
     text = printed(capsys, "--cluster", "mine.toml", *asked)
     assert "GiB of 200 GiB on host" in text

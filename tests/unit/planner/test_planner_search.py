@@ -226,7 +226,17 @@ def test_what_was_not_looked_at_is_no_faster_than_is_said(seed: int, max_prices:
     assert whole.is_proven
     fastest_s = min(each.time.step_s for each in whole.best)
     assert fastest_s >= cut.winner.time.step_s * (1 - cut.gap_share) * (1 - 0.02 - 1e-9)  # simpler ones may win by 2 %
-    assert cut.is_proven or cut.rejected["not looked at"] > 0
+    assert cut.is_proven or cut.rejected["not looked at"] + cut.num_fitting > 0
+
+
+@pytest.mark.parametrize("memory_gib", [0.2, 1.0, 2.0, 16.0])
+@pytest.mark.parametrize("max_prices", [20, 200, 10**6])
+def test_each_candidate_is_counted_once(memory_gib: float, max_prices: int) -> None:
+    job = job_of(8, 48, memory_gib)
+    plan = search(job, limits=Limits(max_prices=max_prices), pricer=fake_pricer(job, 7))
+    assert plan.num_candidates == len(list(candidates(job, SearchSpace())))
+    assert plan.num_fitting + sum(plan.rejected.values()) == plan.num_candidates
+    assert (plan.num_fitting > 0) == bool(plan.best)
 
 
 def test_twice_the_same() -> None:

@@ -38,7 +38,7 @@ from shardwise.planner.results import (
 )
 from shardwise.planner.search import Limits, SearchResult
 from shardwise.runtime.format import format_bytes, format_count, format_s
-from shardwise.verify.dry_run import with_peak
+from shardwise.verify.finalists import with_peak
 
 GIB = 2**30
 SHAPE = ModelShape(
@@ -239,7 +239,7 @@ PRICES = tuple(
 
 
 def test_what_was_searched_is_in_the_whole_answer() -> None:
-    assert "9 estimates in 0.5 s" in view_of(plan_of(*PRICES), is_whole=True, wins="so")
+    assert "9 estimates and 0.5 s" in view_of(plan_of(*PRICES), is_whole=True, wins="so")
     assert "estimates" not in view_of(plan_of(*PRICES), wins="so")
 
 

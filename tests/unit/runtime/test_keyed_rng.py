@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from harness.refusals import refused
-from shardwise.models.decoder import Decoder, DecoderConfig
+from shardwise.models.decoder import Decoder
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.keyed_rng import derive_seed, init_parameters, initial_values, keyed_generator
 
 SMALL = DecoderConfig(

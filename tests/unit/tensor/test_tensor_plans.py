@@ -19,7 +19,8 @@ from harness.scanned import scanned
 from harness.unknown_models import ScaledEmbedding
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, SplitDropout, TensorPlan, param_splits
 from shardwise.layout.tp_sharding import FusedPart
-from shardwise.models.decoder import Decoder, DecoderConfig, lm_loss
+from shardwise.models.decoder import Decoder, lm_loss
+from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.tensor.hf_plans import find_plan
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.codec import BLOCK_NUMEL, codec_of
+from shardwise.layout.codec import codec_of
+from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.runtime.state_shards import TensorFlatState
 from shardwise.zero.stored_state import EncodedValues
 

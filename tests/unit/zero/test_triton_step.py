@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from harness.paths import ROOT
-from shardwise.layout.codec import BLOCK_NUMEL, Encoded, codec_of
-from shardwise.layout.precision import StatesDtype
+from shardwise.layout.codec import Encoded, codec_of
+from shardwise.layout.precision import BLOCK_NUMEL, StatesDtype
 from shardwise.offload.cpu_optimizer import StepPiece, step_pieces
 from shardwise.optim.elementwise import Lion
 from shardwise.optim.rules import rule_of

@@ -18,8 +18,8 @@ from shardwise.compat.deepspeed.runtime.zero.attributes import ZeroParamStatus a
 from shardwise.compat.deepspeed.runtime.zero.attributes import mark, shown_as_whole
 from shardwise.construction.context import init
 from shardwise.engine.state_api import gathered
-from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.runtime.module_calls import watch_registrations
+from shardwise.runtime.precision import TORCH_DTYPES
 
 __getattr__ = answers(__name__)
 
