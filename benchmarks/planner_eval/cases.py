@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -274,7 +275,7 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, 
     if stage is None:
         guesses.append("zero_stage")
         stage = 0 if dp == 1 else 1
-    recompute = words.recompute_of(p.get("recompute"))
+    recompute = words.recompute_of(codes.recompute_words(p) if p.get("framework") else p.get("recompute"))
     if recompute is None and compiles_blocks(p, int(stage)):
         recompute = ("selective", 1)
     if recompute is None:
@@ -407,10 +408,16 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
     text = str(p.get("offload") or "none").lower()
     if "possibly" in text or "none" in text:
         return {}
+    text = re.sub("residual|checkpoints", "activations", re.sub("master|opt-[mv]|states|ds_z[23]", "optimizer", text))
+    if "_offload.json" in str(p.get("offload")):  # DeepSpeed's optimizer takes the gradients with it
+        text += " grads params" if "_z3_" in str(p.get("offload")) else " grads"
     tier = "nvme" if "nvme" in text else "host"
     found: dict[str, Any] = {}
     if "optim" in text:
         found["optimizer_tier"] = tier
+        # Of two moments in bf16 without a master, one is half.
+        if "opt-m" in str(p.get("offload")) and "opt-v" not in str(p.get("offload")):
+            found["optimizer_on_device"] = 0.5
     if "grad" in text:
         found["grads_tier"] = "host"
     if "param" in text:

@@ -87,6 +87,14 @@ def dated(code: Code, p: Mapping[str, Any]) -> Code:
     return dataclasses.replace(code, year=year, groups_experts=bool(p.get("experts_kernel")) or year >= 2026)
 
 
+def recompute_words(p: Mapping[str, Any]) -> str | None:
+    """Return a row's words of recomputation, or those of torchtitan's train_configs: all of them select ops."""
+    written = p.get("recompute")
+    if code_of(str(p.get("framework"))).name == "torchtitan" and (not written or "default" in str(written)):
+        return "selective, per op"
+    return written
+
+
 def loss_of(p: Mapping[str, Any], code: Code) -> float:
     """Return the bytes of each logit at the peak of the loss, by what a row says of it.
 

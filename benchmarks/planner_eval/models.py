@@ -118,7 +118,11 @@ class PublishedMemoryModel(MemoryModel):
         if published_traits(self.job).widens_stream:
             kept, whole = found.kept + found.stream, found.whole + 2 * found.stream
             found = dataclasses.replace(found, kept=kept, whole=whole, stream=2 * found.stream)
-        if strategy.recompute != "selective" or again is None or not again.freed:
+        if strategy.recompute != "selective" or again is None:
+            return found
+        if has_experts and again.experts and not again.freed:
+            return dataclasses.replace(found, kept=found.kept - self._unsaved_bytes(strategy))
+        if not again.freed:
             return found
         s, shape, experts = strategy, self.job.shape, self.job.shape.experts if has_experts else None
         hidden = shape.hidden_size / (s.tp if s.sequence_parallel else 1)
@@ -134,6 +138,15 @@ class PublishedMemoryModel(MemoryModel):
         tokens = self.job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
         freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
         return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
+
+    def _unsaved_bytes(self, s: Strategy) -> float:
+        """Return the half of experts' wide tensors that is counted as saved, less what their exchange brought."""
+        experts = self.job.shape.experts
+        if experts is None:
+            return 0.0
+        tokens = self.job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param] / s.tp
+        brought = experts.num_chosen * self.job.shape.hidden_size if s.ep > 1 else 0
+        return tokens * (experts.num_chosen * experts.ffn_size - brought)
 
     def _scale_bytes(self, strategy: Strategy, rank: int) -> float:
         """Return those of bitsandbytes, which does not quantize scales again unless it is asked to."""
@@ -267,7 +280,7 @@ class PublishedCommModel(CommTimeModel):
 
     def _block(self, s: Strategy) -> BlockComm:
         found, again = super()._block(s), published_traits(self.job).recomputation
-        if s.recompute != "selective" or again is None or not again.experts:
+        if s.recompute != "selective" or again is None or not again.exchange:
             return found
         experts_s = found.recompute.experts_s + found.forward.experts_s
         return dataclasses.replace(found, recompute=dataclasses.replace(found.recompute, experts_s=experts_s))

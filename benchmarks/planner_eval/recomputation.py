@@ -13,6 +13,7 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Recomputation:
         freed: names of tensors, as `freed_elements` has them.
         products: matrix products that run again: query, key, value, out, gate, up, down.
         attention, dense, experts: whether attention, the dense feed-forward, the experts with their exchange do.
+        exchange: whether experts that run again also send their tokens again.
         streams: whether norms, activation and rotation do.
     """
 
@@ -36,6 +38,7 @@ class Recomputation:
     attention: bool = False
     dense: bool = False
     experts: bool = False
+    exchange: bool = False
     streams: bool = False
 
     def __or__(self, other: Recomputation) -> Recomputation:
@@ -45,6 +48,7 @@ class Recomputation:
             attention=self.attention or other.attention,
             dense=self.dense or other.dense,
             experts=self.experts or other.experts,
+            exchange=self.exchange or other.exchange,
             streams=self.streams or other.streams,
         )
 
@@ -57,7 +61,9 @@ _MEGATRON: Final[Mapping[str, Recomputation]] = MappingProxyType(
         "core_attn": Recomputation(attention=True),
         "layernorm": Recomputation(freed=frozenset({"expert_norm"}), streams=True),
         "moe_act": Recomputation(freed=frozenset({"expert_act"}), streams=True),
-        "moe": Recomputation(freed=frozenset({"expert_inputs", "expert_wide", "expert_act"}), experts=True),
+        "moe": Recomputation(
+            freed=frozenset({"expert_inputs", "expert_wide", "expert_act"}), experts=True, exchange=True
+        ),
         "mlp": Recomputation(freed=frozenset({"dense_wide", "dense_act"}), dense=True),
     }
 )
@@ -94,22 +100,24 @@ _MAXTEXT: Final[Mapping[str, Recomputation]] = MappingProxyType(
     }
 )
 # Torchtitan's SelectiveAC saves every second matrix product, in the order of a block: wq, wk, wv, wo, w1, w3, w2
-# (distributed/activation_checkpoint.py); what that leaves is the trait `half`.
-_PER_OP: Final = Recomputation(products=("key", "out", "up"), streams=True)
+# (distributed/activation_checkpoint.py); what that leaves is the trait `half`. What it saves has all-to-alls,
+# no grouped product, and until 2026 no attention of cuDNN.
+_PER_OP: Final = Recomputation(products=("key", "out", "up"), streams=True, experts=True)
 
 
-def recomputation_of(written: str | None, code: str) -> Recomputation | None:
+def recomputation_of(written: str | None, code: str, *, saves_attention: bool = True) -> Recomputation | None:
     """Return what words of a code mean; None where they are those of a whole block, of none, or unknown.
 
     Args:
         written: the row's words.
         code: the framework's name, as `codes.code_of` has it.
+        saves_attention: whether what selects ops knows the kernel of attention.
     """
     text = (written or "").lower()
     if code == "maxtext":
         return next((found for word, found in _MAXTEXT.items() if word in text), None)
     if re.search(r"per.op\b|\(op\)|selectiveac", text):
-        return _PER_OP
+        return _PER_OP if saves_attention else dataclasses.replace(_PER_OP, attention=True)
     table = _LLMQ if code == "engine" else _MEGATRON
     words = set(re.findall(r"[a-z_-]+", text))
     found = [each for word, each in table.items() if word in words]

@@ -180,10 +180,14 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         params_share=codes.params_share(p),
         overlaps_tensor=code.name == "megatron" and strategy.sequence_parallel,
         saves_norm_in_fp32=shape.ffn == "gated" and not is_fused,
-        selective=_selective(p, strategy.zero_stage),
+        selective=_selective({"recompute": codes.recompute_words(p)}, strategy.zero_stage),
         fuses_gate=is_fused,
         expert_imbalance=1.0,
-        recomputation=recomputation_of(p.get("recompute"), code.name),
+        recomputation=recomputation_of(
+            codes.recompute_words(p),
+            code.name,
+            saves_attention=codes.dated(code, p).year > 2025 or not codes.is_tuned_on(gpu, p, code),
+        ),
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
         splits_experts=str(p.get("etp")) != "1",
         permutation=codes.permutation_of(p, code, strategy),
@@ -204,7 +208,7 @@ def _selective(p: Mapping[str, Any], zero_stage: int) -> Literal["half", "all-bu
     """
     written = str(p.get("recompute") or "").lower()
     is_usual = not written and compiles_blocks(p, zero_stage)
-    return "half" if is_usual or re.search(r"\bop\b", written) else "all-but-scores"
+    return "half" if is_usual or re.search(r"\bop\b|selectiveac", written) else "all-but-scores"
 
 
 def _gathers_logits(kernel: str, strategy: Strategy) -> bool:
