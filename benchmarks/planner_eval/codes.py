@@ -155,13 +155,22 @@ def is_narrow(p: Mapping[str, Any]) -> bool:
     )
 
 
+def is_wide(p: Mapping[str, Any]) -> bool:
+    """Say whether frozen weights are fp32 under autocast; a model without a dtype is loaded so before transformers 5.
+
+    >>> is_wide({"lora": {"rank": 8, "base": "bf16 or fp32"}}), is_wide({"lora": {"base": "nf4"}})
+    (True, False)
+    """
+    return "fp32" in str((p.get("lora") or {}).get("base"))
+
+
 def params_share(p: Mapping[str, Any]) -> float:
     """Return the bytes of a stored parameter over those of bf16: twice for a base in fp32, half for one in 8 bits."""
     base = str((p.get("lora") or {}).get("base") or "").lower()
     if not base:
         return 1.0
-    if base.startswith("fp32"):
-        return 2.0
+    if is_wide(p):
+        return 3.0  # with the copies in bf16 that autocast saves for the backward
     if re.match(r"nvfp4", base):
         return 0.5 * (0.5 + 1 / 16)  # a scale of one byte for each 16
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0

@@ -160,7 +160,7 @@ class PublishedMemoryModel(MemoryModel):
         if self.job.trains_all and traits.unsharded_grad_bytes:
             waits = traits.reduces_once and strategy.zero_stage >= 2  # until the last micro-batch there are no others
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
-        if traits.widens_stream:  # the tables too
+        if traits.widens_stream and not traits.casts_weights:  # the tables too
             states["params"] += 2 * DTYPE_BYTES["bf16"] * shape.vocab_size * shape.hidden_size / (1 + shape.is_tied)
         if traits.packs_experts and shape.experts is not None:
             folds = [fold for fold in self.compact.rank(strategy, rank).folds if is_of_experts(fold.group)]
@@ -243,6 +243,22 @@ class PublishedComputeModel(ComputeTimeModel):
         forward, backward = super()._adapter_passes(is_output=is_output)
         more = 0.0 if is_output or not published_traits(self.job).widens_adapters else ADAPTER_CASTS
         return forward + more, backward + more
+
+    def _narrow_bytes(self, dtype: str, wide: float) -> float:
+        """Read a factor once more where its largest element must be known before it is cast."""
+        return super()._narrow_bytes(dtype, wide) + wide * published_traits(self.job).scales_dynamically
+
+    def _linears(self, linears: Iterable[GemmShape], s: Strategy, dtype: str) -> PassTimes:
+        """Cast weights too, which a step's micro-batches do not share: of fp32 to bf16, and of bf16 to fp8."""
+        linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[s.param]
+        found = super()._linears(linears, s, dtype)
+        numel = sum(each.count * each.n * each.k for each in linears)
+        if traits.casts_weights:
+            found = found.plus(PassTimes(self._stream_s(numel * (FP32_BYTES + width))))
+        if traits.scales_dynamically and traits.casts_gathered and dtype == "fp8":
+            cast_s = self._stream_s(numel * (2 * width + 1))  # its largest element, then itself
+            found = found.plus(PassTimes(cast_s, cast_s))
+        return found
 
     def step_s(self, strategy: Strategy, numel: float) -> float:
         """Pass over each tensor as often as torch's optimizer does where it is not one kernel."""

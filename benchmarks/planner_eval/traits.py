@@ -61,6 +61,9 @@ class PublishedTraits(FrameworkTraits):
         widens_adapters: whether adapters are fp32 on a base of bf16.
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
+        scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
+        casts_gathered: whether weights are cast to fp8 after they are gathered, by every rank.
         dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
         splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
         permutation: passes over tokens' copies for their experts, forward and backward, where the code is known.
@@ -87,6 +90,9 @@ class PublishedTraits(FrameworkTraits):
     widens_adapters: bool = False
     widens_stream: bool = False
     packs_experts: bool = False
+    casts_weights: bool = False
+    scales_dynamically: bool = False
+    casts_gathered: bool = False
     dedups_tokens: bool = True
     splits_experts: bool = True
     params_share: float = 1.0
@@ -160,13 +166,16 @@ def _usual_words(p: Mapping[str, Any], strategy: Strategy) -> str | None:
 def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> PublishedTraits:
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
-    written = f"{p.get('loss')} {p.get('framework')}".lower()
+    written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
         code=codes.dated(code, p),
         steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
         widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
-        widens_stream=p.get("stream") == "fp32",
+        widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
+        casts_weights=codes.is_wide(p),
+        scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
+        casts_gathered="fp8 all-gather" not in precision,
         packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),

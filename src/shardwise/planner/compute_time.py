@@ -332,12 +332,18 @@ class ComputeTimeModel:
                 product_s = self._product_s(linear.k, linear.n, linear.m, dtype, linear.count, is_weight=True)
                 weight_s += max(product_s, accumulated_s) if is_fused else product_s + accumulated_s
             if _WIDTHS[dtype] < wide:
-                # Once as it is and once transposed; fused with what made it, nothing more is read.
-                narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
-                narrow += _FP4_READS * wide if dtype == "fp4" else 0.0
+                narrow = self._narrow_bytes(dtype, wide)
                 forward_s += linear.count * self._stream_s(linear.m * linear.k * narrow)
                 input_s += linear.count * self._stream_s(linear.m * linear.n * narrow)
         return PassTimes(forward_s, input_s, weight_s)
+
+    def _narrow_bytes(self, dtype: str, wide: float) -> float:
+        """Return the bytes to cast an element of a product's factor to a dtype that is narrower than `wide` bytes.
+
+        It is written once as it is and once transposed; fused with what made it, nothing more is read.
+        """
+        narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
+        return narrow + (_FP4_READS * wide if dtype == "fp4" else 0.0)
 
     def _accumulation_bytes(self, s: Strategy) -> float:
         """Return the bytes to add an element's gradient to earlier micro-batches', beyond the product's own write."""
