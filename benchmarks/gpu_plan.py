@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 CALL_LIMITS_S: Mapping[str, float] = {"correctness": 300.0, "figures": 560.0}
 TINY_FACTOR = 4.0  # a rehearsal computes on the CPU, beside other work
-TINY_ATTENTION = "--lengths 256 --head-dims 32 --heads 1 --directions causal --systems triton"
+TINY_ATTENTION = "--lengths 256 --head-dims 32 --heads 1 --directions causal"
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ PARTS = (
         130,
         "benchmarks/gpu_step.py --models 350m:2048:8 --systems plain,fsdp2,shardwise-3,shardwise-0,ddp,shardwise-2 "
         "--rounds 2 --steps 8 --json {out}/step-350m.json",
-        "benchmarks/gpu_step.py --models tiny:16:1 --systems plain,shardwise-3,shardwise-0 --rounds 1 --steps 1 "
-        "--warmup 1 --json {out}/step-350m.json",
+        "benchmarks/gpu_step.py --models tiny:16:1 --systems plain,fsdp2,shardwise-3,shardwise-0,ddp,shardwise-2 "
+        "--rounds 1 --steps 1 --warmup 1 --json {out}/step-350m.json",
     ),
     Part(
         "step-1b",
@@ -86,8 +86,8 @@ PARTS = (
         110,
         "benchmarks/gpu_step.py --models 1b:2048:4 --systems plain,fsdp2,shardwise-3,shardwise-0 --rounds 1 --steps 8 "
         "--json {out}/step-1b.json",
-        "benchmarks/gpu_step.py --models tiny:16:1 --systems plain,shardwise-2 --rounds 1 --steps 1 --warmup 1 "
-        "--json {out}/step-1b.json",
+        "benchmarks/gpu_step.py --models tiny:16:1 --systems plain,fsdp2,shardwise-3,shardwise-0 --rounds 1 --steps 1 "
+        "--warmup 1 --json {out}/step-1b.json",
     ),
     Part(
         "offload",
@@ -95,7 +95,7 @@ PARTS = (
         120,
         "benchmarks/gpu_offload.py --cases 1b:plain,1b:optimizer,1b:all+act --steps 2 --minutes 1.9 "
         "--json {out}/offload.json",
-        "benchmarks/gpu_offload.py --cases tiny:plain,tiny:optimizer --load 16:1:1 --steps 1 --minutes 4 "
+        "benchmarks/gpu_offload.py --cases tiny:plain,tiny:optimizer,tiny:all+act --load 16:1:1 --steps 1 --minutes 4 "
         "--json {out}/offload.json",
     ),
     Part(
@@ -113,6 +113,13 @@ PARTS = (
         60,
         "benchmarks/gpu_optimizer.py --json {out}/int8-states.json",
         "benchmarks/gpu_optimizer.py --numel 20000 --pieces 1,2 --runs 1 --json {out}/int8-states.json",
+    ),
+    Part(
+        "passes",
+        "figures",
+        30,
+        "benchmarks/gpu_passes.py --json {out}/passes.json",
+        "benchmarks/gpu_passes.py --numel 16384 --runs 1 --json {out}/passes.json",
     ),
 )
 

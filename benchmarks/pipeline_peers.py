@@ -161,7 +161,7 @@ def build_shardwise(model: Decoder, workload: Workload, schedule: str) -> Step:
 
     assert isinstance(workload, PipelineWorkload), "of this benchmark"
     engine = shardwise.initialize(model, pipeline_config(workload, schedule), loss_fn=language_loss)
-    return lambda tokens: float(engine.train_step(tokens.split(workload.micro_size)).loss)
+    return lambda tokens: float(engine.train_step([*tokens.split(workload.micro_size)]).loss)
 
 
 _TORCH_SCHEDULES: Mapping[str, str] = MappingProxyType(

@@ -113,6 +113,10 @@ def read_case(row: Row) -> Case:
     if refused is not None:
         return dataclasses.replace(case, refusal=refused)
     shape, cluster = _shape(_section(row, "model")), _cluster(_section(row, "hardware"))
+    framework = _section(row, "parallel").get("framework")
+    if framework and codes.runs_all_experts(framework, shape.name) and shape.experts is not None:
+        experts = dataclasses.replace(shape.experts, num_chosen=shape.experts.num_experts)
+        shape = dataclasses.replace(shape, experts=experts)
     try:
         strategy, global_batch, guesses = _strategy(row, shape, cluster)
     except ConfigError as error:

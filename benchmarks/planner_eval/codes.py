@@ -87,6 +87,11 @@ def dated(code: Code, p: Mapping[str, Any]) -> Code:
     return dataclasses.replace(code, year=year, groups_experts=bool(p.get("experts_kernel")) or year >= 2026)
 
 
+def runs_all_experts(framework: str, model: str) -> bool:
+    """Say whether each expert is run on each token, with scores of 0 for most (transformers' `modeling_llama4.py`)."""
+    return code_of(framework).name == "hf" and "llama-4" in model.lower()
+
+
 def recompute_words(p: Mapping[str, Any]) -> str | None:
     """Return a row's words of recomputation, or those of torchtitan's train_configs: all of them select ops."""
     written = p.get("recompute")

@@ -81,6 +81,8 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> HostC
         forward, backward = EAGER_LAUNCHES
     elif code.name == "hf":
         forward, backward = FUSED_LAUNCHES
+    if "qwen3" in job.shape.name.lower() and not job.traits.is_compiled:
+        forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
     if code.name == "hf" and not job.trains_all:
         forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
     shards_s = FSDP_S if s.zero_stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (s.num_data_ranks > 1)

@@ -47,6 +47,9 @@ NORM_IN_FP32, DROPOUT, FUSED_ACTIVATION = (16.0, 38.5), 2.5, (-2.0, -3.0)
 EXPERTS, FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)
 
 
+# Bytes of each logit for the entropy and the accuracy that TRL's SFTTrainer logs: accelerate widens it (6), log-softmax
+# (8), exp (8), product (12), sum (4) and largest (4).
+ENTROPY_BYTES: Final = 42.0
 # Of an expert's weight that bitsandbytes packs, with a scale in fp32 for each 64.
 PACKED_EXPERT_BYTES: Final = 0.5 + 4 / 64
 # More of a residual stream in fp32: two norms and two sums of twice the width.
@@ -244,6 +247,14 @@ class PublishedComputeModel(ComputeTimeModel):
         more = 0.0 if is_output or not published_traits(self.job).widens_adapters else ADAPTER_CASTS
         return forward + more, backward + more
 
+    def head(self, strategy: Strategy) -> PassTimes:
+        """Pass over the logits for what TRL logs of each step, too."""
+        found = super().head(strategy)
+        if not published_traits(self.job).logs_entropy:
+            return found
+        logits = self._tokens(strategy) * self.job.shape.vocab_size
+        return found.plus(PassTimes(self._stream_s(ENTROPY_BYTES * logits)))
+
     def _narrow_bytes(self, dtype: str, wide: float) -> float:
         """Read a factor once more where its largest element must be known before it is cast."""
         return super()._narrow_bytes(dtype, wide) + wide * published_traits(self.job).scales_dynamically
@@ -252,6 +263,9 @@ class PublishedComputeModel(ComputeTimeModel):
         """Cast weights too, which a step's micro-batches do not share: of fp32 to bf16, and of bf16 to fp8."""
         linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[s.param]
         found = super()._linears(linears, s, dtype)
+        routed = [each for each in linears if each.is_routed]
+        if routed and traits.grouped_share < 1:
+            found = found.plus(super()._linears(routed, s, dtype).times(1 / traits.grouped_share - 1))
         numel = sum(each.count * each.n * each.k for each in linears)
         if traits.casts_weights:
             found = found.plus(PassTimes(self._stream_s(numel * (FP32_BYTES + width))))

@@ -31,6 +31,10 @@ LONG_SEQUENCE: Final = 8192
 TORCHS_LOSS_BYTES: Final = 3.0 * FP32_BYTES
 """Bytes of each logit: widened, its log-softmax, its gradient."""
 
+TORCHS_GROUPED_SHARE: Final = 0.62
+"""Rate of torch's grouped product in bf16 on B200 over that of a dense one in training: 1.55 ms for 16,640 rows of
+Llama 4's experts are 900 TFLOPS (pytorch/ao#2882); on H100 it is as fast as a dense one (#2756: 599)."""
+
 NUM_OF_NARROW_LOSS: Final = 4
 """How often a loss in the logits' own dtype has them: the loop's own, the log-softmax, its gradient and theirs."""
 
@@ -61,6 +65,8 @@ class PublishedTraits(FrameworkTraits):
         widens_adapters: whether adapters are fp32 on a base of bf16.
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        grouped_share: rate of experts' grouped products over that of the same rows in one product.
+        logs_entropy: whether each step logs entropy and accuracy of all logits.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
         casts_gathered: whether weights are cast to fp8 after they are gathered, by every rank.
@@ -90,6 +96,8 @@ class PublishedTraits(FrameworkTraits):
     widens_adapters: bool = False
     widens_stream: bool = False
     packs_experts: bool = False
+    grouped_share: float = 1.0
+    logs_entropy: bool = False
     casts_weights: bool = False
     scales_dynamically: bool = False
     casts_gathered: bool = False
@@ -173,6 +181,8 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
         widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
         widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
+        grouped_share=TORCHS_GROUPED_SHARE if code.name == "torchtitan" and is_after_h100(gpu) else 1.0,
+        logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,

@@ -2,7 +2,7 @@
 
     python -m device.budgets            # a JSON line a case
 
-The batch is on the device already, and the loss is read once, at the end of the step.
+The batch is on the device already but in one case, and the loss is read once, at the end of the step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
@@ -19,25 +19,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from device.orders import DEVICE, Case, make_engine, model_case, working_folder, zero
+from device import orders
+from device.orders import DEVICE, WIDE, Case, make_engine, model_case, working_folder, zero
 from device.virtual import install
 from device.virtual.streams import Scheduler
 from harness.echo import EchoFactory, cancel_deviations
 from shardwise.comm.loss import NonFiniteLossError
+from shardwise.dropout import KeyedDraws
 from shardwise.engine.engine import Engine
+from shardwise.optim.elementwise import AdEMAMix, Lion
+from shardwise.runtime import kernels, pinned_memory
 from shardwise.train.rank_watch import RankWatch
 
 NUM_WARMUP = 2
 BF16 = {"param": "bf16"}
 FP32 = {"param": "fp32"}
+ON_HOST = "batches on the host"
 CASES = (
     *(Case(f"stage {stage}", 2, zero(stage, precision=BF16), "decoder") for stage in (0, 1, 3)),
     Case("one rank", 1, zero(0, precision=FP32), "decoder"),
     Case("tp", 2, {"mesh": {"tp": 2}, "precision": FP32}, "decoder"),
     Case("sgd", 2, zero(2, precision=FP32, optimizer={"name": "sgd", "momentum": 0.9}), "decoder"),
     Case("states in bf16", 2, zero(2, precision={**FP32, "states": "bf16"}), "decoder"),
+    Case("lockstep", 2, {"zero": {"stage": 3, "lockstep": True}, "precision": FP32}, "decoder"),
+    Case("lion", 2, zero(2, precision=FP32, optimizer={"name": "lion"}), "decoder"),
+    Case("muon", 2, zero(2, precision=FP32, optimizer={"name": "muon"}), "decoder"),
+    Case(ON_HOST, 2, zero(2, precision=FP32), "decoder"),
 )
 REFUSED = ("stage 3", "sgd")
+
+
+CODED = Case("in int8", 2, zero(3, precision={**FP32, "gather": "int8", "reduce": "int8"}), WIDE.name)
+# Where what encodes and decodes is launched.
+CODING = ("layout/wire_codec.py", "comm/encoded.py", "runtime/kernels.py")
 
 
 @dataclass(frozen=True)
@@ -94,11 +108,11 @@ def on_device(tree: Any) -> Any:
 
 
 def open_engine(case: Case) -> tuple[Engine, list[Any]]:
-    """An engine whose batches are on the device."""
+    """An engine and its batches."""
     engine = make_engine(case, lambda mesh: EchoFactory(mesh, 0))
     cancel_deviations(engine.parts.losses)
     batches = [model_case(case).batch(seed, 2, case.dtype) for seed in range(case.num_micro_batches)]
-    return engine, [on_device(batch) for batch in batches]
+    return engine, batches if case.name == ON_HOST else [on_device(batch) for batch in batches]
 
 
 def measure(case: Case, scheduler: Scheduler) -> Budget:
@@ -141,6 +155,42 @@ def watch_ranks(scheduler: Scheduler) -> dict[str, Any]:
     engine.close()
     scheduler.restart("eager")
     return {"name": "ranks compared", "waits": waits}
+
+
+def count_pins() -> dict[str, Any]:
+    """How often host memory is pinned in a step whose sequences have two lengths, once it has had both."""
+    (case,) = [case for case in orders.CASES if case.name == "activations on the host"]
+    engine, batches = open_engine(case)
+    for _ in range(NUM_WARMUP):
+        engine.train_step(batches)
+    with mock.patch.object(pinned_memory, "pin_pages", wraps=pinned_memory.pin_pages) as pin:
+        engine.train_step(batches)
+    engine.close()
+    return {"name": case.name, "num_pins": pin.call_count, "lengths": sorted(batch[0].shape[1] for batch in batches)}
+
+
+def step_lists(scheduler: Scheduler) -> Iterator[dict[str, Any]]:
+    """How optimizers of the library step lists of tensors on the device: kernels, and what tensors alone do else."""
+    for kind in (Lion, AdEMAMix):
+        torch.manual_seed(0)
+        alone = [nn.Parameter(torch.randn(shape)) for shape in ((7,), (5, 3), (40, 30), (1,))]
+        together = [nn.Parameter(param.detach().to(DEVICE)) for param in alone]
+        ours, expected = (
+            kind(together, lr=1e-2, weight_decay=0.1),
+            [kind([param], lr=1e-2, weight_decay=0.1) for param in alone],
+        )
+        for _ in range(3):
+            for param, moved in zip(alone, together, strict=True):
+                param.grad = torch.randn_like(param)
+                moved.grad = param.grad.to(DEVICE)
+            scheduler.finish_all()
+            scheduler.kernels.clear()
+            ours.step()
+            kernels = by_operator(scheduler)
+            for optimizer in expected:
+                optimizer.step()
+        same = [torch.equal(param, moved.cpu()) for param, moved in zip(alone, together, strict=True)]
+        yield {"name": f"lists of {kind.__name__}", "kernels": kernels, "are_same": same}
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
@@ -191,15 +241,60 @@ def refuse(case: Case, scheduler: Scheduler, on_nonfinite: str) -> dict[str, Any
     }
 
 
+@contextmanager
+def without_triton(is_without: bool) -> Iterator[None]:
+    """Let the library find no Triton inside the context."""
+    with mock.patch.object(kernels, "find_spec", return_value=None) if is_without else nullcontext():
+        yield
+
+
+def code(scheduler: Scheduler) -> dict[str, int]:
+    """The kernels of a step's forwards and backwards that encode and decode, by operator."""
+    engine, batches = open_engine(CODED)
+    for _ in range(NUM_WARMUP):
+        engine.train_step(batches)
+    scheduler.finish_all()
+    scheduler.kernels.clear()
+    for batch in batches:
+        engine.backward(engine(batch))
+    found: dict[str, int] = {}
+    for key, number in scheduler.kernels.items():
+        name, _, place = key.partition(" ")
+        if place.startswith(CODING):
+            found[name] = found.get(name, 0) + number
+    engine.step()
+    engine.close()
+    return found
+
+
+def drop(scheduler: Scheduler) -> dict[str, int]:
+    """The kernels of a keyed dropout, and of its backward, where another one has hashed the indices."""
+    draws, values = KeyedDraws(0, DEVICE), torch.ones(4, 8, 64, device=DEVICE, requires_grad=True)
+    gradient = torch.ones_like(values)
+    with draws.at(0, 0, 0, 4):
+        draws.drop("first", values, 0.1, None)
+        scheduler.kernels.clear()
+        dropped = draws.drop("second", values, 0.1, None)
+    num_forward = scheduler.kernels.total()
+    torch.autograd.grad(dropped, values, gradient)
+    return {"forward": num_forward, "backward": scheduler.kernels.total() - num_forward}
+
+
 def main() -> int:
     scheduler = install()
     with working_folder():
         for case in CASES:
             print(json.dumps(asdict(measure(case, scheduler))), flush=True)
-        print(json.dumps(watch_ranks(scheduler)), flush=True)
+        for line in (watch_ranks(scheduler), count_pins(), *step_lists(scheduler)):
+            print(json.dumps(line), flush=True)
         for case in (case for case in CASES if case.name in REFUSED):
             for on_nonfinite in ("raise", "skip"):
                 print(json.dumps(refuse(case, scheduler, on_nonfinite)), flush=True)
+        for is_without in (False, True):
+            how = "torch" if is_without else "triton"
+            with without_triton(is_without):
+                for name, count in (("coded", code), ("dropout", drop)):
+                    print(json.dumps({"name": f"{name}, {how}", "kernels": count(scheduler)}), flush=True)
     return 0
 
 

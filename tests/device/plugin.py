@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """In tests of exchanges attention is torch's operators: Triton's interpreter takes ten times as long."""
-    with attention_backend("dense") if item.path.name == "test_context_cuda.py" else nullcontext():
+    is_dense = item.path.name == "test_context_cuda.py" and "sparse" not in item.name
+    with attention_backend("dense") if is_dense else nullcontext():
         return (yield)
 
 

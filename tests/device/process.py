@@ -18,12 +18,11 @@ IS_SANITIZED = os.environ.pop("TORCH_CUDA_SANITIZER", None) is not None
 import torch  # noqa: E402
 
 from device.ranks import stand_for_nccl  # noqa: E402
-from device.virtual import install, interpret_quickly  # noqa: E402
+from device.virtual import install  # noqa: E402
 from device.virtual.streams import Order  # noqa: E402
 
 torch.set_num_threads(1)
 SCHEDULER = install(cast(Order, os.environ.get("VIRTUAL_ORDER", "lazy")), int(os.environ.get("VIRTUAL_SEED", "0")))
-interpret_quickly()
 stand_for_nccl()
 if IS_SANITIZED:
     from torch.cuda import _gpu_trace, _sanitizer

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,6 +61,7 @@ class Transport:
         self._plain_message = dist.P2POp
         self._waiters = ThreadPoolExecutor(64)  # gloo says of no message whether it is over
         self._messages: dict[int, torch.cuda.Stream] = {}  # of each process group
+        self._aborted: set[dist.ProcessGroup] = set()
 
     def install(self) -> None:
         """Put these functions where `torch.distributed`'s are."""
@@ -66,6 +69,14 @@ class Transport:
             setattr(dist, name, self._of_device(name))
         dist.isend, dist.irecv, dist.batch_isend_irecv = self.isend, self.irecv, self.batch_isend_irecv
         dist.P2POp = Message
+        plain_backend = dist.ProcessGroup._get_backend
+
+        def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+            if torch.device(device).type != "cuda":
+                return plain_backend(group, device)
+            return SimpleNamespace(abort=partial(self._aborted.add, group))
+
+        dist.ProcessGroup._get_backend = backend_of
 
     def _of_device(self, name: str) -> Callable[..., Any]:
         num_tensors, is_scatter = len(COLLECTIVES[name]), name.startswith("reduce_scatter")
@@ -83,7 +94,8 @@ class Transport:
                 return [self._plain[name](*given, *others, group=group, async_op=True, **kwargs)]
 
             take = cut_slice(dist.get_rank(group)) if is_scatter else copy_out
-            self._launch(name, tensors[0], tensors[-1], start, take if num_tensors == 2 else copy_source)
+            route = group or dist.group.WORLD, take if num_tensors == 2 else copy_source
+            self._launch(name, tensors[0], tensors[-1], start, *route)
             return StreamWork(torch.cuda.current_stream().record_event()) if async_op else None
 
         return call
@@ -137,9 +149,11 @@ class Transport:
             for index, values in received.items():
                 regions[index].open().copy_(values)
 
-        self._run("messages", start, finish)
+        self._run("messages", start, finish, batch[0].group or dist.group.WORLD)
 
-    def _launch(self, name: str, out: Tensor, source: Tensor, start: Start, take: Callable[..., None]) -> None:
+    def _launch(
+        self, name: str, out: Tensor, source: Tensor, start: Start, group: dist.ProcessGroup, take: Callable[..., None]
+    ) -> None:
         into, out_of = Region.of(Device.native, out), Region.of(Device.native, source)
         moved: list[Tensor] = []
 
@@ -147,20 +161,36 @@ class Transport:
             moved.extend((torch.empty(into.shape, dtype=into.dtype), out_of.open().clone()))
             return start(*moved)
 
-        self._run(name, begin, lambda: take(into.open(), *moved))
+        self._run(name, begin, lambda: take(into.open(), *moved), group)
 
-    def _run(self, name: str, start: Callable[[], Sequence[dist.Work | None]], finish: Callable[[], None]) -> None:
-        """Enqueue what starts a transfer, a gate that opens when it is over, and what takes its values."""
+    def _run(
+        self,
+        name: str,
+        start: Callable[[], Sequence[dist.Work | None]],
+        finish: Callable[[], None],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Enqueue what starts a transfer, a gate that opens when it is over, and what takes its values.
+
+        What is aborted is over, with whatever is there.
+        """
         pending: list[Future[Any]] = []
         is_started: list[bool] = []
 
+        def is_aborted() -> bool:
+            return group in self._aborted
+
         def begin() -> None:
+            if is_aborted():
+                return
             with below_autograd():
                 works = [work for work in start() if work is not None]
             pending.extend(self._waiters.submit(work.wait, timedelta(seconds=TIMEOUT_S)) for work in works)
             is_started.append(True)
 
         def end() -> None:
+            if is_aborted():
+                return
             for future in pending:
                 future.result()
             with below_autograd():
@@ -168,7 +198,8 @@ class Transport:
 
         stream = Device.native.current_stream()
         Device.scheduler.launch(name, begin)
-        Device.scheduler.wait_at(Gate(lambda: bool(is_started) and all(each.done() for each in pending)), stream)
+        is_over = Gate(lambda: is_aborted() or (bool(is_started) and all(each.done() for each in pending)))
+        Device.scheduler.wait_at(is_over, stream)
         Device.scheduler.launch(f"{name} end", end)
 
 
@@ -229,14 +260,14 @@ def stand_for_nccl() -> None:
     dist.is_nccl_available = lambda: True
 
 
-def start_ranks(num_ranks: int, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:
-    """Start `device.orders` with these arguments on each rank."""
+def start_ranks(num_ranks: int, module: str, arguments: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
+    """Start a module with these arguments on each rank."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
-    command = [sys.executable, "-m", "device.orders", *arguments]
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     return [
         subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(num_ranks)

@@ -16,7 +16,7 @@ from device.virtual import reason_to_skip
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
 
 TESTS = Path(__file__).parents[1]
-FUSED = ("stage 0", "stage 1", "stage 3", "one rank", "tp", "sgd")
+FUSED = ("stage 0", "stage 1", "stage 3", "one rank", "tp", "sgd", "lockstep", "batches on the host")
 REFUSED = ("stage 3", "sgd")
 NUM_SUMMING = 57  # loss, norm, factor and flags, for any number of parameters
 NUM_COMPARING = 20
@@ -32,7 +32,7 @@ def budgets() -> dict[str, dict[str, Any]]:
     return {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("name", [*FUSED, "states in bf16"])
+@pytest.mark.parametrize("name", [*FUSED, "states in bf16", "lion", "muon"])
 def test_the_host_waits_once_a_step(budgets: dict[str, dict[str, Any]], name: str) -> None:
     assert len(budgets[name]["waits"]) == 1
 
@@ -52,9 +52,48 @@ def test_the_step_launches_no_kernel_for_each_parameter(budgets: dict[str, dict[
     assert sum(kernels.values()) <= NUM_SUMMING + 3 * num_groups + NUM_COMPARING * (name == "tp")
 
 
+@pytest.mark.parametrize("name", ["Lion", "AdEMAMix"])
+def test_the_library_steps_lists_of_tensors(budgets: dict[str, dict[str, Any]], name: str) -> None:
+    stepped = budgets[f"lists of {name}"]
+    assert all(stepped["are_same"])  # to the bit
+    assert sum(stepped["kernels"].values()) <= 12  # of four tensors
+    assert all(kernel.startswith("_foreach_") for kernel in stepped["kernels"])
+
+
+def test_momenta_and_updates_of_matrices_are_lists(budgets: dict[str, dict[str, Any]]) -> None:
+    kernels = budgets["muon"]["kernels"]
+    assert not {"lerp_", "lerp"} & kernels.keys()
+    assert kernels["_foreach_lerp_"] == kernels["_foreach_lerp"] == 1
+    assert kernels["_foreach_add_"] < kernels["baddbmm"] / 10  # as many as there are shapes
+
+
 def test_gradients_are_copied_a_group_at_a_time(budgets: dict[str, dict[str, Any]]) -> None:
     fewest = 2 * budgets["sgd"]["num_parameters"]  # by copies of each one, in two micro-batches
     assert budgets["sgd"]["num_copies"] < fewest
+
+
+def test_what_is_sent_in_codes_takes_one_kernel_to_encode_and_one_to_decode(
+    budgets: dict[str, dict[str, Any]],
+) -> None:
+    pytest.importorskip("triton")
+    kernels, of_torch = (budgets[f"coded, {how}"]["kernels"] for how in ("triton", "torch"))
+    kernels.pop("triton:_drop")  # the model's
+    encoded, *decoded = (kernels.pop(f"triton:_{verb}_blocks") for verb in ("encode", "decode", "sum"))
+    assert encoded == sum(decoded) > 0
+    assert kernels == {}
+    assert sum(of_torch.values()) > 8 * encoded
+
+
+def test_a_dropout_is_one_kernel_and_so_is_its_backward(budgets: dict[str, dict[str, Any]]) -> None:
+    pytest.importorskip("triton")
+    assert budgets["dropout, triton"]["kernels"] == {"forward": 1, "backward": 1}
+    assert budgets["dropout, torch"]["kernels"]["forward"] > 8
+
+
+def test_inputs_of_two_lengths_leave_through_the_same_pages(budgets: dict[str, dict[str, Any]]) -> None:
+    short, long = budgets["activations on the host"]["lengths"]
+    assert short < long
+    assert budgets["activations on the host"]["num_pins"] == 0
 
 
 def test_ranks_are_compared_without_a_wait(budgets: dict[str, dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ Both ends are in this process. A stream that receives makes that of the sender r
 
 from __future__ import annotations
 
+import gc
 import random
 import weakref
 from collections import defaultdict, deque
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from harness.late_streams import LateDevice
 from shardwise.comm.backends import NcclComm
-from shardwise.comm.collectives import CommResources, RankPlace
+from shardwise.comm.collectives import CommResources, Launch, RankPlace
 from shardwise.comm.p2p import P2PChannel
 from shardwise.comm.records import RECEIVE, SEND, CommLog
 from shardwise.pipeline.boundary import Key, RemoteEnd
@@ -67,7 +68,7 @@ class NearComm(NcclComm):
         device, held = self._device, weakref.ref(buffer)
 
         def run() -> None:
-            sender = device._streams[P2PStreamKey(SEND, 1)]  # type: ignore[index]
+            sender = device._streams[P2PStreamKey(SEND, self.rank)]  # type: ignore[index]
             while not self._mail:
                 assert sender.num_done < len(sender.queue), "what is received is not sent"
                 sender.run_until(sender.num_done + 1)
@@ -171,3 +172,50 @@ def test_host_runs_ahead_and_the_watchdog_sees_what_is_enqueued() -> None:
         assert {call.op for call, _ in ends.comm_logs[0].enqueued} == {SEND}
         assert {call.op for call, _ in ends.comm_logs[1].enqueued} == {RECEIVE}
         assert ends.comm_logs[0].enqueued[0][1].is_reached()
+
+
+def agreed_ends(device: LateDevice) -> LateEnds:
+    """Ends that have agreed on values of size 2, at the beginning of a step of two micro-batches."""
+    ends = LateEnds(device)
+    take_step(ends, random.Random(0), [[2], [2]])
+    ends.begin_step([[(True, ((2,),))] * 2] * 2)
+    return ends
+
+
+def test_what_has_left_is_held_no_longer_than_to_the_next_send() -> None:
+    """Gradients would be until the end of the step: nothing comes back for them."""
+    with LateDevice(num_asks=0).installed() as device:
+        ends = agreed_ends(device)
+        value = make_value(random.Random(1), 2)
+        sent = weakref.ref(value[0].untyped_storage())
+        ends.before[0].send(0, value)
+        del value
+        assert sent() is not None
+        ends.before[0].send(1, make_value(random.Random(2), 2))
+        assert sent() is None
+        for micro_batch in range(2):
+            ends.after[0].post(micro_batch, lambda: None)
+            ends.after[0].take(micro_batch)
+        ends.before[0].finish()
+
+
+def num_launches() -> int:
+    gc.collect()
+    return sum(isinstance(each, Launch) for each in gc.get_objects())
+
+
+def test_a_message_is_over_once_its_gradient_is_there() -> None:
+    """On gloo a communicator holds what it has launched until that has been waited for."""
+    with LateDevice(num_asks=10**9).installed() as device:
+        ends = agreed_ends(device)
+        before, after = ends.before[0], ends.after[0]
+        num_before = num_launches()
+        for micro_batch in range(2):
+            before.send(micro_batch, make_value(random.Random(micro_batch), 2))
+            after.post(micro_batch, lambda: None)
+            after.take(micro_batch)
+            after.send(micro_batch, make_value(random.Random(micro_batch), 2))
+            before.post(micro_batch, lambda: None)
+            before.take(micro_batch)
+        after.finish()
+        assert num_launches() == num_before

@@ -20,7 +20,6 @@ from shardwise.attention.backends import Draw, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.triton import backward
 from shardwise.attention.triton.launch import (
-    KernelLaunch,
     forward_launches,
     key_launches,
     prepare_launch,
@@ -29,6 +28,7 @@ from shardwise.attention.triton.launch import (
 )
 from shardwise.attention.triton.lut import HeadGroups
 from shardwise.attention.triton.plan import plan_of, tables_in
+from shardwise.runtime.kernels import KernelLaunch
 
 NUM_TOKENS = 1024
 

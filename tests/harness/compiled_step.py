@@ -18,6 +18,7 @@ if __name__ == "__main__":
     driver.set_active(NoGpu())
     values = torch.zeros(BLOCK_NUMEL)
     params = [nn.Parameter(values)]
+    spilled = {}
     for optimizer in (
         torch.optim.Adam(params),
         torch.optim.SGD(params, momentum=0.9),
@@ -28,4 +29,5 @@ if __name__ == "__main__":
         codecs = {name: codec_of(name, "int8") for name in rule_of(optimizer).first_values(options)}
         states = {name: codec.empty(BLOCK_NUMEL, values.device) for name, codec in codecs.items() if codec is not None}
         piece = StepPiece(options, values, values, states, 1.0, False, None)
-        print(type(optimizer).__name__.lower(), spilled_bytes(launch_of(type(optimizer), piece, 1.0)))
+        spilled[type(optimizer).__name__] = spilled_bytes(launch_of(type(optimizer), piece, 1.0))
+    print(spilled)

@@ -27,7 +27,7 @@ from shardwise.construction.scan import build_layout
 from shardwise.layout.facts import FusedDim
 from shardwise.layout.matrices import assign_owners, held_ranges, matrices_of, newton_schulz_flops, rounds_of
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
-from shardwise.optim.muon import advance_momentum, apply_update, orthogonalize, update_scale
+from shardwise.optim.muon import advance_momenta, apply_updates, orthogonalize, update_scale
 from shardwise.runtime.memory_tracker import Category
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.zero import matrix_step
@@ -428,8 +428,9 @@ def test_newton_schulz_has_the_bits_of_torchs(shape: tuple[int, int], in_bf16: b
     theirs = torch.optim.Muon([whole], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     with nullcontext() if in_bf16 else mock.patch.object(Tensor, "bfloat16", Tensor.clone):
         theirs.step()
-    ahead = advance_momentum(torch.zeros(shape), gradient, 0.95)
-    apply_update(ours, orthogonalize(ahead.bfloat16() if in_bf16 else ahead), update_scale(shape), theirs.defaults)
+    (ahead,) = advance_momenta([torch.zeros(shape)], [gradient], [0.95])
+    update = orthogonalize(ahead.bfloat16() if in_bf16 else ahead)
+    apply_updates([(ours, update, update_scale(shape), theirs.defaults)])
     assert torch.equal(ours, whole)
 
 

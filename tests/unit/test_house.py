@@ -23,7 +23,11 @@ MAX_ARGUMENTS = 8
 
 # pattern: the only files, or folders, in which it may stand
 ALONE = {
-    r"\btorch\._[a-zA-Z]|from torch\._[a-zA-Z]|\b_execution_engine\b|torch\.utils\._": {"runtime/torch_private.py"},
+    r"\btorch\._(?!foreach_)[a-zA-Z]|from torch\._[a-zA-Z]|\b_execution_engine\b|torch\.utils\._": {
+        "runtime/torch_private.py"
+    },
+    # torch documents its functions over lists.
+    r"\btorch\._foreach_": {"runtime/torch_private.py", "optim/"},
     r"dist\.(all_|reduce|broadcast|isend|irecv|send|recv|gather|scatter|barrier|batch_)": {
         "comm/backends.py",
         "launch/",

@@ -127,6 +127,6 @@ def read_sequence_mask(mask: Tensor) -> SequenceMask:
         return SequenceMask((numbers.shape[1],), numbers.bool())
     if mask.dtype == _WHOLE or is_fake(mask):
         return SequenceMask((numbers.shape[1],), None)
-    real = numbers > 0
-    lengths = numbers[0].abs().bincount()[1:].tolist()
-    return SequenceMask(tuple(lengths), None if bool(real.all()) else real)
+    on_host = numbers.cpu()
+    lengths = on_host[0].abs().bincount()[1:].tolist()
+    return SequenceMask(tuple(lengths), None if bool((on_host > 0).all()) else numbers > 0)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import operator
 import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ from torch.nn import functional as F
 
 from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
-from shardwise.attention.cp_hook import ContextHook, SequenceMask, is_sequence_mask, read_sequence_mask
+from shardwise.attention.cp_hook import ContextHook, is_sequence_mask, read_sequence_mask
 from shardwise.config.errors import ConfigError
 from shardwise.hf.masks import (
     OWN_ATTENTION,
@@ -44,6 +43,7 @@ from shardwise.hf.masks import (
     window_error,
 )
 from shardwise.runtime.class_swap import set_attribute
+from shardwise.runtime.host_reads import HostReads
 from shardwise.runtime.torch_private import constant_in_graphs
 
 NAME: Final = "shardwise_block_sparse"
@@ -86,16 +86,6 @@ class _Layouts:
     def __init__(self) -> None:
         self._whole: dict[_LayoutKey, BlockLayout] = {}
         self._with_cache: dict[_LayoutKey, BlockLayout] = {}
-        self._read: tuple[weakref.ref[Tensor], SequenceMask] | None = None
-
-    def read(self, mask: Tensor) -> SequenceMask:
-        """Read a mask of whole sequences; a packed one, which waits for the device, is read once for all layers."""
-        if mask.dtype != torch.int64:
-            return read_sequence_mask(mask)
-        last = self._read
-        if last is None or last[0]() is not mask:
-            self._read = last = (weakref.ref(mask), read_sequence_mask(mask))
-        return last[1]
 
     def at(self, place: _LayoutKey) -> dict[_LayoutKey, BlockLayout]:
         """Return the dict that keeps the layout of a key."""
@@ -116,6 +106,7 @@ class _ModuleAttention:
         name: of the attention in transformers' registries.
         spread: computes attention where a sequence is spread over ranks; not pickled. None without context parallelism.
         shared: layouts that the modules of a model share, so that all layers have one plan.
+        reads: what the host has read of masks, for all modules of a model.
         own: layouts that this module has used.
     """
 
@@ -124,6 +115,7 @@ class _ModuleAttention:
     name: str
     spread: ContextHook | None = None
     shared: _Layouts = field(default_factory=_Layouts)
+    reads: HostReads = field(default_factory=HostReads)
     own: _Layouts = field(default_factory=_Layouts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -246,9 +238,9 @@ def use_sparse_attention(
         undo.append(_restoring(config))
     for submodel in inner:
         submodel.set_attn_implementation(name)
-    shared = _Layouts()
+    shared, reads = _Layouts(), HostReads()
     for path, module in modules:
-        attention = _ModuleAttention(structure_or_layout, _crosses(path, module), name, spread, shared)
+        attention = _ModuleAttention(structure_or_layout, _crosses(path, module), name, spread, shared, reads)
         undo.append(set_attribute(module, _GIVEN, attention))
     used = SparseAttention(undo)
     deaf = [type(submodel).__name__ for submodel in inner if submodel.config._attn_implementation != name]
@@ -363,7 +355,7 @@ def sparse_attention_forward(
         return _dense(query, key, value, attention_mask, options), None
     if attention_mask is not None and attention_mask.shape[1] < key.shape[2]:  # a static cache, not full yet
         key, value = (tensor[:, :, : attention_mask.shape[1]] for tensor in (key, value))  # [B, K, Nk, D]
-    lengths = _lengths(attention_mask, options, query)
+    lengths = _lengths(attention.reads, attention_mask, options)
     padding = attention_mask if attention_mask is not None and attention_mask.dtype == torch.bool else None
     flat = lengths is not None and sum(lengths) != query.shape[2]
     batch_size = query.shape[0]
@@ -399,7 +391,8 @@ def _spread(
 ) -> Tensor:
     """Compute the attention of a rank's tokens of sequences that are spread over ranks, [B, n, H, D]."""
     query, key, value = qkv
-    lengths, real = given.shared.read(mask)
+    # All but packed masks are read without a wait, by compiled code too.
+    lengths, real = given.reads.of(mask, read_sequence_mask) if mask.dtype == torch.int64 else read_sequence_mask(mask)
     num_heads, num_tokens = map(operator.index, (query.shape[1], sum(lengths)))  # compiled code fixes them
     _refuse(module, None, num_tokens, options)
     if given.is_cross or options.get("position_bias") is not None or query.shape[2] != key.shape[2]:
@@ -462,14 +455,20 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[s
     return out.transpose(1, 2)
 
 
-def _lengths(mask: Tensor | None, options: dict[str, Any], query: Tensor) -> tuple[int, ...] | None:
+def _lengths(reads: HostReads, mask: Tensor | None, options: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the lengths of a row's packed documents, or of all rows' where rows differ; None where none are packed."""
-    ends = options.get("cu_seq_lens_q")
-    if ends is not None:
-        return tuple(ends.diff().tolist())
-    if mask is None or mask.dtype == torch.bool:
-        return None
-    rows = [tuple(row.bincount().tolist()) for row in mask]
+    ends: Tensor | None = options.get("cu_seq_lens_q")
+    if ends is not None:  # on the CPU there is no wait, and NumPy may write them
+        return _lengths_of_ends(ends) if ends.is_cpu else reads.of(ends, _lengths_of_ends)
+    return None if mask is None or mask.dtype == torch.bool else reads.of(mask, _lengths_of_documents)
+
+
+def _lengths_of_ends(ends: Tensor) -> tuple[int, ...]:
+    return tuple(ends.diff().tolist())
+
+
+def _lengths_of_documents(numbers: Tensor) -> tuple[int, ...]:
+    rows = [tuple(row.bincount().tolist()) for row in numbers.cpu()]
     return rows[0] if len(set(rows)) == 1 else tuple(length for row in rows for length in row)
 
 

@@ -26,7 +26,6 @@ True
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -44,7 +43,8 @@ from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
 from shardwise.dropout.apply import DropoutSite, KeyedFunctions, keyed_attention
 from shardwise.runtime.class_swap import set_attribute, subclass_module
-from shardwise.runtime.torch_private import constant_in_graphs, is_fake, unseen_by_op_modes, version, view_base
+from shardwise.runtime.host_reads import HostReads
+from shardwise.runtime.torch_private import constant_in_graphs, is_fake
 
 Otherwise = Literal["raise", "dense"]
 _MOST_LAYOUTS: Final = 32
@@ -135,7 +135,7 @@ class _Interception(TorchFunctionMode):
         require_structure(structure)
         self._structure, self._otherwise = structure, otherwise
         self._layouts: dict[tuple[int, bool], BlockLayout] = {}
-        self._seen: tuple[weakref.ref[Tensor], Any, str] | None = None
+        self._reads = HostReads()
         self._on_thread = threading.local()
 
     def __reduce__(self) -> Any:
@@ -236,15 +236,7 @@ class _Interception(TorchFunctionMode):
             return "bias"
         if mask.shape[2] == 1 or is_fake(mask):  # a fake has no values; most masks are of keys
             return "padding"
-        base = view_base(mask)
-        source = mask if base is None else base
-        if source.is_inference():  # its writes are not counted
-            return _kind_of_values(mask)
-        mask_key = (version(source), mask.storage_offset(), mask.shape, mask.stride())
-        if self._seen is None or self._seen[0]() is not source or self._seen[1] != mask_key:
-            with unseen_by_op_modes(is_real=True):
-                self._seen = (weakref.ref(source), mask_key, _kind_of_values(mask))
-        return self._seen[2]
+        return self._reads.of(mask, _kind_of_values)
 
 
 def _kind_of_values(mask: Tensor) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from sys import maxsize
 
 import torch
 from torch import Tensor
@@ -23,7 +24,45 @@ from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors
+from shardwise.runtime.kernels import has_kernels
 from shardwise.runtime.torch_private import is_fake
+
+
+class KernelCodec(WireCodec):
+    """Encodes and decodes by Triton kernels, in one pass each, to the bits of `WireCodec`."""
+
+    def at_once(self, device: torch.device) -> int:
+        """Return that it takes any number at a time, since it takes no memory."""
+        return maxsize
+
+    def encode(
+        self, values: Tensor, out: Tensor | None = None, start: int = 0, residual: Tensor | None = None
+    ) -> Tensor:
+        from shardwise.comm import triton_codec  # it needs Triton
+
+        out = self.empty(values) if out is None else out
+        if not is_fake(values):
+            triton_codec.encode_launch(self, values, out, start, residual).run()
+        return out
+
+    def decode(self, sent: Tensor, out: Tensor, start: int = 0) -> Tensor:
+        from shardwise.comm import triton_codec
+
+        if not is_fake(out):
+            triton_codec.decode_launch(self, sent, out, start).run()
+        return out
+
+    def sum_rows(self, rows: Tensor, out: Tensor, accumulate: bool) -> None:
+        """Decode rows and sum them, as the function `sum_rows` does."""
+        from shardwise.comm import triton_codec
+
+        if not is_fake(out):
+            triton_codec.sum_launch(self, rows, out, accumulate).run()
+
+
+def codec_on(device: torch.device, codec: WireCodec) -> WireCodec:
+    """Return a codec that works by kernels, where they know its codes and may run on a device; else the codec."""
+    return KernelCodec(codec.name) if codec.rule.gpu_kernel and has_kernels(device) else codec
 
 
 class EncodedSum:
@@ -48,7 +87,7 @@ class EncodedSum:
         self.world_size = comm.world_size
         self._first, self._second = residuals
         self._comm = comm
-        self._codec = codec
+        self._codec = codec_on(comm.device, codec)
         self._pool = pool
         self._errors = errors
         self._node_size = node_size if 1 < node_size < comm.world_size else comm.world_size
@@ -133,23 +172,16 @@ def encode_rows(
         errors: measures what is rounded off; None for no measure.
     """
     is_measured = errors is not None and errors.is_on and not is_fake(sent)
-    for start, stop in _columns(values):
-        part = values[..., start:stop]
-        if residual is None:
-            codec.encode(part, sent, start)
-            if is_measured and errors is not None:
-                decoded = codec.decode(sent, torch.empty(part.shape, dtype=torch.float32, device=part.device), start)
-                errors.add("reduce", part, decoded)
-            continue
-        kept = residual[..., start:stop]
-        wide = part.float().add_(kept) if part.dtype != torch.float32 else part + kept
-        wide = wide.contiguous()
-        codec.encode(wide, sent, start)
-        decoded = codec.decode(sent, torch.empty_like(wide), start)
+    at_once = part_numel(values.device) if is_measured else codec.at_once(values.device)
+    for start, stop in _columns(values, at_once):
+        part = exact = values[..., start:stop]
+        kept = None if residual is None else residual[..., start:stop]
+        if is_measured and kept is not None:
+            exact = part.float() + kept
+        codec.encode(part, sent, start, kept)
         if is_measured and errors is not None:
-            errors.add("reduce", wide, decoded)
-        wide.sub_(decoded)
-        kept.copy_(wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+            decoded = codec.decode(sent, torch.empty(part.shape, dtype=torch.float32, device=part.device), start)
+            errors.add("reduce", exact, decoded)
 
 
 def sum_rows(codec: WireCodec, rows: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -158,16 +190,19 @@ def sum_rows(codec: WireCodec, rows: Tensor, out: Tensor, accumulate: bool) -> N
     Args:
         accumulate: whether `out` holds a sum already, to which this one is added.
     """
+    if isinstance(codec, KernelCodec):
+        codec.sum_rows(rows, out, accumulate)
+        return
     num_rows = rows.shape[0]
-    for start, stop in _columns(out.expand(num_rows, -1)):
+    for start, stop in _columns(out.expand(num_rows, -1), codec.at_once(out.device)):
         decoded = torch.empty(num_rows, stop - start, dtype=torch.float32, device=out.device)
         sum_chunks(out[start:stop], codec.decode(rows, decoded, start), accumulate)
 
 
-def _columns(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ranges of the last dim of [..., s], whole blocks, so that what is made of them on the way is small."""
+def _columns(rows: Tensor, at_once: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of the last dim of [..., s], whole blocks, of so many elements at a time."""
     numel = rows.shape[-1]
-    step = max(1, part_numel(rows.device) * numel // max(1, rows.numel()) // BLOCK_NUMEL) * BLOCK_NUMEL
+    step = max(1, at_once * numel // max(1, rows.numel()) // BLOCK_NUMEL) * BLOCK_NUMEL
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
         if is_fake(rows):  # what it allocates counts; thousands of ranges would be slow

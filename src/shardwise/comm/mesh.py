@@ -10,7 +10,7 @@ with rank 3 over (1, 3), and sums scalars over all four.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
 
@@ -36,13 +36,14 @@ from shardwise.layout.mesh_shape import (
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.device import Streams, kind_of
 
-# Uses of groups of a pipeline's ranks: for tensors on the host, also where the other groups are of NCCL; for messages
-# to higher ranks; and to lower ones.
+# Uses of groups: for tensors on the host, also where the other groups are of NCCL; for messages to higher ranks of a
+# pipeline; and to lower ones.
 HOST: Final = "host"
 DOWN: Final = "down"
 UP: Final = "up"
 # The axis, in counts and messages, of the ranks that share secondary shards.
 SECONDARY: Final = "secondary"
+_CPU: Final = torch.device("cpu")
 
 
 class Mesh:
@@ -131,6 +132,7 @@ class CommGroups:
         matrices: `shards` and `tensor` together: the ranks that share the elements of each matrix once. None where the
             optimizer needs no whole matrices.
         model: `data` and `tensor` together: all that hold parts of the same stages of the model.
+        hosts: the same ranks as `model`; under `zero.lockstep` over their hosts, which then wait for no device.
         pipeline: the ranks with the other stages, at the same place of their meshes.
         all: `model` and `pipeline` together: all that take the same optimizer step.
         tied: the ranks of `pipeline` that hold a parameter which is tied across a cut, by their ranks there.
@@ -145,6 +147,7 @@ class CommGroups:
     context: Comm
     matrices: Comm | None
     model: Comm
+    hosts: Comm
     pipeline: Comm
     all: Comm
     tied: Mapping[tuple[int, ...], Comm]
@@ -153,7 +156,7 @@ class CommGroups:
     def drain(self) -> None:
         """Wait for every collective that is under way; see `Comm.drain`."""
         among = {self.data, self.shards, self.reductions, self.replicas, self.matrices, self.model, self.all}
-        for comm in among | {self.secondary}:
+        for comm in among | {self.hosts, self.secondary}:
             if comm is not None:
                 comm.drain()
 
@@ -183,7 +186,8 @@ def connect(
     def over(axes: tuple[str, ...], use: str = "gather") -> Comm:
         live = tuple(axis for axis in axes if shape.size_along((axis,)) > 1)
         if (live, use) not in made:
-            made[live, use] = comm_factory.comm(axes, use, resources, "+".join(live or axes[:1]))
+            chosen = replace(resources, device=_CPU, pool=BufferPool(_CPU)) if use == HOST else resources
+            made[live, use] = comm_factory.comm(axes, use, chosen, "+".join(live or axes[:1]))
         return made[live, use]
 
     # On NCCL one communicator would run gathers and reductions one after the other.
@@ -207,6 +211,7 @@ def connect(
         context=over(CONTEXT_AXES, "context" if shape.cp > 1 else "gather"),
         matrices=over((*SHARD_AXES, *TENSOR_AXES)) if has_owners else None,
         model=over(cell),
+        hosts=over(cell, HOST if config.zero.lockstep and kind_of(device).is_in_stream_order else "gather"),
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
         tied=tied,

@@ -83,6 +83,7 @@ class Watchdog:
         self._clock = AwakeClock(gap_s=2 * self._poll_s)
         self._seen: tuple[CollectiveEvent, float] | None = None
         self._failed: Collective | None = None
+        self.has_noted = False  # a failure of this rank, for the others
         self._raised: set[str] = set()
         self._reported: set[str] = set()
         self._num_alarms = 0
@@ -107,6 +108,7 @@ class Watchdog:
 
     def note_failure(self, text: str) -> None:
         """Note a failure for the ranks that will wait for this one in vain; an empty text removes the note."""
+        self.has_noted = bool(text)
         with suppress(RuntimeError):  # the store may have gone
             self._store.set(f"failed/{self._rank}", f" {text}")  # some stores take what is empty for missing
             self._store.add("num_failures", 1 if text else 0)

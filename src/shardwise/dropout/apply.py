@@ -50,7 +50,7 @@ def key_dropouts(
     must_be_keyed: bool = False,
     compiled: Collection[str] = (),
     shares: str = "",
-    stage_units: Collection[str] = (),
+    stage_units: Mapping[str, bool] | None = None,
 ) -> list[Undo]:
     """Make a model's dropouts, and all else that draws in its forwards, draw keyed numbers.
 
@@ -66,7 +66,7 @@ def key_dropouts(
             the mode that replaces these would be seen by compiled code, which would be compiled twice.
         shares: what ranks share of a forward, as a key of the config says it; "" where each has its own. There a draw
             that is not seen is an error.
-        stage_units: names of the model's units, where other ranks compute some of them.
+        stage_units: whether this rank computes a unit of the model, by name, where other ranks compute some of them.
 
     Returns:
         functions that undo it; call them in reverse order.
@@ -81,8 +81,15 @@ def key_dropouts(
         checkpoints = CheckpointStates(model, functools.partial(_resumption, on_thread))
         draws.around += (functools.partial(replaced_checkpoints, checkpoints.first), watch.opened)
         undo.append(draws.stop)
+    stage_units = stage_units or {}
     others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
+    absent, own = (
+        {id(each) for name in names for each in model.get_submodule(name).modules()}
+        for names in ([name for name in stage_units if stage_units[name] is is_own] for is_own in (False, True))
+    )
     for name, module in model.named_modules():
+        if id(module) in absent - own:
+            continue
         module_class = type(module)
         is_plain = module_class.forward is nn.Dropout.forward
         may_drop = name in zones or may_drop_by_function(module)
@@ -183,11 +190,14 @@ class _DrawWatch:
     # to do (transformers' checkpointed layers ask whether the forward of a module's class is the one that checkpoints).
     def _unwatch(self) -> None:
         """Leave the modules as they are while no forward draws by function."""
-        modules = [module for site in self.sites if (module := site.module()) is not None]
+        modules, kinds = self._modules(), {*self._kinds.values()}
         is_over = all(site.is_quiet and site.streams == () for site in (self._outside, *self.sites))
-        if is_over and all(type(module) in self._kinds.values() for module in modules):
-            for module in modules:
-                swap_class(module, type(module).__mro__[1])
+        if is_over and not any(kinds.isdisjoint(type(module).__mro__) for _, module in modules):
+            for _, module in modules:
+                if type(module) in kinds:
+                    swap_class(module, type(module).__mro__[1])
+                else:  # it has got another class around that one since, as a unit of a pipeline
+                    del module.__dict__[_SITE]
             self._outside.draws.unwatch(self.opened, self._begin_again, self.has_modules)
 
     def _begin_again(self) -> None:
@@ -195,13 +205,18 @@ class _DrawWatch:
         self._refuse_late_draws()
 
     def _watch_modules(self) -> None:
-        for module in filter(None, (site.module() for site in self.sites)):
-            module_class = type(module)
+        for site, module in self._modules():
+            module_class, module.__dict__[_SITE] = type(module), site
+            if not {*self._kinds.values()}.isdisjoint(module_class.__mro__):
+                continue
             if module_class not in self._kinds:
                 self._kinds[module_class] = _keyed_functions(module_class)
             swap_class(module, self._kinds[module_class])
         self._outside.draws.watch(self.opened)
         self._watch_sites()
+
+    def _modules(self) -> list[tuple[DropoutSite, nn.Module]]:
+        return [(site, module) for site in self.sites if (module := site.module()) is not None]
 
     def _watch_sites(self) -> None:
         self._outside.first_step = None
@@ -306,6 +321,8 @@ class DropoutSite:
             mask = seeded_mask(self, values, p)
         else:
             self._check_is_open()
+            if not inplace:
+                return self.draws.drop(self.name, values, p, self.own_zone)
             mask = self.draws.mask(self.name, values.shape, p, self.own_zone, values.device)
         scale = 1.0 / (1.0 - p)
         if inplace:

@@ -19,6 +19,7 @@ from shardwise.dropout.hash_rng import (
     Tokens,
     grid_of,
     hash_grid,
+    keyed_dropout,
     keyed_hashes,
     keyed_mask,
 )
@@ -294,6 +295,11 @@ class KeyedDraws:
         forward = self._forwards.get(torch.initial_seed(), self._newest if self._num_running else None)
         return forward is not None and forward.is_fake != in_fake_mode()
 
+    def drop(self, site: str, values: Tensor, p: float, zone: ShardRegion | None) -> Tensor:
+        """Drop values, at least one, by the mask of `mask`, and scale what is kept; counts as a call of it."""
+        key = self._next_key(site)
+        return keyed_dropout(values, self._grid_of_site(values.shape, zone, values.device), key, p)
+
     def mask(self, site: str, shape: Sequence[int], p: float, zone: ShardRegion | None, device: torch.device) -> Tensor:
         """Draw the elements of a tensor that a site keeps in the open forward; each call draws new ones.
 
@@ -307,12 +313,15 @@ class KeyedDraws:
             bools of the shape.
         """
         key = self._next_key(site)
+        return keyed_mask(self._grid_of_site(shape, zone, device), key, p).view(shape)
+
+    def _grid_of_site(self, shape: Sequence[int], zone: ShardRegion | None, device: torch.device) -> HashGrid:
+        """Return the grid of a tensor that a site drops in the open forward."""
         forward = self._forwards[torch.initial_seed()]
         if len(shape) <= 2 and forward.sequence is not None and (layout := self.place(shape, zone)).token_dim == 0:
-            grid = self._kept(("tokens", layout.spans, device), lambda: hash_grid(layout.spans, device))
-        else:
-            grid = self._grid(shape, zone, device, held=forward.held)
-        return keyed_mask(grid, key, p).view(shape)
+            grid: HashGrid = self._kept(("tokens", layout.spans, device), lambda: hash_grid(layout.spans, device))
+            return grid
+        return self._grid(shape, zone, device, held=forward.held)
 
     def hashes(
         self, site: str, shape: Sequence[int], zone: ShardRegion | None, device: torch.device, first_row: int = 0
@@ -411,7 +420,7 @@ class KeyedDraws:
             self._grids.clear()
             self._has_grids = forward
         if place not in self._grids:
-            with unseen_by_op_modes():
+            with torch.inference_mode(False), unseen_by_op_modes():  # a graph may save it
                 self._grids[place] = make()
         return self._grids[place]
 

@@ -6,7 +6,7 @@ that a mask costs little more than writing it. Overflow wraps, on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.layout.token_ranges import Runs, count_tokens, part
+from shardwise.runtime.kernels import has_kernels
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,18 @@ def keyed_mask(grid: HashGrid, key: int, p: float) -> Tensor:
     return mask
 
 
+def keyed_dropout(values: Tensor, grid: HashGrid, key: int, p: float) -> Tensor:
+    """Drop values by the mask of `keyed_mask`, and scale what is kept; no mask is stored.
+
+    Args:
+        values: of the shape that the grid is of.
+        key: of 63 bits; names the draw.
+        p: the rate; between 0 and 1.
+    """
+    dropped: Tensor = Dropped.apply(values, grid.rows, grid.columns, key, p)
+    return dropped
+
+
 def keyed_hashes(grid: HashGrid, key: int) -> Hashes:
     """Return the hashes by which `keyed_mask` draws, for callers that make no mask.
 
@@ -165,11 +178,11 @@ def keep_threshold(p: float) -> int:
 
 def _row_hashes(rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
     """Return factors and offsets, [rows, 1] each: views of one tensor."""
-    mixed = (rows ^ key).mul_(_FIRST)
+    mixed = (rows ^ key).mul_(FIRST)
     halves = mixed.view(torch.int32).view(-1, 2)  # [rows, 2]: the lower and the upper bits
     lower, upper = halves[:, :1], halves[:, 1:]  # [rows, 1] each
     lower ^= upper
-    mixed.mul_(_SECOND)
+    mixed.mul_(SECOND)
     lower ^= upper
     return upper | 1, lower
 
@@ -180,10 +193,16 @@ def _keyed_hashes(rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
 
 
 def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
+    mask = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=rows.device)  # [rows, columns]
+    for chunk, numbers in _drawn_numbers(rows, columns, key):
+        torch.lt(numbers, keep_threshold(p), out=mask[chunk])
+    return mask
+
+
+def _drawn_numbers(rows: Tensor, columns: Tensor, key: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield some rows at a time and their numbers, int32 [rows, columns], in the same memory each time."""
     num_rows, num_columns, device = rows.numel(), columns.numel(), rows.device
     factors, offsets = _row_hashes(rows, key)  # [rows, 1] each
-    threshold = keep_threshold(p)
-    mask = torch.empty(num_rows, num_columns, dtype=torch.bool, device=device)  # [rows, columns]
     num_elements = _CHUNK_ELEMENTS if device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
     step = max(1, min(num_rows, num_elements // num_columns))
     space = torch.empty(step, num_columns, dtype=torch.int32, device=device)  # [rows of a chunk, columns]
@@ -191,16 +210,36 @@ def _keyed_mask(rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
         chunk = slice(first, first + step)
         numbers = space[: num_rows - first]  # [rows of this chunk, columns]
         torch.mul(columns, factors[chunk], out=numbers)
-        numbers.add_(offsets[chunk]).addcmul_(numbers, numbers, value=2)
-        torch.lt(numbers, threshold, out=mask[chunk])
-    return mask
+        yield chunk, numbers.add_(offsets[chunk]).addcmul_(numbers, numbers, value=2)
+
+
+def _keyed_dropout(values: Tensor, rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
+    close = values.contiguous()
+    dropped = torch.empty_like(close)
+    if has_kernels(values.device) and values.is_floating_point():
+        from shardwise.dropout import triton_dropout  # it needs Triton
+
+        triton_dropout.drop_launch(close, dropped, rows, columns, key, p).run()
+    else:
+        source, result = (each.view(rows.numel(), columns.numel()) for each in (close, dropped))
+        for chunk, numbers in _drawn_numbers(rows, columns, key):
+            # A product with 0 or 1 and one with the scale, as in torch's own dropout: a zero keeps its sign.
+            torch.mul(source[chunk], numbers.lt_(keep_threshold(p)), out=result[chunk]).mul_(1.0 / (1.0 - p))
+    return dropped if close is values else torch.empty_like(values).copy_(dropped)
 
 
 _LIBRARY: Final = torch.library.Library("shardwise", "FRAGMENT")
 _LIBRARY.define("keyed_mask(Tensor rows, Tensor columns, int key, float p) -> Tensor")
 _LIBRARY.impl("keyed_mask", _keyed_mask, "CompositeExplicitAutograd")
+_LIBRARY.define("keyed_dropout(Tensor values, Tensor rows, Tensor columns, int key, float p) -> Tensor")
+_LIBRARY.impl("keyed_dropout", _keyed_dropout, "CompositeExplicitAutograd")
 _LIBRARY.define("keyed_hashes(Tensor rows, int key) -> (Tensor, Tensor)")
 _LIBRARY.impl("keyed_hashes", _keyed_hashes, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("shardwise::keyed_dropout", lib=_LIBRARY)
+def _fake_dropout(values: Tensor, rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
+    return torch.empty_like(values)
 
 
 @torch.library.register_fake("shardwise::keyed_hashes", lib=_LIBRARY)
@@ -212,13 +251,13 @@ _CHUNK_ELEMENTS: Final = 1 << 16  # on the CPU: 256 KiB of int32, which stay in 
 _DEVICE_CHUNK_ELEMENTS: Final = 1 << 26  # elsewhere: bounds the memory that a mask takes while it is drawn
 # The odd constants of splitmix64 (Steele et al. 2014), as signed numbers.
 GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
-_SECOND: Final = 0x94D049BB133111EB - (1 << 64)
+FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+SECOND: Final = 0x94D049BB133111EB - (1 << 64)
 
 
 def mix(numbers: Tensor) -> Tensor:
     """Apply the finaliser of splitmix64 (Steele et al. 2014, figure 17) in place; int64, arithmetic modulo 2^64."""
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+    for shift, factor in ((30, FIRST), (27, SECOND)):
         numbers ^= (numbers >> shift) & ((1 << (64 - shift)) - 1)
         numbers *= factor
     numbers ^= (numbers >> 31) & ((1 << 33) - 1)
@@ -242,6 +281,24 @@ class Masked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return Masked.apply(gradients[0], mask, ctx.scale), None, None
+
+
+class Dropped(torch.autograd.Function):
+    """Computes a keyed dropout, of which the backward draws the mask again: it keeps the grid, which draws share."""
+
+    @staticmethod
+    def forward(values: Tensor, rows: Tensor, columns: Tensor, key: int, p: float) -> Tensor:
+        dropped: Tensor = torch.ops.shardwise.keyed_dropout(values, rows, columns, key, p)
+        return dropped
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int, float], output: Tensor) -> None:
+        _, rows, columns, ctx.key, ctx.p = inputs
+        ctx.save_for_backward(rows, columns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return Dropped.apply(gradients[0], *ctx.saved_tensors, ctx.key, ctx.p), None, None, None, None
 
 
 def probability_hashes(shape: Sequence[int], device: torch.device, first_row: int = 0) -> Hashes:

@@ -282,7 +282,6 @@ def _alter_modules(
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
     compiled = layout.units if config.compile.enabled else ()
-    stages = layout.pipeline.units if layout.pipeline is not None else ()
     keyed = key_dropouts(
         model,
         draws,
@@ -290,7 +289,7 @@ def _alter_modules(
         must_be_keyed=tensor is not None,
         compiled=compiled,
         shares=_shared_forward(config),
-        stage_units=[unit for units in stages for unit in units],
+        stage_units=layout.pipeline.computes if layout.pipeline is not None else None,
     )
     _undo_at_end(cleanup, keyed)
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))

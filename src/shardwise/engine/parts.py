@@ -21,7 +21,7 @@ from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn
 from shardwise.comm.mesh import CommGroups
 from shardwise.comm.watchdog import Watchdog
-from shardwise.config.errors import EngineError
+from shardwise.config.errors import CodedError, EngineError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws
@@ -357,14 +357,20 @@ class EngineParts:
     def failures_explained(self) -> Iterator[None]:
         """Raise a failure of memory inside with the table of what this rank holds and the settings that help.
 
-        A failure of the host or of NVMe happens on this rank alone, so it is noted for the others.
+        What fails on this rank alone is noted for the others, until the next call: on a device nothing else ends the
+        collectives in which they wait. What the engine refuses, it refuses on all ranks.
         """
+        if self.watchdog is not None and self.watchdog.has_noted:
+            self.note_failure("")
         where = f"on rank {self.comm.rank} in step {self.state.num_steps + 1}"
         try:
             with explain_out_of_memory(self.memory, self.config, where):
                 yield
-        except (HostWorkError, SwapError) as error:
-            self.note_failure(str(error))
+        except Exception as error:
+            if not isinstance(error, CodedError):
+                self.note_failure(f"{type(error).__name__}: {error}")
+            elif isinstance(error, HostWorkError | SwapError):
+                self.note_failure(str(error))
             raise
 
     def note_failure(self, text: str) -> None:

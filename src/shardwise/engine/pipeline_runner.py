@@ -88,7 +88,6 @@ class PipelineRunner:
         queue = WeightGradQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
         self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, parts.timeline, queue)
         self._evaluations: dict[int, Sequence[Action]] = {}
-        self._has_failed = False
         self._is_out_of_step = False
 
     def check_direct(self, call: str) -> None:
@@ -193,16 +192,12 @@ class PipelineRunner:
             if isinstance(error, Exception) and not isinstance(error, CommError):
                 # The other stages wait for this one in vain, and their errors quote this text.
                 parts.note_failure(f"{type(error).__name__}: {error}")
-                self._has_failed = True
             if not execution.is_stepping:
                 self._pipes.hang_up()
                 if not torch.is_grad_enabled():
                     # The first stages have sent all that they have, and wait in the evaluation's sum.
                     parts.comms.all.hang_up()
             raise
-        if self._has_failed:
-            parts.note_failure("")
-            self._has_failed = False
 
 
 class _Execution:

@@ -23,6 +23,7 @@ from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, updat
 from shardwise.engine.types import EvalResult, StepResult
 from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
+from shardwise.runtime.device import copied_to
 from shardwise.runtime.module_hooks import call_model
 from shardwise.runtime.precision import explain_dtypes
 from shardwise.runtime.torch_private import pytree
@@ -56,12 +57,10 @@ class StepRunner(Protocol):
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
 
-    Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers. Other leaves stay.
+    Any mapping counts as a dict. Other leaves stay.
     """
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Mapping):
-            return to_device(dict(leaf), device, dtype)
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_meta and device.type != "meta":
@@ -70,9 +69,14 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
                 f"a tensor of the batch, of shape {tuple(leaf.shape)}, is on meta and has no values; make it elsewhere",
             )
         wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-        return leaf.to(device, wanted, non_blocking=True)
+        return copied_to(device, leaf, wanted)
 
-    return pytree.tree_map(move, tree)
+    return pytree.tree_map(move, _with_dicts(tree))
+
+
+def _with_dicts(tree: Any) -> Any:
+    """Make dicts of the mappings of a pytree, such as the batches of Hugging Face's tokenizers."""
+    return pytree.tree_map(lambda leaf: _with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,7 @@ class RankBatch:
             agree_on_hooks(parts)
         has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
         data, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
-        data = to_device(data, parts.device)
-        sequences = parts.sequences
-        share = _whole_share(parts, data, has_more) if sequences is None else sequences.share(data, has_more)
+        share = (_whole_share if parts.sequences is None else _own_share)(parts, data, has_more)
         if num_items is not None:
             check_num_items(parts.model, num_items, share.num_targets)
         inputs = to_device(share.inputs, parts.device, parts.param_dtype)
@@ -122,9 +124,22 @@ class RankBatch:
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
     """Return all of a batch, where each rank computes every token of its samples; `has_more` as for `BatchSharder`."""
+    batch = to_device(batch, parts.device)
     inputs, shifts_labels = batch[0] if has_more else batch, parts.layout.facts.shifts_labels
     num_targets = None if shifts_labels is None else count_targets(inputs, shifts_labels)
     return TokenShard(batch, inputs, num_targets=num_targets)
+
+
+def _own_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
+    """Return this rank's tokens of a batch; `has_more` as for `BatchSharder`.
+
+    They are moved after they were cut: to read the masks and positions of sequences on a device, the host would wait.
+    """
+    assert parts.sequences is not None, "sequences are split"
+    share = parts.sequences.share(_with_dicts(batch), has_more)
+    tensors = share.batch, share.inputs, share.loss_weight, share.num_targets
+    moved, inputs, weight, num_targets = to_device(tensors, parts.device)
+    return TokenShard(moved, inputs, share.tokens, weight, num_targets, share.is_new_length)
 
 
 def _num_samples(inputs: Any) -> int:
@@ -191,8 +206,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     """
     parts.status.check(params_suffice=not torch.is_grad_enabled())
     parts.losses.plain.is_on |= torch.is_grad_enabled()
-    cp, share, sequences = parts.layout.mesh.cp, TokenShard(None, kwargs), parts.sequences
-    if sequences is not None and args:
+    cp, share = parts.layout.mesh.cp, TokenShard(None, kwargs)
+    if parts.sequences is not None and args:
         raise ConfigError(
             "plain-inputs-unnamed",
             f"engine.forward got {len(args)} inputs without names under mesh.cp={cp}, which cuts them by name; pass "
@@ -202,8 +217,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         parts.check_batch((args, kwargs), is_first_step=parts.state.num_steps == 0)
     if parts.state.num_forwards == 0:
         agree_on_hooks(parts)
-    if sequences is not None:
-        share = sequences.share(to_device(dict(kwargs), parts.device), False)
+    if parts.sequences is not None:
+        share = _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
     taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
     with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args):

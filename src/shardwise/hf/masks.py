@@ -107,10 +107,11 @@ def _documents(function: MaskFunction, batch_size: int, length: int, device: tor
     ahead = function(rows, 0, tokens - 1, tokens)  # [B, N - 1]
     if is_fake(begins):
         return None  # simulated tokens have no values; they count as one document
-    if ahead.expand(batch_size, -1).any():
-        raise _looks_ahead("the model's mask")
     numbers = F.pad(begins.expand(batch_size, -1).cumsum(-1), (1, 0))  # [B, N]
-    return numbers if numbers.any() else None
+    looks_ahead, is_packed = torch.stack((ahead.any(), numbers.any())).tolist()  # the host waits once
+    if looks_ahead:
+        raise _looks_ahead("the model's mask")
+    return numbers if is_packed else None
 
 
 def _looks_ahead(what: str) -> ConfigError:

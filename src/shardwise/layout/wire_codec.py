@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class CodeRule:
         to_codes: turns fp32 [n, s] values between -largest and largest, which it may change, into uint8 codes
             [n, s * bits / 8].
         to_values: turns such codes into [n, s] values of any dtype.
+        gpu_kernel: the case of the Triton kernels that knows the codes: "even" ones are the nearest whole numbers, of 4
+            or 8 bits. "" where torch's operations make them on a GPU too.
     """
 
     bits: int
@@ -55,6 +57,7 @@ class CodeRule:
     max_error: float
     to_codes: Callable[[Tensor], Tensor]
     to_values: Callable[[Tensor], Tensor]
+    gpu_kernel: Literal["even", "fp8", ""] = ""
 
 
 @dataclass(frozen=True)
@@ -68,30 +71,49 @@ class WireCodec:
         """Return the row of the codec."""
         return CODES[self.name]
 
+    def at_once(self, device: torch.device) -> int:
+        """Return the elements that it encodes or decodes at a time, for which it takes memory."""
+        return part_numel(device)
+
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` values, a multiple of 256."""
         return numel * self.rule.bits // 8 + numel // BLOCK_NUMEL * SCALE_BYTES
 
-    def encode(self, values: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
+    def encode(
+        self, values: Tensor, out: Tensor | None = None, start: int = 0, residual: Tensor | None = None
+    ) -> Tensor:
         """Encode values.
 
         Args:
             values: [..., s] of a floating dtype; s is a multiple of 256, and so is `start`.
             out: uint8 [..., num_bytes(t)], contiguous, to write into: rows of t values, of which these are
                 [start, start + s).
+            residual: [..., s], added before, and replaced by what is rounded off; 0 where that is not finite, as an
+                overflow is never part of a step. None for none.
 
         Returns:
             `out`, or a new tensor.
         """
-        rows = values.reshape(-1, values.shape[-1])
         if out is None:
-            shape = (*values.shape[:-1], self.num_bytes(rows.shape[1]))
-            out = torch.empty(shape, dtype=torch.uint8, device=values.device)
+            out = self.empty(values)
+        if residual is not None:
+            exact = values.float().add_(residual) if values.dtype != torch.float32 else values + residual
+            exact = exact.contiguous()
+            self.encode(exact, out, start)
+            exact.sub_(self.decode(out, torch.empty_like(exact), start))
+            residual.copy_(exact.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+            return out
+        rows = values.reshape(-1, values.shape[-1])
         sent = out.view(rows.shape[0], out.shape[-1])
         for high, wide in _parts(rows):
-            codes, scales = self._fields(sent, start, high, wide)
+            codes, scales = self.fields(sent, start, high, wide)
             self._encode(rows[high, wide], codes, scales)
         return out
+
+    def empty(self, values: Tensor) -> Tensor:
+        """Return memory for what `encode` makes of values [..., s]."""
+        shape = (*values.shape[:-1], self.num_bytes(values.shape[-1]))
+        return torch.empty(shape, dtype=torch.uint8, device=values.device)
 
     def decode(self, sent: Tensor, out: Tensor, start: int = 0) -> Tensor:
         """Decode what `encode` has returned, uint8 [..., num_bytes(t)].
@@ -106,11 +128,11 @@ class WireCodec:
         rows = out.view(-1, out.shape[-1])
         received = sent.view(rows.shape[0], sent.shape[-1])
         for high, wide in _parts(rows):
-            codes, scales = self._fields(received, start, high, wide)
+            codes, scales = self.fields(received, start, high, wide)
             self._decode(codes, scales, rows[high, wide])
         return out
 
-    def _fields(self, sent: Tensor, start: int, high: slice, wide: slice) -> tuple[Tensor, Tensor]:
+    def fields(self, sent: Tensor, start: int, high: slice, wide: slice) -> tuple[Tensor, Tensor]:
         """Return the codes, uint8, and the scales, fp32, of some rows of values, or of a part of one: `wide` counts
         from `start`.
         """
@@ -173,6 +195,7 @@ CODES: Final[Mapping[str, CodeRule]] = MappingProxyType(
             0.5 / 127,
             lambda values: values.round_().to(torch.int8).view(torch.uint8),
             lambda codes: codes.view(torch.int8),
+            "even",
         ),
         "int4": CodeRule(
             4,
@@ -180,9 +203,17 @@ CODES: Final[Mapping[str, CodeRule]] = MappingProxyType(
             0.5 / 7,
             lambda values: _packed(values.round_().to(torch.int8)),
             lambda codes: _unpacked(codes.view(torch.int8)),
+            "even",
         ),
         # float8_e4m3fn, which is finer near 0.
-        "fp8": CodeRule(8, 448.0, 16 / 448, lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8), _from_fp8),
+        "fp8": CodeRule(
+            8,
+            448.0,
+            16 / 448,
+            lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8),
+            _from_fp8,
+            "fp8",
+        ),
     }
 )
 """The codecs by name."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from shardwise.models.decoder import Decoder, DecoderBlock, lm_loss
-    from shardwise.models.generate import generate
+    from shardwise.models.generation import generate
     from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, flops_per_token, num_params, preset
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {"Decoder": "decoder", "DecoderBlock": "decoder", "generate": "generate", "lm_loss": "decoder"}
+    {"Decoder": "decoder", "DecoderBlock": "decoder", "generate": "generation", "lm_loss": "decoder"}
 )
 
 

@@ -143,6 +143,7 @@ class ActivationStore:
         self._arriving: list[tuple[Event, Tensor]] = []
         # Graphs die at any bytecode of any thread: their host memory queues up here.
         self._given_up: deque[_HostCopy] = deque()
+        self._most_bytes = 0  # of one input so far
         self._awaits_end = False  # of a backward
 
     @contextmanager
@@ -248,8 +249,11 @@ class ActivationStore:
 
     def _send(self, saved: _SavedInput, source: Tensor) -> None:
         num_bytes = source.numel() * source.element_size()
+        self._most_bytes = max(self._most_bytes, num_bytes)
+        # Shorter sequences share the buffers of the longest: for buffers of their own, pages would be pinned each time.
+        capacity_bytes = self._most_bytes if 2 * num_bytes >= self._most_bytes else 0
         with unseen_by_op_modes(), torch.no_grad(), self._streams.side_stream("offload"):
-            memory = self._buffers.acquire(num_bytes)
+            memory = self._buffers.acquire(num_bytes, capacity_bytes)
             memory.view(source.dtype).view(source.size()).copy_(source, non_blocking=True)
             sent = Event.record(self._streams.device)
         self._traffic.add("device", "host", num_bytes)
@@ -292,12 +296,12 @@ class ActivationStore:
             return
         # [Note: Memory for what comes back]
         # It is made in the order of the compute stream, in which it is freed as well. The reload stream begins after
-        # what the compute stream holds now, as that may still use the memory for something else. `_arriving` holds the
-        # tensor until the copy is over: its graph may die before.
+        # what the compute stream holds now, as that may still use the memory for something else; it has waited for the
+        # copy to the host before the source was let go of. `_arriving` holds the tensor until the copy is over: its
+        # graph may die before.
         # Seen by a meter, unlike the copy, which also reads memory that is not the device's.
         tensor = torch.empty_strided(saved.size, saved.stride, dtype=saved.dtype, device=saved.device)
         with unseen_by_op_modes(), torch.no_grad(), self._streams.side_stream("reload"):
-            saved.copy.last_use.wait()
             tensor.copy_(saved.copy.memory.view(saved.dtype).view(saved.size), non_blocking=True)
             saved.arrived = saved.copy.last_use = Event.record(self._streams.device)
         self._traffic.add("host", "device", tensor.numel() * tensor.element_size())

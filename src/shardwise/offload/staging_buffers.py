@@ -60,8 +60,11 @@ class StagingBuffers:
         """Return the bytes that were asked for, of the buffers in use."""
         return self._pool.live_bytes
 
-    def acquire(self, num_bytes: int) -> Tensor:
+    def acquire(self, num_bytes: int, capacity_bytes: int = 0) -> Tensor:
         """Lease a buffer with undefined content, until `release`.
+
+        Args:
+            capacity_bytes: the least size of the buffer, so that larger tensors can use it later.
 
         Returns:
             1-D uint8 of so many bytes, whose address is a multiple of `ALIGNMENT_BYTES`; under fake tensors a fake.
@@ -71,7 +74,8 @@ class StagingBuffers:
         """
         # A meter of the device must not count them, in a simulation either, where pages are made by an op.
         with self._lock, unseen_by_op_modes():
-            return self._pool.acquire(num_bytes, torch.uint8, capacity_bytes=self._capacity_bytes(num_bytes))
+            capacity_bytes = max(capacity_bytes, self._capacity_bytes(num_bytes))
+            return self._pool.acquire(num_bytes, torch.uint8, capacity_bytes=capacity_bytes)
 
     def _capacity_bytes(self, num_bytes: int) -> int:
         return next((size for size in self._sizes if num_bytes <= size <= 2 * num_bytes), num_bytes)

@@ -68,14 +68,14 @@ class StateStorage(FlatState, Protocol):
         """Start what `fetch` would have to wait for on the host."""
 
     def put(self, source: Tensor, pool: BufferPool) -> None:
-        """Start to replace all of the state by `source`, a tensor of the device.
+        """Start to replace all of the state by `source`, a tensor of the device; what was fetched is waited for before.
 
         Args:
             source: as long as the state, of any dtype.
         """
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
-        """Start to replace all of the state by `source`, or to add that, in the dtype of the state.
+        """Start to replace all of the state by `source`, or to add that, in the dtype of the state; as `put`.
 
         Args:
             source: as long as the state, on the device, leased from `pool`; it is released.
@@ -297,9 +297,10 @@ class HostStorage:
         self.dtype = tensor.dtype
         self._transfers = transfers
         # [Note: One event for all copies of a state]
-        # Copies of one state run on two streams: to the device on "gather", from it on "offload". Each waits for the
-        # event of the one before, and leaves its own. So the last event stands for all copies. Streams order nothing
-        # for the host, which waits for the event before it reads or writes the memory.
+        # Copies of one state run on two streams: to the device on "gather", which waits for the event of the copy
+        # before; from it on "offload", which begins after the current stream, and that has waited for what was fetched.
+        # So the last event stands for all copies. Streams order nothing for the host, which waits for the event before
+        # it reads or writes the memory.
         self._moved = Event(None)  # the end of the last copy from or to the device
 
     @property
@@ -321,7 +322,6 @@ class HostStorage:
     def put(self, source: Tensor, pool: BufferPool) -> None:
         """Copy on the offload stream."""
         with self._transfers.leaving(source, self.dtype, pool) as rounded:
-            self._moved.wait()
             self._tensor.copy_(rounded, non_blocking=True)
             self._note("device", "host")
 
@@ -329,7 +329,6 @@ class HostStorage:
         """Copy `source` on the offload stream, release it to `pool`; with `add`, the worker adds and calls `then`."""
         with self._transfers.streams.side_stream("offload"):
             if not add:
-                self._moved.wait()
                 self._tensor.copy_(source, non_blocking=True)
                 self._note("device", "host")
                 pool.release(source)

@@ -8,9 +8,9 @@ host, or a few blocks of encoded states at a time (`shardwise.offload.cpu_optimi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,11 @@ from torch.optim import Optimizer
 from shardwise.config.errors import ConfigError, EngineError
 
 _BLOCK_NUMEL: Final = 256 * 1024  # of which a core's cache holds the four tensors of a step
+# What a device steps at a time: it has no such cache, but needs memory for what is between the operations.
+_LIST_NUMEL: Final = 8 * 1024 * 1024
 
 Options = Mapping[str, Any]
+Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,27 @@ class StepTensors:
                 yield from zip(*(each.view(-1).split(_BLOCK_NUMEL) for each in tensors), strict=True)
             else:
                 yield tensors
+
+    def lists(self, *names: str) -> Iterator[Iterable[tuple[Tensor, ...]]]:
+        """Yield what `blocks` does in the lists of `in_lists`."""
+        return (zip(*rows, strict=True) for rows in in_lists(self.blocks(*names)))
+
+
+def in_lists(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yield rows that begin with a tensor in lists for torch's functions over lists.
+
+    On a device each of these launches one kernel; on the CPU a list stays in the cache.
+    """
+    taken: list[Row] = []
+    num_taken = 0
+    for row in rows:
+        if taken and num_taken + row[0].numel() > (_BLOCK_NUMEL if row[0].is_cpu else _LIST_NUMEL):
+            yield taken
+            taken, num_taken = [], 0
+        taken.append(row)
+        num_taken += row[0].numel()
+    if taken:
+        yield taken
 
 
 class ElementWise(Optimizer):
@@ -164,12 +188,15 @@ class Lion(ElementWise):
     @staticmethod
     def kernel(options: Options, tensors: StepTensors) -> None:
         rate, (beta_update, beta_kept) = float(options["lr"]), options["betas"]
-        for param, grad, exp_avg in tensors.blocks("exp_avg"):
-            direction = exp_avg.lerp(-grad if options["maximize"] else grad, 1 - beta_update).sign_()
+        for params, grads, means in tensors.lists("exp_avg"):
+            if options["maximize"]:
+                grads = torch._foreach_neg(grads)
+            directions = torch._foreach_lerp(means, grads, 1 - beta_update)
+            torch._foreach_sign_(directions)
             if options["weight_decay"] != 0:
-                param.mul_(1 - rate * options["weight_decay"])
-            param.add_(direction, alpha=-rate)
-            exp_avg.lerp_(-grad if options["maximize"] else grad, 1 - beta_kept)
+                torch._foreach_mul_(params, 1 - rate * options["weight_decay"])
+            torch._foreach_add_(params, directions, alpha=-rate)
+            torch._foreach_lerp_(means, grads, 1 - beta_kept)
 
 
 class AdEMAMix(ElementWise):
@@ -216,14 +243,18 @@ class AdEMAMix(ElementWise):
         rate, (beta_fast, beta_squares), step = float(options["lr"]), options["betas"], tensors.step + 1
         alpha, beta_slow = _warmed_up(options, step)
         to_mean, to_root = 1 / (1 - beta_fast**step), 1 / math.sqrt(1 - beta_squares**step)
-        for param, grad, exp_avg, slow, squares in tensors.blocks(*AdEMAMix.STATES):
-            exp_avg.lerp_(grad, 1 - beta_fast)
-            slow.lerp_(grad, 1 - beta_slow)
-            squares.mul_(beta_squares).addcmul_(grad, grad, value=1 - beta_squares)
-            update = (exp_avg * to_mean).add_(slow, alpha=alpha)
-            update.div_(squares.sqrt().mul_(to_root).add_(options["eps"]))
-            param.mul_(1 - rate * options["weight_decay"])
-            param.add_(update, alpha=-rate)
+        for params, grads, means, slow_means, squares in tensors.lists(*AdEMAMix.STATES):
+            torch._foreach_lerp_(means, grads, 1 - beta_fast)
+            torch._foreach_lerp_(slow_means, grads, 1 - beta_slow)
+            torch._foreach_mul_(squares, beta_squares)
+            torch._foreach_addcmul_(squares, grads, grads, value=1 - beta_squares)
+            updates, roots = torch._foreach_mul(means, to_mean), torch._foreach_sqrt(squares)
+            torch._foreach_add_(updates, slow_means, alpha=alpha)
+            torch._foreach_mul_(roots, to_root)
+            torch._foreach_add_(roots, options["eps"])
+            torch._foreach_div_(updates, roots)
+            torch._foreach_mul_(params, 1 - rate * options["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-rate)
 
 
 def _warmed_up(options: Options, step: float) -> tuple[float, float]:

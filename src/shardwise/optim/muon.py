@@ -11,7 +11,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -42,6 +42,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Args:
         matrix: [..., m, n]; each matrix of a stack is orthogonalized by itself.
     """
+    # Owners do not stack their matrices, though it would launch less: a device may multiply stacks of other sizes by
+    # other kernels, and then how many matrices a rank owns, which depends on the layout, would change the numbers.
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     stack = matrix.reshape(-1, *matrix.shape[-2:])
@@ -58,22 +60,32 @@ def update_scale(shape: Sequence[int]) -> float:
     return 0.2 * math.sqrt(max(shape[-2:]))
 
 
-def advance_momentum(momentum: Tensor, gradient: Tensor, share: float) -> Tensor:
-    """Add a gradient to the momentum in place, and return Nesterov's look ahead; element by element.
+def advance_momenta(momenta: list[Tensor], gradients: list[Tensor], shares: list[float]) -> Sequence[Tensor]:
+    """Add gradients to their momenta in place, and return Nesterov's look ahead for each; element by element.
 
     Args:
-        momentum: of the gradient's shape and dtype.
-        share: how much of the momentum stays.
+        momenta: of the gradients' shapes and dtypes.
+        shares: how much of each momentum stays.
     """
-    momentum.lerp_(gradient, 1 - share)
-    return gradient.lerp(momentum, share)
+    torch._foreach_lerp_(momenta, gradients, [1 - share for share in shares])
+    return torch._foreach_lerp(gradients, momenta, shares)
 
 
-def apply_update(param: Tensor, update: Tensor, scale: float, options: Mapping[str, Any]) -> None:
-    """Decay a parameter, or a part of it, and subtract its update, in place; element by element."""
-    rate = float(options["lr"])
-    param.mul_(1 - rate * options["weight_decay"])
-    param.add_(update.to(param.dtype), alpha=-rate * scale)
+def apply_updates(updates: Iterable[tuple[Tensor, Tensor, float, Mapping[str, Any]]]) -> None:
+    """Decay parameters, or parts of them, and subtract their updates, in place; element by element.
+
+    Args:
+        updates: a parameter, its update, the scale of that, and the options of the parameter's group.
+    """
+    by_factors: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
+    for param, update, scale, options in updates:
+        rate = float(options["lr"])
+        params, sums = by_factors.setdefault((1 - rate * options["weight_decay"], -rate * scale), ([], []))
+        params.append(param)
+        sums.append(update.to(param.dtype))
+    for (decay, factor), (params, sums) in by_factors.items():
+        torch._foreach_mul_(params, decay)
+        torch._foreach_add_(params, sums, alpha=factor)
 
 
 class MuonWithAdamW(AdamW):
@@ -131,9 +143,9 @@ class MuonWithAdamW(AdamW):
         state = self.state[param]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        ahead = advance_momentum(state[MOMENTUM], gradient, options["momentum"])
+        (ahead,) = advance_momenta([state[MOMENTUM]], [gradient], [options["momentum"]])
         ahead = ahead.to(compute_dtype(param.dtype, param.device))
         fused = options.get(FUSED)  # a `FusedDim` of the layout
         dim, sizes = (0, (param.shape[0],)) if fused is None else (fused.dim, fused.sizes)
         for part, values in zip(ahead.split(sizes, dim), param.split(sizes, dim), strict=True):
-            apply_update(values, orthogonalize(part), update_scale(part.shape), options)
+            apply_updates([(values, orthogonalize(part), update_scale(part.shape), options)])

@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -123,6 +124,8 @@ class StageForward:
         self._start, self._stop = 0, len(self._names)
         self._num_calls: dict[int, int] = {}
         self._guessed: str | None = None
+        self._plain_code: set[CodeType] = set()  # that is around units, and no forward of an autograd function
+        self._top: CodeType | None = None  # that calls the model's own forward
         self._received: Any = None
         self._like_known: Any = None  # what units of the class at the boundary return
         self._passes = _Passes()
@@ -219,7 +222,6 @@ class StageForward:
         return total
 
     def _ended(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
         def staged(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on and not self._is_simulated:
                 raise EngineError(
@@ -252,7 +254,8 @@ class StageForward:
                 self._check_ended()
             return output
 
-        return staged
+        self._top = staged.__code__
+        return functools.wraps(forward)(staged)
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
@@ -381,7 +384,7 @@ class StageForward:
             CutError: it does not.
         """
         is_cut = index == self._start - 1 or index == self._stop - 1 < len(self._names) - 1
-        if is_cut and self._passes.tracks and is_in_function(inspect.currentframe()):
+        if is_cut and self._passes.tracks and is_in_function(inspect.currentframe(), self._top, self._plain_code):
             raise CutError(
                 "cut-inside-function",
                 f"{self._names[index]}, with which a stage ends, runs inside the forward of a torch.autograd.Function, "
@@ -415,7 +418,7 @@ class StageForward:
         raise self._not_sent(f"argument {name} of {self._names[index]}")
 
     def _has_placeholders(self, value: Any) -> bool:
-        return any(map(self._placeholders.is_one, tensors_in(value)))
+        return any(type(each) is not Tensor and self._placeholders.is_one(each) for each in tensors_in(value))
 
     def _not_sent(self, what: str) -> CutError:
         sent = (
@@ -436,7 +439,7 @@ class StageForward:
             if self._like_known is None:
                 self._like_known = self._like(without_recorded(self._received))
             return self._like_known
-        key = _key_of(kind, (args, kwargs))
+        key = _key_of(kind, args, kwargs)
         if key in self._answers:
             return self._answers[key]
         given = self._like((args, kwargs))
@@ -450,13 +453,20 @@ class StageForward:
 
     def _like(self, tree: Any) -> Any:
         """Return a value with placeholders in place of its tensors."""
-        return pytree.tree_map_only(Tensor, self._placeholders.like, tree)
+        return self._replaced(tree, self._placeholders.like)
 
     def _without_device(self, tree: Any) -> Any:
         """Return a value with tensors on the meta device in place of its tensors."""
-        return pytree.tree_map_only(
-            Tensor, lambda leaf: torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), tree
-        )
+        return self._replaced(tree, _on_meta)
+
+    def _replaced(self, tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+        """Return a value with other tensors in place of its own; one of the same shape serves a lone tensor again."""
+        if not isinstance(tree, Tensor):
+            return pytree.tree_map_only(Tensor, replace, tree)
+        key = replace, tree.shape, tree.stride(), tree.dtype
+        if key not in self._answers:
+            self._answers[key] = replace(tree)
+        return self._answers[key]
 
     def _make_placeholder(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
         """Copy the units that a stage skips, without values, for the shapes that the model's code asks for.
@@ -513,6 +523,10 @@ class _Passes:
             self.repeated = outer
 
 
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _in_own_containers(value: Any) -> Any:
     """Copy a boundary value's lists and dicts, which the model may write into, and not its tensors."""
     return pytree.tree_map(lambda leaf: leaf, value)
@@ -523,9 +537,11 @@ def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
     return type(module), tuple(tuple(each.shape) for each in module.parameters())
 
 
-def _key_of(kind: Hashable, example: Any) -> Hashable:
-    """Return what decides on the shapes that a unit returns: its kind, and the shapes of `example`."""
-    leaves, structure = pytree.tree_flatten(example)
+def _key_of(kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Return what decides on the shapes that a unit returns: its kind, and the shapes of what it is given."""
+    if not kwargs and all(isinstance(each, Tensor) for each in args):  # as mostly; a pytree takes longer
+        return kind, tuple(map(_fingerprint, args))
+    leaves, structure = pytree.tree_flatten((args, kwargs))
     return kind, structure, tuple(map(_fingerprint, leaves))
 
 

@@ -75,6 +75,7 @@ class Reasons:
         chosen: of each part of the winner that is not the plainest, what the next plainer one lacks.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
+        changes: those of the suggestions that are priced.
         yours: how the user's own strategy does; empty where there is none.
     """
 
@@ -84,6 +85,7 @@ class Reasons:
     defaults: tuple[DefaultChoice, ...] = ()
     misses: str = ""
     suggestions: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
     yours: str = ""
 
     @property
@@ -120,10 +122,14 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
             chosen=tuple(why_chosen(winner, pricer, margin_share)),
             runners_up=tuple(why_slower(runner_up, winner) for runner_up in plan.runners_up),
         )
-    if plan.nearest is None:
+    tried = [(each.price, each.missing) for each in reasons.defaults if each.price is not None and each.missing]
+    # Where not even the states of a rank fit, nothing was priced by the search.
+    nearest = plan.nearest or min(tried, key=lambda each: each[1].missing_bytes, default=None)
+    if nearest is None:
         return reasons
-    suggestions = tuple(suggest(*plan.nearest, pricer, margin_share))
-    return replace(reasons, misses=lacks(*plan.nearest), suggestions=suggestions)
+    found = tuple(fixes(*nearest, pricer, margin_share))
+    changes = tuple(fix for fix in found if isinstance(fix, Change))
+    return replace(reasons, misses=lacks(*nearest), suggestions=tuple(map(str, found)), changes=changes)
 
 
 def why_faster(winner: Estimate, other: Estimate) -> str:
@@ -195,7 +201,7 @@ def _plainer(s: Strategy) -> Iterator[tuple[str, list[tuple[str, Strategy]]]]:
         if (tier := getattr(s, f"{state}_tier")) != "device":
             near: dict[str, Any] = {f"{state}_tier": "device"}
             near |= {} if state == "activations" else {f"{state}_on_device": 0.0}
-            yield f"{state} on {tier}", [("on the device", replace(s, **near))]
+            yield f"{state} on {tier}", [("the device", replace(s, **near))]
 
 
 def why_slower(other: Estimate, winner: Estimate) -> str:
@@ -393,7 +399,12 @@ def smallest_change(job: PlanJob, strategy: Strategy, pricer: Pricer, margin_sha
 
 
 def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[str]:
-    """Yield what would make it fit, one sentence each, the best first; adapters only where no config would.
+    """Yield what would make it fit, one sentence each; the arguments are those of `fixes`."""
+    yield from map(str, fixes(price, missing, pricer, margin_share))
+
+
+def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[Change | str]:
+    """Yield what would make it fit, the best first; for a job of all weights adapters only where nothing else would.
 
     Args:
         price: of a strategy that does not fit.
@@ -403,8 +414,8 @@ def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_shar
     job, strategy = price.job, price.strategy
     change = smallest_change(job, strategy, pricer, margin_share)
     if change is not None:
-        yield str(change)
-    else:
+        yield change
+    if change is None or not job.trains_all:
         yield from adapters_that_fit(job, _on_device(strategy), margin_share)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
@@ -413,17 +424,18 @@ def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_shar
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
 
 
-def adapters_that_fit(job: PlanJob, strategy: Strategy, margin_share: float) -> Iterator[str]:
-    """Yield the adapters with the largest base that fit, in a sentence, where any do and all weights train now."""
-    for keys, lora in (
-        ("lora.rank=16", LoraConfig(rank=16)),
-        ("lora.rank=16 lora.base=nf4", LoraConfig(rank=16, base="nf4")),
-    ):
+def adapters_that_fit(job: PlanJob, strategy: Strategy, margin_share: float) -> Iterator[Change]:
+    """Yield the adapters that fit, with the base as it is and in 4 bits, where the job has not the same."""
+    adapters = LoraConfig(rank=16) if job.trains_all else job.lora
+    packed = adapters.model_copy(update={"base": "nf4"})
+    for lora, base in ((adapters, ""), (packed, " lora.base=nf4")):
         lean = replace(job, lora=lora)
-        if job.trains_all and _fits(lean, strategy, Pricer(lean), margin_share):
-            base = "" if lora.base == "keep" else " beside weights in 4 bits"
-            yield f"adapters{base} ({keys}) would fit (docs/finetune.md)"
-            return
+        pricer = Pricer(lean)
+        change = Change("", priced(lean, strategy, pricer)) if _fits(lean, strategy, pricer, margin_share) else None
+        change = change or smallest_change(lean, strategy, pricer, margin_share)
+        if change is not None and lora != job.lora:
+            keys = f"{f'lora.rank={lora.rank}' if job.trains_all else ''}{base} {change.words}".strip()
+            yield replace(change, words=f"adapters{' beside weights in 4 bits' if base else ''} ({keys})")
 
 
 def more_gpus(job: PlanJob, strategy: Strategy, margin_share: float) -> int | None:

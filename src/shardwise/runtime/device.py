@@ -347,7 +347,7 @@ class Event:
     def wait_on_host(self) -> None:
         """Block the calling thread until the device has reached the point."""
         if self.mark is not None:
-            self.mark.synchronize()
+            self.mark.synchronize()  # spins, since torch.Event ignores `blocking`: its thread has nothing else to do
 
     def is_reached(self) -> bool:
         """Say whether the device has reached the point; never wait."""
@@ -432,6 +432,16 @@ class Streams:
 
 
 # Pinned memory.
+
+
+def copied_to(device: torch.device, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype on a device, which copies it later: a driver copies from pinned memory alone without
+    making the host wait until the device has done all before.
+    """
+    is_memory = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    if kind_of(device).pins and tensor.is_cpu and is_memory and not tensor.is_pinned():
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)  # `pin_memory` takes no expanded ones
+    return tensor.to(device, dtype, non_blocking=True)
 
 
 def pin_pages(device: torch.device, address: int, num_bytes: int) -> partial[None]:

@@ -49,7 +49,7 @@ def buffer_dtype(given: torch.dtype, config: PrecisionConfig) -> torch.dtype:
 
 
 def add_widened(total: Tensor, addend: Tensor) -> None:
-    """Add a 1-D tensor to another, in place, in the dtype of `total`, the wider or equal one."""
+    """Add a tensor to a contiguous one, in place, in the dtype of `total`, the wider or equal one."""
     if total.dtype == addend.dtype or total.device.type != "cpu":
         total.add_(addend)
         return
@@ -57,7 +57,8 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
     if is_fake(total):
         total.add_(addend)  # after the scratch, which a memory tracker counts; thousands of blocks would be slow
         return
-    for total_block, addend_block in zip(total.split(SCRATCH_NUMEL), addend.split(SCRATCH_NUMEL), strict=True):
+    blocks = (each.reshape(-1).split(SCRATCH_NUMEL) for each in (total, addend))
+    for total_block, addend_block in zip(*blocks, strict=True):
         widened = scratch[: total_block.numel()]
         widened.copy_(addend_block)
         total_block.add_(widened)

@@ -560,12 +560,13 @@ def _is_product(op: Any) -> bool:
     """Say whether to save what an op returns: matrix products and attention (Korthikanti et al. 2022, section 5)."""
     name = op.name() if hasattr(op, "name") else ""
     is_product = name in _SAVED_PRODUCTS or "scaled_dot_product" in name or name.startswith(_SAVED_PREFIXES)
-    return is_product and not name.startswith(_RECOMPUTED_PREFIX) and not _IN_PART.get()
+    return is_product and not name.startswith(_RECOMPUTED_PREFIXES) and not _IN_PART.get()
 
 
 # Results of collectives are saved, which sum products; gathered sequences are not: sequence parallelism avoids them.
+# Keyed dropouts are drawn again, as they are in a backward.
 _SAVED_PREFIXES: Final = ("c10d", "_c10d", "shardwise::")
-_RECOMPUTED_PREFIX: Final = "shardwise::gather_sequence"
+_RECOMPUTED_PREFIXES: Final = ("shardwise::gather_sequence", "shardwise::keyed_")
 _SAVED_PRODUCTS: Final = frozenset(
     {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution"}
 )

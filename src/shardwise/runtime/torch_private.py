@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
@@ -85,6 +86,11 @@ def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
         yield
 
 
+# What runs torch's checkpoint: from torch 2.15 on with the arguments in a tuple and a dict; before, after settings.
+_CHECKPOINT: Final = max(name for name in vars(checkpoints) if name.startswith("_checkpoint_without_reentrant_gen"))
+_SETTINGS: Final = tuple(inspect.signature(getattr(checkpoints, _CHECKPOINT)).parameters.values())
+_NUM_SETTINGS: Final = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in _SETTINGS) - 1
+
 FirstPass = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], AbstractContextManager[Callable[..., Any]]]
 
 
@@ -100,18 +106,13 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
         is_tracked: given, reentrant checkpoints are as the others, inside whose first pass there are gradients: it says
             whether autograd tracks one with these arguments.
     """
-    # From torch 2.15 on another function runs it, with the arguments in a tuple and a dict; before, after settings.
-    name = "_checkpoint_without_reentrant_generator"
-    name += "_impl" * hasattr(checkpoints, f"{name}_impl")
-    run, kind = getattr(checkpoints, name), checkpoints.CheckpointFunction
-    settings = inspect.signature(run).parameters
-    num_settings = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in settings.values()) - 1
+    run, kind = getattr(checkpoints, _CHECKPOINT), checkpoints.CheckpointFunction
 
     def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         if not torch.is_grad_enabled():
             yield from run(function, *args, **kwargs)
             return
-        given = args[:2] if "args" in list(settings)[:2] else (args[num_settings:], kwargs)
+        given = args[:2] if _SETTINGS[1].name == "args" else (args[_NUM_SETTINGS:], kwargs)
         with first(function, *given) as repeated:
             passes = run(repeated, *args, **kwargs)
             next(passes)
@@ -122,23 +123,21 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
                 raise
         yield from passes
 
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return kind.apply(function, preserve, *args)
-            if is_tracked is not None:
-                with torch.set_grad_enabled(is_tracked(args)):
-                    return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-            with first(function, args, {}) as repeated:
-                return kind.apply(repeated, preserve, *args)
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kind.apply(function, preserve, *args)
+        if is_tracked is not None:
+            with torch.set_grad_enabled(is_tracked(args)):
+                return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        with first(function, args, {}) as repeated:
+            return kind.apply(repeated, preserve, *args)
 
-    setattr(checkpoints, name, watched)
-    checkpoints.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
+    setattr(checkpoints, _CHECKPOINT, watched)
+    checkpoints.CheckpointFunction = SimpleNamespace(apply=apply)  # type: ignore[assignment,misc]
     try:
         yield
     finally:
-        setattr(checkpoints, name, run)
+        setattr(checkpoints, _CHECKPOINT, run)
         checkpoints.CheckpointFunction = kind  # type: ignore[misc]
 
 
@@ -307,8 +306,10 @@ def parameter_ids(model: nn.Module) -> set[int]:
     modules: list[nn.Module | None] = [model]
     while modules:
         if (module := modules.pop()) is not None:
-            found.update(map(id, module._parameters.values()))
-            modules += module._modules.values()
+            if own := module._parameters:  # most have none, or no children
+                found.update(map(id, own.values()))
+            if children := module._modules:
+                modules += children.values()
     return found - {id(None)}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -303,16 +303,25 @@ def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForwa
         yield forward
 
 
-def is_in_function(frame: FrameType | None) -> bool:
-    """Say whether a frame is inside the forward of a `torch.autograd.Function`."""
-    kinds, codes = [torch.autograd.Function], set()
+def is_in_function(frame: FrameType | None, top: CodeType | None, others: set[CodeType]) -> bool:
+    """Say whether a frame is inside the forward of a `torch.autograd.Function`.
+
+    Args:
+        top: code outside of which is none, where the frame is inside of it.
+        others: code that was found to be no such forward, which is not looked at again; what is found is added.
+    """
+    codes = set()
+    while frame is not None and frame.f_code is not top:
+        codes.add(frame.f_code)
+        frame = frame.f_back
+    kinds = [torch.autograd.Function] if (codes := codes - others) else []
     while kinds:  # from torch 2.15 on, what calls a forward is no Python frame
         kind = kinds.pop()
-        codes.add(getattr(kind.forward, "__code__", None))
+        if getattr(kind.forward, "__code__", None) in codes:
+            return True
         kinds += kind.__subclasses__()
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame is not None
+    others |= codes
+    return False
 
 
 def has_global_hooks() -> bool:

@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork, Comm
+from shardwise.comm.encoded import codec_on
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import BLOCK_NUMEL
-from shardwise.layout.wire_codec import WireCodec, part_numel
+from shardwise.layout.wire_codec import WireCodec
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
@@ -166,6 +167,8 @@ class Gather:
             return buffer.shard.fetch(sent)
         stored = buffer.shard.tensor
         assert stored is not None, "what is stored on the device is a tensor"
+        # On the compute stream, which the gather begins after anyway: on another one, each write of a shard, by a step,
+        # a load or a user, would have to wait for this copy of a few microseconds.
         sent.copy_(stored)
         return None
 
@@ -187,7 +190,7 @@ class EncodedGather(Gather):
 
     def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources, codec: WireCodec) -> None:
         super().__init__(spec, layout, resources)
-        self._codec = codec
+        self._codec = codec_on(resources.pool.device, codec)
         self._num_bytes = layout.gather_bytes(spec) * spec.num_shards
         self._is_simulated = self._shards.is_simulated  # then codecs take memory, and need not work on all of it
         self._pool = resources.pool
@@ -197,6 +200,10 @@ class EncodedGather(Gather):
     # [Note: Memory of codes]
     # The flat buffer gets its storage only when the codes are there, so that both are whole for as short as can be. For
     # the same reason few groups' codes are under way: the oldest gather is waited for, and its codes go to the pool.
+    #
+    # They are decoded on the stream that waits for them, and not on that of the gather. There a prefetched unit would
+    # need its flat buffer with its codes, a unit more than a gather of plain values needs. Where the buffer is whole
+    # anyway, after a step, the compute stream decodes one group while the next is gathered.
     def receive(self, buffer: FlatBuffer, wire: Tensor, written: Event | None, gathered: AsyncWork) -> AsyncWork:
         work = super().receive(buffer, wire, written, gathered)
         self._decoding.append(work)
@@ -249,7 +256,7 @@ class EncodedGather(Gather):
 
     def _num_coded(self, values: Tensor) -> int:
         """Return how many values a codec is given: where there are none in fact, as many as it takes at a time."""
-        return min(values.numel(), part_numel(values.device)) if self._is_simulated else values.numel()
+        return min(values.numel(), self._codec.at_once(values.device)) if self._is_simulated else values.numel()
 
 
 class Recoding(EncodedGather):

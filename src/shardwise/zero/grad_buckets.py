@@ -101,15 +101,21 @@ class GradArrivals:
 
     Attributes:
         used: for each parameter, whether it got a gradient on this rank since the last step.
+        are_there: something is in the bucket.
+        places: of the parameters' gradients in the bucket; none until it is opened.
         num_missing: how many have got none in the current backward.
     """
 
     def __init__(self, spec: GroupSpec) -> None:
-        self._params = spec.params
-        self._gaps = spec.gaps
-        self._written = [False] * len(spec.params)  # into the bucket, since its last reduction
+        self._params, self._gaps = spec.params, spec.gaps
         self.used = [False] * len(spec.params)
+        self._expect_empty()
         self.end_backward()
+
+    def _expect_empty(self) -> None:
+        self._written = [False] * len(self._params)  # into the bucket, since its last reduction
+        self.are_there = False
+        self.places: list[Tensor] = []
 
     def end_backward(self) -> None:
         """Expect a gradient of every parameter again."""
@@ -126,32 +132,29 @@ class GradArrivals:
             )
         was_written = self._written[index]
         self.num_missing -= 1
-        self._written[index] = self._arrived[index] = self.used[index] = True
+        self._written[index] = self._arrived[index] = self.used[index] = self.are_there = True
         return was_written
 
     def mark_used(self, index: int) -> None:
         """Count a parameter as one that got a gradient."""
         self.used[index] = True
 
-    @property
-    def are_there(self) -> bool:
-        """Say whether something is in the bucket."""
-        return any(self._written)
+    def open(self, bucket: Tensor) -> list[Tensor]:
+        """Return the places of the parameters' gradients in a bucket, which stays the same until it is empty again."""
+        self.places = [bucket[at.offset : at.offset + at.numel].view(at.shape) for at in self._params]
+        return self.places
 
     def close_bucket(self, bucket: Tensor) -> None:
         """Put zeros where no gradient was written, and expect an empty bucket again."""
-        unused = [
-            (param.offset, param.offset + param.numel)
-            for param, was_written in zip(self._params, self._written, strict=True)
-            if not was_written
-        ]
+        written = zip(self._params, self._written, strict=True)
+        unused = [(at.offset, at.offset + at.numel) for at, was_written in written if not was_written]
         if gaps := [bucket[start:stop] for start, stop in (*self._gaps, *unused)]:
             zero_all(gaps)
-        self._written = [False] * len(self._params)
+        self._expect_empty()
 
     def clear(self) -> None:
         """Forget the gradients since the last step, but not that this backward has given them."""
-        self._written = [False] * len(self._params)
+        self._expect_empty()
         self.used = [False] * len(self._params)
 
 
@@ -254,19 +257,16 @@ class GradBucket:
             gradient: of the parameter's shape, any floating dtype.
             will_reduce: the bucket is reduced at the end of this backward, so it may be in the wire's dtype.
         """
-        param = self.spec.params[index]
         if gradient.is_sparse:
             raise ConfigError(
                 "sparse-gradient",
-                f"the gradient of {param.name} is sparse but shards are dense; build the embedding with sparse=False",
+                f"the gradient of {self.spec.params[index].name} is sparse but shards are dense; set sparse=False",
             )
         if self._waiting is None:
-            bucket = self._open_bucket(will_reduce)  # before the note: it asks whether something is in the bucket
-            target = bucket[param.offset : param.offset + param.numel]
-            if self.arrivals.note(index):
-                add_widened(target, gradient.reshape(-1))
-            else:
-                target.view(param.shape).copy_(gradient)
+            # The bucket is opened before the note: that asks whether something is in it.
+            places = self.arrivals.places or self.arrivals.open(self._open_bucket(will_reduce))
+            plain = gradient.detach() if gradient.requires_grad else gradient
+            (add_widened if self.arrivals.note(index) else Tensor.copy_)(places[index], plain)
             return self.arrivals.num_missing == 0
         if index in self._waiting:  # of the backward before
             self._write_waiting(will_reduce)
@@ -286,13 +286,11 @@ class GradBucket:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
-        bucket = self._open_bucket(will_reduce)
-        params = self.spec.params
+        places = self.arrivals.places or self.arrivals.open(self._open_bucket(will_reduce))
         for is_there, write in ((False, copy_all), (True, add_all)):
-            found = [(params[index], gradient) for index, (gradient, each) in waiting.items() if each is is_there]
+            found = [(index, gradient) for index, (gradient, each) in waiting.items() if each is is_there]
             if found:
-                targets = [bucket[at.offset : at.offset + at.numel].view(at.shape) for at, _ in found]
-                write(targets, [gradient for _, gradient in found])
+                write([places[index] for index, _ in found], [gradient for _, gradient in found])
 
     def _expect_gradient(self, will_reduce: bool) -> None:
         """Prepare for a gradient that is not in the bucket yet."""

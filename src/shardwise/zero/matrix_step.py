@@ -16,9 +16,10 @@ from torch import Tensor
 from shardwise.comm.mesh import CommGroups
 from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, rounds_of
 from shardwise.layout.slicing import Rect
+from shardwise.optim.elementwise import in_lists
 from shardwise.optim.muon import (
-    advance_momentum,
-    apply_update,
+    advance_momenta,
+    apply_updates,
     compute_dtype,
     orthogonalize,
     update_scale,
@@ -78,34 +79,40 @@ class MatrixStep(GroupStep):
         self, matrices: Sequence[OwnedMatrix], mean_of: Callable[[ParamPiece], Tensor], options_of: OptionsOf
     ) -> None:
         dtype = {matrix.place.name: self._wire_dtype(matrix) for matrix in matrices}
-        ahead = {
-            matrix.place.name: self._advance(piece, mean_of, options_of(piece)).to(dtype[matrix.place.name])
-            for matrix in matrices
-            if (piece := self._piece_of.get(matrix.place.name)) is not None
-        }
+        pieces = [piece for matrix in matrices if (piece := self._piece_of.get(matrix.place.name)) is not None]
+        options = {piece.name: options_of(piece) for piece in pieces}
+        ahead = {piece.name: mean_of(piece).to(dtype[piece.name]) for piece in pieces if options[piece.name] is None}
+        gradients = ((mean_of(piece), piece, chosen) for piece in pieces if (chosen := options[piece.name]) is not None)
+        for rows in in_lists(gradients):
+            for (_, piece, _), values in zip(rows, self._advance(rows), strict=True):
+                ahead[piece.name] = values.to(dtype[piece.name])
         of_name = {matrix.place.name: matrix for matrix in matrices}
         brought = self._exchange.bring(matrices, ahead, dtype, "momentum of matrices")
         updates = {name: _orthogonalized(of_name[name], whole) for name, whole in brought}
         del brought, ahead
         scales = {matrix.place.name: _scale_of(matrix) for matrix in matrices}
-        for name, update in self._exchange.give_back(matrices, updates, dtype, "updates of matrices"):
-            piece = self._piece_of[name]
-            if (options := options_of(piece)) is not None:
-                _apply(piece, update, scales[name], options)
+        received = self._exchange.give_back(matrices, updates, dtype, "updates of matrices")
+        for parts in in_lists(
+            (update, self._piece_of[name], scales[name], chosen)
+            for name, update in received
+            if (chosen := options[name]) is not None
+        ):
+            _apply(parts)
 
     def _wire_dtype(self, matrix: OwnedMatrix) -> torch.dtype:
         return compute_dtype(self._groups[matrix.group].master.dtype, self._comm.device)
 
-    def _advance(self, piece: ParamPiece, mean_of: Callable[[ParamPiece], Tensor], options: Options | None) -> Tensor:
-        gradient, stored = mean_of(piece), self._keepers[piece.group].flat_state(piece, MOMENTUM)
-        if options is None:
-            return gradient
-        kept = stored.read(0, stored.numel)
-        momentum = kept.to(gradient.device, gradient.dtype)
-        ahead = advance_momentum(momentum, gradient, options["momentum"])
-        if momentum is not kept or stored.tensor is None:
-            stored.write(0, momentum)
-        return ahead
+    def _advance(self, rows: Sequence[tuple[Tensor, ParamPiece, Options]]) -> Sequence[Tensor]:
+        """Write the momenta of pieces by their gradients; return what follows from both."""
+        gradients, pieces, options = zip(*rows, strict=True)
+        stored = [self._keepers[piece.group].flat_state(piece, MOMENTUM) for piece in pieces]
+        before = [state.read(0, state.numel) for state in stored]
+        momenta = [values.to(like.device, like.dtype) for values, like in zip(before, gradients, strict=True)]
+        aheads = advance_momenta(momenta, list(gradients), [chosen["momentum"] for chosen in options])
+        for state, values, momentum in zip(stored, before, momenta, strict=True):
+            if momentum is not values or state.tensor is None:
+                state.write(0, momentum)
+        return aheads
 
 
 def _orthogonalized(matrix: OwnedMatrix, whole: Tensor) -> Tensor:
@@ -125,10 +132,11 @@ def _scale_of(matrix: OwnedMatrix) -> float:
     return max(update_scale(rect.shape) for rect in matrices_of(matrix.place))
 
 
-def _apply(piece: ParamPiece, update: Tensor, scale: float, options: Options) -> None:
-    """Write a piece's update into the master, which may be stored off the device."""
-    master = piece.group.master
-    values = master.read(piece.start, piece.stop)
-    apply_update(values, update.to(values.device), scale, options)
-    if master.tensor is None:
-        master.write(piece.start, values)
+def _apply(rows: Sequence[tuple[Tensor, ParamPiece, float, Options]]) -> None:
+    """Write updates of pieces, each with its scale, into the masters, which may be stored off the device."""
+    masters = [piece.group.master.read(piece.start, piece.stop) for _, piece, *_ in rows]
+    pairs = zip(masters, rows, strict=True)
+    apply_updates((values, update.to(values.device), scale, options) for values, (update, _, scale, options) in pairs)
+    for values, (_, piece, *_) in zip(masters, rows, strict=True):
+        if piece.group.master.tensor is None:
+            piece.group.master.write(piece.start, values)

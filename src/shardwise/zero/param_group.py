@@ -247,6 +247,12 @@ class ParamGroup(FlatBuffer):
         self._show_if_pinned()
 
     @property
+    def is_always_whole(self) -> bool:
+        """Say whether the parameters are whole at all times: no use waits for a gather or a step in the background."""
+        moves = self.is_released_between_uses or self._is_gathered_after_step or self.transport.is_encoded
+        return not moves and self.spec.tiers.optimizer == "device"
+
+    @property
     def is_aliased(self) -> bool:
         """Say whether a tensor of the user's shares the memory of parameters that are stored whole.
 

@@ -95,9 +95,14 @@ class ShardingState:
         held_stages = layout.pipeline.held if layout.pipeline is not None else ()
         self.absent = RemoteParams(model, layout, sorted(held_stages))
         blocks = {unit: model.get_submodule(unit.name) for unit in self.units if not unit.is_root}
-        handles = hook_unit(model, self, self.units[0], inner=blocks.values())
+        handles = hook_unit(model, self, self.units[0], inner=map(model.get_submodule, layout.units))
+        # [Note: Blocks without hooks]
+        # A pipeline's schedule says what is reduced and recorded. Where parameters are whole at all times, too, there
+        # is nothing to do around a block, whose hooks would cost more than all that the schedule does.
+        is_followed = layout.pipeline is None or layout.tensor is not None
         for unit, module in blocks.items():
-            handles += hook_unit(module, self, unit)
+            if is_followed or not all(group.is_always_whole for group in unit.groups):
+                handles += hook_unit(module, self, unit)
         self._undo += [handle.remove for handle in handles]
 
     def regroup(self, unit_name: str, layout: Layout) -> None:
@@ -546,14 +551,14 @@ class ShardingState:
             self._reduce(group)
         late = self.reductions.late
         if self.order.is_lockstep:  # until the last backward, what came late waits in its bucket for the next one
-            late = self.reductions.late_on_any(self._resources.comms.model) if self.reductions.is_last else []
+            late = self.reductions.late_on_any(self._resources.comms.hosts) if self.reductions.is_last else []
         for group in self.reductions.groups:
             if group in late:
                 self._reduce(group)
         self.reductions.late.clear()
         self.reductions.running.finish()
         self.reductions.leave(self.order.is_lockstep and not self.reductions.is_last)
-        self._resources.pool.trim()
+        self._resources.pool.trim()  # the next forward needs the memory, that of gradients too that still leave
 
     def on_released_use(self, parameter: nn.Parameter) -> Tensor:
         """Gather a parameter that is used where no unit has announced it; return the tensor to use in its place."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -29,7 +28,8 @@ from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.optim.rules import OptimizerRule
 from shardwise.runtime.codec_errors import CodecErrors
-from shardwise.runtime.device import Event, kind_of
+from shardwise.runtime.device import Event
+from shardwise.runtime.kernels import has_kernels
 from shardwise.runtime.state_shards import FlatState, ScalarState
 from shardwise.runtime.torch_private import is_fake, version
 from shardwise.zero.group_step import (
@@ -351,7 +351,7 @@ class StoredStep(GroupStep, StateKeeper):
     ) -> None:
         if is_fake(tensors[_MASTER]):
             return  # no values to step, and no tracker counts the step's buffers
-        by_kernel = has_kernel(tensors[_MASTER]) and not self.errors.is_on
+        by_kernel = has_kernels(tensors[_MASTER].device) and not self.errors.is_on
         if by_kernel:
             plans = self.runs(plans)
         found: list[StepPiece] = []
@@ -399,11 +399,6 @@ class StoredStep(GroupStep, StateKeeper):
         """Copy the masters of padding and of parameters that are not stepped to the output, since it was not read."""
         if _PARAM in tensors and low < high:
             tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
-
-
-def has_kernel(master: Tensor) -> bool:
-    """Say whether a kernel of Triton's may step masters where this one is."""
-    return kind_of(master.device).has_kernels and find_spec("triton") is not None
 
 
 def _step_on_gpu(rule: OptimizerRule, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:

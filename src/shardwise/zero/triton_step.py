@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch.optim import Optimizer
 
-from shardwise.attention.triton.launch import KernelLaunch
 from shardwise.layout.codec import NUM_DROPPED, Encoded, code_table, code_values
 from shardwise.layout.precision import BLOCK_NUMEL
 from shardwise.offload.cpu_optimizer import StepPiece
 from shardwise.optim.rules import rule_of_kind
+from shardwise.runtime.kernels import KernelLaunch
 
 # How many states each case of the kernel steps; `OptimizerRule.gpu_kernel` names the case.
 _NUM_STATES: Final[Mapping[str, int]] = MappingProxyType({"adam": 2, "sgd": 1, "adagrad": 1, "lion": 1})

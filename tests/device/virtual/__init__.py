@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import os
 import shutil
 import sys
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from device.virtual.cuda_names import replace_torch_cuda
-from device.virtual.operators import Generator, Operators, foreach_operators
+from device.virtual.operators import Generator, Operators, Region, below_autograd, foreach_operators, is_on_device
 from device.virtual.streams import Order, Scheduler
 
 SOURCE = Path(__file__).with_name("memory.cpp")
@@ -36,17 +39,22 @@ def build() -> Any:
     """The C++ side: built once a machine, by torch's own loader, in about a minute.
 
     The loader marks a build by a file, and waits for ever where one was killed. So the mark of a build that is over
-    goes, under a lock that the system takes from a process that ends.
+    goes, under a lock that the system takes from a process that ends. It builds anew where the path is another one, so
+    the source goes beside what is made of it: all checkouts that have the same share it.
     """
     from torch.utils.cpp_extension import get_default_build_root, load
 
-    name = "shardwise_virtual_device"
-    folder = Path(get_default_build_root()) / f"{name}_{sys.implementation.cache_tag}_{torch.__version__}"
+    name, text = "shardwise_virtual_device", SOURCE.read_text()
+    of_what = f"{sys.implementation.cache_tag}_{torch.__version__}_{sha256(text.encode()).hexdigest()[:12]}"
+    folder = Path(get_default_build_root()) / f"{name}_{of_what}"
     folder.mkdir(parents=True, exist_ok=True)
     with Path(f"{folder}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
-        return load(name, [str(SOURCE)], extra_cflags=["-O0", "-w"], build_directory=str(folder))
+        source = folder / SOURCE.name
+        if not source.exists() or source.read_text() != text:
+            source.write_text(text)
+        return load(name, [str(source)], extra_cflags=["-O0", "-w"], build_directory=str(folder))
 
 
 @cache
@@ -77,21 +85,39 @@ def install(order: Order = "eager", seed: int = 0) -> Scheduler:
     install.libraries = (fallback, aten)  # they end with their registrations
     atexit.register(native.close)
     native.choose_device()
+    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
+    interpret_in_streams(native, scheduler)
     return scheduler
 
 
-def interpret_quickly() -> None:
-    """Let Triton's interpreter change Triton's modules once for each of a launch's functions, not for each call."""
+def interpret_in_streams(native: Any, scheduler: Scheduler) -> None:
+    """Let each launch of Triton be one kernel of the device, which its interpreter runs when its stream comes to it.
+
+    The interpreter changes Triton's modules once for each of a launch's functions, not for each call.
+    """
     try:
         from triton.runtime import interpreter
+
+        from harness.interpreter import rounding_to_nearest
     except ImportError:
         return
     plain_launch, plain_patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     seen: set[int] = set()
 
-    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.clear()
-        return plain_launch(self, *args, **kwargs)
+    def launch(self: Any, *args: Any, **options: Any) -> None:
+        flat, spec = pytree.tree_flatten(args)
+        values = [Region.of(native, value) if is_on_device(value) else value for value in flat]
+
+        def run() -> None:
+            seen.clear()
+            with below_autograd(), rounding_to_nearest():
+                opened = [value.open() if isinstance(value, Region) else value for value in values]
+                plain_launch(self, *pytree.tree_unflatten(opened, spec), **options)
+
+        if any(isinstance(value, Region) for value in values):
+            scheduler.launch(f"triton:{self.fn.__name__}", run)
+        else:
+            run()
 
     def patch(function: Any) -> Any:
         key = id(function.__globals__)

@@ -57,6 +57,19 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Shaped:
+    """What torch says of an operator's results before there are values.
+
+    Attributes:
+        results: a tuple or list of metas and other values, or one; the metas are never written.
+        grown: the shapes that arguments get, by their index, where these are others: an `out` may grow.
+    """
+
+    results: Any
+    grown: dict[int, torch.Size]
+
+
+@dataclass(frozen=True)
 class Signature:
     """What of an operator's schema matters: for each result, the argument that it is, if it is one."""
 
@@ -140,8 +153,20 @@ class Call:
         finally:
             torch.set_rng_state(state)
 
-    def shaped(self) -> tuple[Any, dict[int, Tensor]]:
-        """The results on the meta device, and the arguments there by their index: an `out` may have grown."""
+    def key(self) -> tuple[Any, ...]:
+        """What the shapes of the results depend on."""
+        same: dict[int, int] = {}  # the first place of each tensor among the arguments
+
+        def of(index: int, value: Any) -> Any:
+            if isinstance(value, Tensor):
+                place = same.setdefault(id(value), index)
+                return value.device.type, value.dtype, value.shape, value.stride(), place
+            return None if isinstance(value, torch.Generator) else (type(value), value)
+
+        return self.op, self.spec, *(of(index, value) for index, value in enumerate(self.flat))
+
+    def shaped(self) -> Shaped:
+        """Ask torch for the results' shapes, on the meta device."""
         metas: dict[int, Tensor] = {}
 
         def on_meta(index: int, value: Any) -> Any:
@@ -154,7 +179,9 @@ class Call:
                 return None
             return torch.device("meta") if isinstance(value, torch.device) and value.type == "cuda" else value
 
-        return self.with_values(on_meta), metas
+        results = self.with_values(on_meta)
+        grown = {index: meta.shape for index, meta in metas.items() if meta.shape != self.flat[index].shape}
+        return Shaped(results, grown)
 
     def argument(self, place: tuple[int, str]) -> Any:
         args, kwargs = pytree.tree_unflatten(self.flat, self.spec)
@@ -192,6 +219,7 @@ class Operators:
         self._native = native
         self._scheduler = scheduler
         self.generator = generator
+        self._shaped: dict[tuple[Any, ...], Shaped | None] = {}  # by `Call.key`: layers and steps ask the same
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run any operator that the C++ side does not."""
@@ -227,20 +255,28 @@ class Operators:
         if known.name.endswith("_") and not known.returned_arguments:
             self._launch(call, ())
             return None
-        try:
-            shaped, metas = call.shaped()
-        except (NotImplementedError, RuntimeError, TypeError, IndexError):
+        known_shapes = self._shapes_of(call)
+        if known_shapes is None:
             self._scheduler.run_to_here()  # torch knows no shapes of it without values; a GPU would
             return self._run_now(call)
-        for index, meta in metas.items():
-            if meta.shape != call.flat[index].shape:
-                call.flat[index].resize_(meta.shape)
-                call.regions[index] = Region.of(self._native, call.flat[index])
+        shaped = known_shapes.results
+        for index, shape in known_shapes.grown.items():
+            call.flat[index].resize_(shape)
+            call.regions[index] = Region.of(self._native, call.flat[index])
         outputs, targets = self._make(call, shaped if isinstance(shaped, (tuple, list)) else (shaped,))
         self._launch(call, targets)
         if not isinstance(shaped, (tuple, list)):
             return outputs[0]
         return tuple(outputs) if isinstance(shaped, tuple) else outputs
+
+    def _shapes_of(self, call: Call) -> Shaped | None:
+        key = call.key()
+        if key not in self._shaped:
+            try:
+                self._shaped[key] = call.shaped()
+            except (NotImplementedError, RuntimeError, TypeError, IndexError):
+                self._shaped[key] = None
+        return self._shaped[key]
 
     def _make(self, call: Call, shaped: Sequence[Any]) -> tuple[list[Any], tuple[Region | None, ...]]:
         """The results, with memory of the device that the kernel will fill."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 Order = Literal["eager", "lazy", "side-first", "compute-first", "random"]
 Task = Callable[[], object]
 COMPUTE = 0
-IDLE_S = 0.25  # of a host that waits
+IDLE_S = 0.05  # of a host that waits
 PATIENCE_S = 60.0  # with other ranks
 
 
@@ -83,11 +83,13 @@ class Scheduler:
         # Called at each wait of the host: who asked for it, and whether the device had come so far already.
         self.on_wait: Callable[[str, bool], object] = lambda why, is_over: None
         self._native = native
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()  # let go of while other ranks are waited for
         self._num_marks = 0
         self._queues = [Queue(COMPUTE)]
+        self._busy: dict[int, Queue] = {}  # those with work, by number: engines that have ended leave their streams
         self._num_enqueued = 0
         self._freed: list[tuple[int, list[Mark]]] = []
+        self._goes_on = False
 
     def restart(self, order: Order, seed: int = 0) -> None:
         """Finish all work, and go on in another order."""
@@ -133,6 +135,7 @@ class Scheduler:
         with self._lock:
             queue = self._queues[stream]
             queue.tasks.append(task)
+            self._busy[stream] = queue
             self._num_enqueued += 1
             if self.order == "eager":
                 self._run_able(queue)
@@ -144,7 +147,7 @@ class Scheduler:
         self.note_foreign("query")
         with self._lock:
             mark.num_queries += 1
-            if not mark.is_reached and mark.num_queries > 2:
+            if not mark.is_reached and mark.num_queries > 2 and not self._goes_on:
                 self._reach(mark.queue, mark.position)
             return mark.is_reached
 
@@ -181,7 +184,7 @@ class Scheduler:
     def finish_all(self) -> None:
         self.spoil_freed()
         with self._lock:
-            for queue in list(self._queues):
+            for queue in self._ordered():
                 self._reach(queue, len(queue.tasks))
             self._drop_freed()
 
@@ -199,9 +202,10 @@ class Scheduler:
                 num_before = self._num_enqueued
                 time.sleep(IDLE_S)
                 with self._lock:
-                    while self._num_enqueued == num_before and (able := list(filter(self._may_go_on, self._queues))):
+                    while self._num_enqueued == num_before and (able := self._able()):
                         self._run_next(self._choose(able))
 
+        self._goes_on = True
         threading.Thread(target=run, daemon=True).start()
 
     def note_foreign(self, call: str) -> None:
@@ -217,7 +221,7 @@ class Scheduler:
             self._run_needed(queue, position, (), deadline_s)
             return
         while queue.num_done < position:
-            able = [other for other in self._queues if self._may_go_on(other)]
+            able = self._able()
             if able:
                 self._run_next(self._choose(able))
             else:
@@ -232,7 +236,7 @@ class Scheduler:
                 self._run_needed(task.queue, task.position, (*above, queue), deadline_s)
             elif isinstance(task, Gate) and not task.is_reached:
                 # Another rank may wait for what this one has not done yet: on a GPU all streams go on.
-                able = [other for other in self._queues if self._may_go_on(other)]
+                able = self._able()
                 if able:
                     self._run_next(able[0])
                 else:
@@ -255,16 +259,22 @@ class Scheduler:
 
     def _wait_for_gates(self, deadline_s: float) -> None:
         """Let time pass. CircleError where no stream waits for another rank, or none comes."""
-        if not any(isinstance(queue.next(), Gate) for queue in self._queues):
+        if not any(isinstance(queue.next(), Gate) for queue in self._busy.values()):
             raise CircleError("no stream can go on")
         if time.monotonic() > deadline_s:
             raise CircleError("another rank does not come")
-        time.sleep(1e-4)
+        self._lock.wait(1e-4)
 
     def _choose(self, able: list[Queue]) -> Queue:
         if self.order == "random":
             return self.random.choice(able)
         return able[-1] if self.order == "side-first" else able[0]
+
+    def _ordered(self) -> list[Queue]:
+        return [self._busy[number] for number in sorted(self._busy)]
+
+    def _able(self) -> list[Queue]:
+        return [queue for queue in self._ordered() if self._may_go_on(queue)]
 
     @staticmethod
     def _may_go_on(queue: Queue) -> bool:
@@ -277,6 +287,8 @@ class Scheduler:
         if task is not None and not isinstance(task, (Mark, Gate)):
             task()
         queue.num_done += 1
+        if queue.num_done == len(queue.tasks):
+            self._busy.pop(queue.number, None)
 
     # Memory.
 
@@ -285,7 +297,7 @@ class Scheduler:
         for address, stream in self._native.take_freed():
             self._enqueue(lambda address=address: self._native.spoil(address), stream)
             with self._lock:
-                ends = [Mark(queue, len(queue.tasks)) for queue in self._queues]
+                ends = [Mark(queue, len(queue.tasks)) for queue in self._busy.values()]
                 self._freed.append((address, ends))
 
     def _drop_freed(self) -> None:

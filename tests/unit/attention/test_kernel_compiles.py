@@ -6,19 +6,13 @@ Triton brings along: bytes of STACK a thread are spilled registers.
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
-
 import pytest
 
-from harness.paths import ROOT
+from harness.kernel_programs import spilled_by
 
 pytestmark = pytest.mark.begin
 
 pytest.importorskip("triton")
-HARNESS = ROOT / "tests" / "harness" / "compiled_kernels.py"
 
 # head size, block, dtype, extras (p: padding, b: bias with its gradient, d: dropout, w: wide gradients), is_split ->
 # bytes spilled at most
@@ -52,13 +46,7 @@ OTHERS = {
 
 def spilled(variants: list[tuple[int, int, str, str, bool]]) -> dict[tuple[int, int, str, str, bool], dict[str, int]]:
     """Bytes that each kernel of each variant spills."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HARNESS.parents[1]), *sys.path])
-    command = [sys.executable, str(HARNESS), repr(variants)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[tuple[int, int, str, str, bool], dict[str, int]] = ast.literal_eval(done.stdout)
-    return found
+    return spilled_by("compiled_kernels.py", repr(variants))
 
 
 def check(ceilings: dict[tuple[int, int, str, str, bool], int]) -> None:

@@ -174,15 +174,22 @@ class TestModule:
         (second,) = torch.autograd.grad(grad.sum(), x)
         torch.testing.assert_close(second, 2 * scaled**2)
 
-    def test_saves_one_byte_an_element(self) -> None:
-        module, saved = nn.Dropout(P), []
+    def test_saves_hashes_of_rows_and_columns_that_draws_share(self) -> None:
+        modules, saved = nn.ModuleList([nn.Dropout(P), nn.Dropout(P)]), []
         x = torch.randn(4, 32, requires_grad=True)
-        with (
-            keyed(module),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t),
-        ):
-            module(x)
-        assert saved == [x.numel()]
+        with keyed(modules), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            for module in modules:
+                module(x)
+        assert [tensor.nbytes for tensor in saved] == [4 * 8, 32 * 4] * 2
+        assert len({tensor.data_ptr() for tensor in saved}) == 2
+
+    def test_one_under_inference_mode_leaves_later_ones_their_gradients(self) -> None:
+        module, x = nn.Dropout(P), torch.ones(4, 32, requires_grad=True)
+        with keyed(module):
+            with torch.inference_mode():
+                module(torch.ones(4, 32))
+            module(x).sum().backward()
+        assert set((x.grad == 0).unique().tolist()) == {False, True}
 
     def test_inplace(self) -> None:
         module = nn.Dropout(P, inplace=True)

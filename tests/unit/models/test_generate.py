@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.refusals import refused
 from shardwise.models.decoder import Decoder
-from shardwise.models.generate import generate
+from shardwise.models.generation import generate
 from shardwise.models.presets import preset
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -torch.inf])

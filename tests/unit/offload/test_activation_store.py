@@ -39,7 +39,7 @@ class Host:
 
     leased: dict[int, Tensor] = field(default_factory=dict)
 
-    def acquire(self, num_bytes: int) -> Tensor:
+    def acquire(self, num_bytes: int, capacity_bytes: int = 0) -> Tensor:
         memory = torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
         self.leased[id(memory)] = memory
         return memory

@@ -71,7 +71,7 @@ def test_neighbours_are_one_piece_to_a_kernel_and_step_to_the_same_bits(
     """Also where the first ends within a block; others may stand between them that are not encoded."""
     triton_step = pytest.importorskip("shardwise.zero.triton_step")
     step_piece = triton_step.step_piece
-    monkeypatch.setattr(streamed, "has_kernel", lambda master: True)
+    monkeypatch.setattr(streamed, "has_kernels", lambda device: True)
     precision = {"param": "fp32", "states": states}
     config = {"run": {"device": "cpu"}, "zero": {"blocks": []}, "precision": precision}
 

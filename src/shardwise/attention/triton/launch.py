@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import e, log2
-from typing import Any
 
 import torch
 import triton
@@ -24,29 +22,9 @@ from shardwise.attention.triton.common import (
     StridedRows,
 )
 from shardwise.attention.triton.plan import DeviceLut, warps_and_stages
+from shardwise.runtime.kernels import KernelLaunch
 
 NO_BIAS_STRIDES = (0, 0, 0, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class KernelLaunch:
-    """Describes a kernel, its grid, its arguments, and the warps, stages and registers that it is compiled for."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-    num_warps: int
-    num_stages: int
-    most_registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        limit = {} if self.most_registers is None else {"maxnreg": self.most_registers}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **limit}
-
-    def run(self) -> None:
-        if all(self.grid):
-            self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def rows_of(tensor: Tensor) -> StridedRows:
