@@ -9,6 +9,7 @@ import dataclasses
 from typing import Final
 
 from planner_eval.codes import Code
+from planner_eval.traits import PublishedTraits
 from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
 from shardwise.planner.job import PlanJob, Strategy
 
@@ -22,6 +23,9 @@ EXPERT_LAUNCHES: Final = (11.0, 25.0)
 """Of each expert with tokens in Hugging Face's loop (integrations/moe.py), which reads two results of the device."""
 TORCHTITAN_EXPERTS: Final = (45.0, 90.0)
 """More of a block with experts in torchtitan: router, sorts, both all-to-alls, grouped products, scatter."""
+
+AUTOCAST_LAUNCHES: Final = 14
+"""More each way of a block of fp32 under autocast: a cast of the weight and of the input of each product."""
 
 MODULE_S: Final = 6.5e-6
 """Of `model.train()`, which the Trainer calls before each micro-batch, a module (unslothai/unsloth#10744)."""
@@ -85,6 +89,8 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> HostC
         forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
     if code.name == "hf" and not job.trains_all:
         forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
+    if isinstance(job.traits, PublishedTraits) and job.traits.casts_weights:
+        forward, backward = forward + AUTOCAST_LAUNCHES, backward + AUTOCAST_LAUNCHES
     shards_s = FSDP_S if s.zero_stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (s.num_data_ranks > 1)
     if code.name == "deepspeed" and s.zero_stage == 3:
         shards_s = 2 * GATHER_S * NUM_PARAMS

@@ -175,13 +175,14 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
+    is_slow_grouped = code.name == "torchtitan" and is_after_h100(gpu) and codes.dated(code, p).year < 2026
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
         code=codes.dated(code, p),
         steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
         widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
         widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
-        grouped_share=TORCHS_GROUPED_SHARE if code.name == "torchtitan" and is_after_h100(gpu) else 1.0,
+        grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
         logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
