@@ -219,7 +219,10 @@ def lora_of(written: Mapping[str, Any] | None) -> LoraConfig:
     targets = ("all-linear",) if "all lin" in text or not found else tuple(sorted(found))
     base = str(written.get("base") or "").lower()
     return LoraConfig(
-        rank=int(written.get("rank") or 16), targets=targets, base="nf4" if base.startswith("nf4") else "keep"
+        rank=int(written.get("rank") or 16),
+        targets=targets,
+        base="nf4" if base.startswith("nf4") else "keep",
+        dropout=float(written.get("dropout") or 0.0),
     )
 
 

@@ -109,18 +109,22 @@ class TimeModel:
             parts["compute"] += self._launching_s(strategy, forward_s, backward_s + moved_s)
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
-        low_s, high_s = interval_s(self.job, strategy, step_s)
-        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
+        kind = kind_of(self.job, strategy, sum(self._launches_s(strategy)) * strategy.num_micro_batches / step_s)
+        low_s, high_s = interval_s(kind, step_s)
+        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate, kind=kind)
 
     def _launching_s(self, s: Strategy, forward_s: float, backward_s: float) -> float:
         """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
-        host, num_blocks = self.compute.host(s), self.job.shape.num_layers
-        launches = (
+        span_s = queued_s((forward_s, backward_s), self._launches_s(s), num_micro_batches=s.num_micro_batches)
+        return max(0.0, span_s - s.num_micro_batches * (forward_s + backward_s))
+
+    def _launches_s(self, s: Strategy) -> tuple[float, float]:
+        """Return what the host takes for a micro-batch of a rank, forward and backward."""
+        host, num_blocks = self.compute.host(s), self.job.shape.num_layers / s.pp
+        return (
             num_blocks * host.forward_s + host.ends_forward_s,
             num_blocks * host.backward_s + host.ends_backward_s,
         )
-        span_s = queued_s((forward_s, backward_s), launches, num_micro_batches=s.num_micro_batches)
-        return max(0.0, span_s - s.num_micro_batches * (forward_s + backward_s))
 
     def busy_s(self, strategy: Strategy) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
@@ -199,7 +203,7 @@ class TimeModel:
             if each.group.trainable and (s.optimizer_tier == "device" or each.group.tiers.optimizer == "device")
         )
         num_params = sum(each.count * len(each.group.params) for each in rank.folds if each.group.trainable)
-        launching_s = self.compute.host(s).param_s * num_params
+        launching_s = self.compute.host(s).param_s * num_params * (numel > 0)
         on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
         return max(launching_s, on_device_s) + self._matrices_s(s, pipeline_rank)
 
@@ -262,27 +266,47 @@ def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
     return _Stage(forward, backward, weight_s)
 
 
-Kind = Literal["measured", "fitted", "unfitted"]
+Kind = Literal["measured", "fitted", "unfitted", "adapters", "experts", "launches"]
 """What a prediction comes from: a profile of the machine; constants that are fitted to published runs on its devices;
-constants that are not."""
+constants that are not; and kinds of jobs for which fewer runs are known: adapters, experts, and steps that wait for the
+host."""
 
-SHARES: Final[Mapping[Kind, float]] = MappingProxyType({"measured": 0.12, "fitted": 0.22, "unfitted": 0.31})
+SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
+    {"measured": 0.12, "fitted": 0.22, "unfitted": 0.31, "adapters": 0.33, "experts": 0.53, "launches": 0.97}
+)
 """Half an interval as a share of the predicted time. A run of an unknown source is off by what its source is off,
 so `fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the
-number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of
-`benchmarks/planner_machine.py` (docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: its device is
-taken to be as far off as a source, and both as independent errors."""
+number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it, and `adapters` that over four. `measured`
+holds the twelve runs of `benchmarks/planner_machine.py` (docs/benchmarks.md). `unfitted` has rows of five sources that
+differ by device: its device is taken to be as far off as a source, and both as independent errors. `experts` and
+`launches` have six and two sources, too few for that quantile: they are what holds four fifths of these."""
+
+WITHOUT_EVIDENCE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "experts": "six sources tell how far off a price of experts is",
+        "launches": "two sources tell how far off a step is that waits for the host",
+    }
+)
+"""Of kinds for which too few runs are known, the words that say so."""
+
+LAUNCHING_SHARE: Final = 0.7
+"""Share of a step from which on what the host launches decides it."""
 
 
-def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
-    """Return what a prediction of a strategy comes from."""
+def kind_of(job: PlanJob, strategy: Strategy, launching_share: float = 0.0) -> Kind:
+    """Return what a prediction of a strategy comes from, of whose step the host is busy for a share."""
     if job.cluster.profile is not None:
         return "measured"
-    is_fitted = job.cluster.gpu.fitted != FittedConstants() and strategy.product_dtype not in ("fp64", "fp32", "tf32")
-    return "fitted" if is_fitted else "unfitted"
+    if launching_share > LAUNCHING_SHARE:
+        return "launches"
+    if job.shape.experts is not None:
+        return "experts"
+    if job.cluster.gpu.fitted == FittedConstants() or strategy.product_dtype in ("fp64", "fp32", "tf32"):
+        return "unfitted"
+    return "fitted" if job.trains_all else "adapters"
 
 
-def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:
+def interval_s(kind: Kind, step_s: float) -> tuple[float, float]:
     """Return the least and the most seconds of a step that four of five runs predicted at `step_s` should take."""
-    share = SHARES[kind_of(job, strategy)]
+    share = SHARES[kind]
     return step_s * (1 - share), step_s * (1 + share)
