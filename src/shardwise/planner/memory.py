@@ -167,8 +167,8 @@ class MemoryModel:
         """
         s, stages = config, self.compact.stages.of(config)
         last = stages.placement.num_ranks - 1
-        dense = block_bytes(self.job, s, has_experts=False)
-        blocks = (dense, block_bytes(self.job, s, has_experts=True) if self.job.shape.experts else dense)
+        dense = self._block_bytes(s, has_experts=False)
+        blocks = (dense, self._block_bytes(s, has_experts=True) if self.job.shape.experts else dense)
         by_key: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
@@ -181,6 +181,9 @@ class MemoryModel:
             if by_key[key].peak_bytes > too_much_bytes:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
+
+    def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
+        return block_bytes(self.job, config, has_experts=has_experts)
 
     def _held(self, config: ResolvedConfig, rank: int) -> _Moments:
         """Return what a rank holds at each moment, as `moments_in_flight`; [moments, 1 + 2 x stages]."""
