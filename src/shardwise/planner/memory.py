@@ -34,7 +34,7 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, block_params, packed_params, with_adapters
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.pipelines import recipe_of
 
@@ -394,12 +394,13 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
         if drops_scores
         else bytes_kept(kept_shape, recompute=s.recompute)
     )
+    unread = feature * _unread_size(job, s, shape, has_experts=has_experts)
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
     num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
     stream = feature * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
     return BlockBytes(
-        kept=at_rest + (mixed if s.recompute != "full" else 0.0),
-        whole=bytes_kept(kept_shape) + mixed,
+        kept=at_rest + (mixed if s.recompute != "full" else 0.0) - (unread if s.recompute == "none" else 0.0),
+        whole=bytes_kept(kept_shape) + mixed - unread,
         again=feature * num_gathered * shape.hidden_size,
         working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
         deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp)
@@ -407,6 +408,22 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
         else 0.0,
         stream=stream,
     )
+
+
+def _unread_size(job: PlanJob, strategy: Strategy, shape: LayerShape, *, has_experts: bool) -> float:
+    """Return the features of a token that no weight's gradient reads, as layers without adapters are frozen."""
+    if job.trains_all or has_experts or strategy.chunk_tokens is not None:
+        return 0.0
+    adapted = {param.name for param in with_adapters(block_params(job.shape, has_experts=False), job.lora)}
+    hidden = shape.hidden_size / (strategy.tp if strategy.sequence_parallel else 1)
+
+    def is_read(*layers: str) -> bool:
+        return any(f"{layer}.lora_A.weight" in adapted for layer in layers)
+
+    norms = hidden * (
+        2 - is_read("attention.query", "attention.key", "attention.value") - is_read("ffn.gate", "ffn.up")
+    )
+    return norms + (0.0 if is_read("ffn.down") else shape.ffn_size / strategy.tp)
 
 
 def _unpacked_bytes(job: PlanJob, strategy: Strategy, has_experts: bool) -> float:
