@@ -127,7 +127,8 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
         return 4 * NARROW if code.name == "litgpt" else 2 * NARROW
     if "fp32" in text or "plain" in text or code.name in ("hf", "deepspeed"):
         return (3 * WIDE if is_early else NARROW + 2 * WIDE) + widened
-    return code.logits_bytes
+    # Torchtitan compiles its loss with the model, and in its configs of mixtures the loss alone.
+    return NARROW + 2 * WIDE if code.name == "torchtitan" and p.get("compile") is False else code.logits_bytes
 
 
 def optimizer_share(p: Mapping[str, Any], code: Code) -> float:

@@ -50,6 +50,9 @@ EXPERTS, FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)
 # Bytes of each logit for the entropy and the accuracy that TRL's SFTTrainer logs: accelerate widens it (6), log-softmax
 # (8), exp (8), product (12), sum (4) and largest (4).
 ENTROPY_BYTES: Final = 42.0
+# Elements that a head of DeepSeek's attention keeps beyond 128 of its queries and of its output: 64 of queries, 192 of
+# keys and 128 of values (arXiv 2412.19437, section 4.2); and its FLOPs over those of heads of 128.
+LATENT_MORE, LATENT_FLOPS = 384.0, (192 + 128) / 256
 # Of an expert's weight that bitsandbytes packs, with a scale in fp32 for each 64.
 PACKED_EXPERT_BYTES: Final = 0.5 + 4 / 64
 # More of a residual stream in fp32: two norms and two sums of twice the width.
@@ -109,7 +112,12 @@ class PublishedMemoryModel(MemoryModel):
         self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
     ) -> tuple[int, int, int]:
         root, block, whole = super()._sums(folds, width_of)
-        share = largest_share(self.job.shape) if published_traits(self.job).moves_tensors else 1.0
+        traits = published_traits(self.job)
+        share = largest_share(self.job.shape) if traits.moves_tensors else 1.0
+        if traits.packs_experts and self.job.shape.experts is not None:
+            share *= PACKED_EXPERT_BYTES / DTYPE_BYTES["bf16"]
+        if traits.code is not None and traits.code.name == "torchtitan" and not self.job.shape.is_tied:
+            root //= 2  # the table and the head are groups of their own
         return root, int(block * share), whole
 
     def _keeps_sent(self) -> bool:
@@ -118,11 +126,18 @@ class PublishedMemoryModel(MemoryModel):
     def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
         """Free what the code's own words of recomputation free, where they are more than a mode."""
         found, again = super()._block_bytes(config, has_experts=has_experts), published_traits(self.job).recomputation
+        if published_traits(self.job).is_latent:
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
+            more = tokens * LATENT_MORE * self.job.shape.num_heads / config.mesh.tp
+            kept = found.kept + more * (config.recompute.mode != "full")
+            found = dataclasses.replace(found, kept=kept, whole=found.whole + more)
         if published_traits(self.job).widens_stream:
             kept, whole = found.kept + found.stream, found.whole + 2 * found.stream
             found = dataclasses.replace(found, kept=kept, whole=whole, stream=2 * found.stream)
         if config.recompute.mode != "selective" or again is None:
             return found
+        if not again.freed and not has_experts and published_traits(self.job).code is not None:
+            return dataclasses.replace(found, kept=self._saved_bytes(config))
         if has_experts and again.experts and not again.freed:
             return dataclasses.replace(found, kept=found.kept - self._unsaved_bytes(config))
         if not again.freed:
@@ -141,6 +156,24 @@ class PublishedMemoryModel(MemoryModel):
         tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
         freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
         return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
+
+    def _saved_bytes(self, s: ResolvedConfig) -> float:
+        """Return what torchtitan's choice of ops saves: wq, wv, w1, attention, the input, and w2 unless compiled.
+
+        A compiler drops what no backward reads, as w2's output.
+        """
+        shape = self.job.shape
+        hidden = (
+            (2 - self.job.traits.is_compiled) * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        )
+        heads = (2 * shape.num_heads + shape.num_kv_heads) * shape.head_dim + 2 * shape.num_heads  # lse is fp32
+        return (
+            self.job.seq_len
+            / s.mesh.cp
+            * s.batch.micro_size
+            * DTYPE_BYTES[param_of(s)]
+            * (hidden + (heads + shape.ffn_size) / s.mesh.tp)
+        )
 
     def _unsaved_bytes(self, s: ResolvedConfig) -> float:
         """Return the half of experts' wide tensors that is counted as saved, less what their exchange brought."""
@@ -183,7 +216,7 @@ class PublishedComputeModel(ComputeTimeModel):
         """Price scores that are stored: batched products, and what passes over the scores."""
         shape, traits = self.job.shape, published_traits(self.job)
         if traits.attention == "flash":
-            return super().attention(s)
+            return super().attention(s).times(LATENT_FLOPS if traits.is_latent else 1.0)
         scores = self._tokens(s) * self._num_keys * shape.num_heads / s.mesh.tp
         width, forward = DTYPE_BYTES[param_of(s)], 4.0 * scores * shape.head_dim
         written_out = WIDE_SOFTMAX if param_of(s) == "fp32" else SOFTMAX

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class PublishedTraits(FrameworkTraits):
         widens_adapters: whether adapters are fp32 on a base of bf16.
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        is_latent: whether attention is DeepSeek's, whose heads are expanded to 192 elements of queries and keys.
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
@@ -97,6 +99,7 @@ class PublishedTraits(FrameworkTraits):
     widens_adapters: bool = False
     widens_stream: bool = False
     packs_experts: bool = False
+    is_latent: bool = False
     grouped_share: float = 1.0
     logs_entropy: bool = False
     casts_weights: bool = False
@@ -119,7 +122,8 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
     """
     p = row.get("parallel") or {}
     if p.get("framework"):
-        return _named_code(p, shape, config, gpu)
+        is_latent = "mla" in str(row["model"].get("attention")).lower()
+        return dataclasses.replace(_named_code(p, shape, config, gpu), is_latent=is_latent)
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
     attention = words.attention_of(p.get("attention_kernel")) or _attention(config, shape, gpu, seq_len)

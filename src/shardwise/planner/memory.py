@@ -37,7 +37,7 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, num_data_ranks, param_of, product_dtype, trains_all
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, block_params, packed_params, with_adapters
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.pipelines import recipe_of
 
@@ -411,12 +411,13 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
         if drops_scores
         else bytes_kept(kept_shape, recompute=s.recompute.mode)
     )
+    unread = feature * _unread_size(job, s, shape, has_experts=has_experts)
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
     num_gathered = 2 - is_chunked if s.tensor.sequence_parallel and s.recompute.mode != "none" else 0
     stream = feature * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
     return BlockBytes(
-        kept=at_rest + (mixed if s.recompute.mode != "full" else 0.0),
-        whole=bytes_kept(kept_shape) + mixed,
+        kept=at_rest + (mixed if s.recompute.mode != "full" else 0.0) - (unread if s.recompute.mode == "none" else 0.0),
+        whole=bytes_kept(kept_shape) + mixed - unread,
         again=feature * num_gathered * shape.hidden_size,
         working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
         deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.mesh.tp)
@@ -424,6 +425,22 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
         else 0.0,
         stream=stream,
     )
+
+
+def _unread_size(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, has_experts: bool) -> float:
+    """Return the features of a token that no weight's gradient reads, as layers without adapters are frozen."""
+    if trains_all(config) or has_experts or config.context.chunk_tokens is not None:
+        return 0.0
+    adapted = {param.name for param in with_adapters(block_params(job.shape, has_experts=False), config.lora)}
+    hidden = shape.hidden_size / (config.mesh.tp if config.tensor.sequence_parallel else 1)
+
+    def is_read(*layers: str) -> bool:
+        return any(f"{layer}.lora_A.weight" in adapted for layer in layers)
+
+    norms = hidden * (
+        2 - is_read("attention.query", "attention.key", "attention.value") - is_read("ffn.gate", "ffn.up")
+    )
+    return norms + (0.0 if is_read("ffn.down") else shape.ffn_size / config.mesh.tp)
 
 
 def _unpacked_bytes(job: PlanJob, config: ResolvedConfig, has_experts: bool) -> float:
