@@ -377,7 +377,7 @@ class MemoryModel:
 
 
 def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
-    """Return the bytes of one block under a strategy.
+    """Return the bytes of one block under a config.
 
     A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged for
     tokens are kept together with what attention gave them.
