@@ -12,7 +12,7 @@ from planner_eval.codes import Code
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
-from shardwise.planner.job import PlanJob, trains_all
+from shardwise.planner.job import PlanJob, num_data_ranks, trains_all
 
 FUSED_LAUNCHES: Final = (14.0, 30.0)
 """Kernels of a block whose norms, rotation and gate are Liger's."""
@@ -92,7 +92,7 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
         forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
     if isinstance(job.traits, PublishedTraits) and job.traits.casts_weights:
         forward, backward = forward + AUTOCAST_LAUNCHES, backward + AUTOCAST_LAUNCHES
-    shards_s = FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (s.num_data_ranks > 1)
+    shards_s = FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
     if code.name == "deepspeed" and s.zero.stage == 3:
         shards_s = 2 * GATHER_S * NUM_PARAMS
     walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted) * (code.name == "hf")

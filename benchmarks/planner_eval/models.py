@@ -343,7 +343,7 @@ class PublishedCommModel(CommTimeModel):
 
     def _block(self, s: ResolvedConfig) -> BlockComm:
         found, again = super()._block(s), published_traits(self.job).recomputation
-        if s.recompute != "selective" or again is None or not again.exchange:
+        if s.recompute.mode != "selective" or again is None or not again.exchange:
             return found
         experts_s = found.recompute.experts_s + found.forward.experts_s
         return dataclasses.replace(found, recompute=dataclasses.replace(found.recompute, experts_s=experts_s))
