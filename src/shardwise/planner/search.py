@@ -329,7 +329,9 @@ class _Search:
             num_micro_batches = candidate.num_micro_batches * candidate.micro_size
             least = candidate._replace(micro_size=1, num_micro_batches=num_micro_batches)
             least = least._replace(recompute="full", recompute_every=1)
-            self._fits_leanest[pipeline] = self._fits_device(least, placement)
+            # Only what is recomputed whole may move its activations away.
+            leanest = max(self._placements_of(least), key=_saving, default=placement)
+            self._fits_leanest[pipeline] = self._fits_device(least, leanest)
         return self._fits_leanest[pipeline] and self._fits_device(candidate, placement)
 
     def _fits_device(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> bool:
