@@ -416,7 +416,7 @@ def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share:
     if change is not None:
         yield change
     if change is None or not job.trains_all:
-        yield from adapters_that_fit(job, _on_device(strategy), margin_share)
+        yield from adapters_that_fit(job, strategy, margin_share)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
@@ -431,8 +431,10 @@ def adapters_that_fit(job: PlanJob, strategy: Strategy, margin_share: float) -> 
     for lora, base in ((adapters, ""), (packed, " lora.base=nf4")):
         lean = replace(job, lora=lora)
         pricer = Pricer(lean)
-        change = Change("", priced(lean, strategy, pricer)) if _fits(lean, strategy, pricer, margin_share) else None
-        change = change or smallest_change(lean, strategy, pricer, margin_share)
+        tried = (_on_device(strategy), strategy)  # what is smaller may need no other memory
+        fitting = next((each for each in tried if _fits(lean, each, pricer, margin_share)), None)
+        change = None if fitting is None else Change("", priced(lean, fitting, pricer))
+        change = change or smallest_change(lean, tried[0], pricer, margin_share)
         if change is not None and lora != job.lora:
             keys = f"{f'lora.rank={lora.rank}' if job.trains_all else ''}{base} {change.words}".strip()
             yield replace(change, words=f"adapters{' beside weights in 4 bits' if base else ''} ({keys})")
