@@ -21,7 +21,7 @@ def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
     found: dict[Kind, list[Scored]] = {kind: [] for kind in SHARES}
     for each in rows:
         if each.time_ratio is not None and each.prediction.price is not None:
-            found[kind_of(each.prediction.price.job, each.prediction.price.strategy)].append(each)
+            found[kind_of(each.prediction.price.job, each.prediction.price.config)].append(each)
     return found
 
 

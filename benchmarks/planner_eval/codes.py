@@ -5,7 +5,7 @@ code does where a row is silent is that code's default, read in its source.
 
 >>> code_of("fms-hf-tuning (HF Trainer/SFTTrainer), accelerate FSDP1").name, code_of("NVIDIA NeMo 25.09").name
 ('hf', 'megatron')
->>> lora_of({"rank": 8, "targets": "q,k,v and o", "base": "nf4 (bitsandbytes)"}).targets
+>>> lora_of({"rank": 8, "targets": "q,k,v and o", "base": "nf4 (bitsandbytes)"})["lora.targets"]
 ('k_proj', 'o_proj', 'q_proj', 'v_proj')
 """
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config.resolve import LoraConfig
 from shardwise.planner.hardware import GpuSpec
 
 NARROW, WIDE = 2.0, 4.0
@@ -153,17 +152,16 @@ _TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 
 
-def lora_of(written: Mapping[str, Any] | None) -> LoraConfig:
-    """Return the adapters that a row writes; PEFT adapts queries and values where no target is named."""
+def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys of the adapters that a row writes; PEFT adapts queries and values where no target is named."""
     if not written:
-        return LoraConfig()
+        return {}
     text = str(written.get("targets") or "q_proj,v_proj").lower()
     found = {name for mark, names in _TARGETS.items() if re.search(mark, text) for name in names}
     targets = ("all-linear",) if "all lin" in text or not found else tuple(sorted(found))
     base = str(written.get("base") or "").lower()
-    return LoraConfig(
-        rank=int(written.get("rank") or 16), targets=targets, base="nf4" if base.startswith("nf4") else "keep"
-    )
+    stored = "nf4" if base.startswith("nf4") else "keep"
+    return {"lora.rank": int(written.get("rank") or 16), "lora.targets": targets, "lora.base": stored}
 
 
 def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from planner_eval.traits import PublishedTraits
-from shardwise.config.resolve import Tier
+from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
@@ -16,7 +16,7 @@ from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.compute_time import ComputeTimeModel, alignment_share
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, param_of, product_dtype, trains_all
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.stages import StageLayouts, StageTable
@@ -46,10 +46,10 @@ def published_traits(job: PlanJob) -> PublishedTraits:
 class PublishedStages(StageTable):
     """Give all stages the same number of blocks; the library cuts by cost."""
 
-    def _cut(self, s: Strategy) -> StageLayouts:
-        if s.pp == 1 or s.stage_layers is not None:
+    def _cut(self, s: ResolvedConfig) -> StageLayouts:
+        if s.mesh.pp == 1 or s.pipeline.cut is not None:
             return super()._cut(s)
-        shape, placement = self.job.shape, placement_of(s.schedule, s.pp, s.virtual_stages)
+        shape, placement = self.job.shape, placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
         layers = even_layers(shape.num_layers, placement.num_stages)
         return StageLayouts(placement, layers, shape.num_layers - shape.num_expert_layers, placement.num_stages - 1)
 
@@ -60,12 +60,12 @@ class PublishedLayout(CompactLayout):
     def __init__(self, job: PlanJob) -> None:
         super().__init__(job, PublishedStages(job))
 
-    def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
-        totals = super()._bytes_at_rest(strategy, pipeline_rank, tier)
+    def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
+        totals = super()._bytes_at_rest(config, pipeline_rank, tier)
         num_shards = published_traits(self.job).optimizer_shards
         if num_shards is None:
             return totals
-        rank = self.rank(strategy, pipeline_rank)
+        rank = self.rank(config, pipeline_rank)
         states = tuple(dataclasses.replace(each, placement=Placement.SHARD) for each in rank.layout.states)
         layout = dataclasses.replace(rank.layout, states=states)
         resharded = rank.total(
@@ -90,61 +90,60 @@ class PublishedMemoryModel(MemoryModel):
     def _keeps_sent(self) -> bool:
         return not published_traits(self.job).frees_outputs
 
-    def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
-        traits, states = published_traits(self.job), super()._states(strategy, rank, here)
-        numel, shape = self.compact.rank(strategy, rank).numel, self.job.shape
+    def _states(self, config: ResolvedConfig, rank: int, here: Mapping[str, int]) -> dict[str, float]:
+        traits, states = published_traits(self.job), super()._states(config, rank, here)
+        numel, shape = self.compact.rank(config, rank).numel, self.job.shape
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
-        if self.job.trains_all and traits.unsharded_grad_bytes:
-            waits = traits.reduces_once and strategy.zero_stage >= 2  # until the last micro-batch there are no others
+        if trains_all(config) and traits.unsharded_grad_bytes:
+            waits = traits.reduces_once and config.zero.stage >= 2  # until the last micro-batch there are no others
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
-        more = (1 - 1 / strategy.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
+        more = (1 - 1 / config.mesh.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
         return {name: size * (1 + more / numel) for name, size in states.items()}
 
-    def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
-        return super()._step_bytes(strategy, folds) if published_traits(self.job).widens_grads else 0.0
+    def _step_bytes(self, config: ResolvedConfig, folds: RankLayerCounts) -> float:
+        return super()._step_bytes(config, folds) if published_traits(self.job).widens_grads else 0.0
 
 
 class PublishedComputeModel(ComputeTimeModel):
     """Time kernels of graphs, attention of other generations, and norms and dropout that are not fused."""
 
-    def attention(self, s: Strategy) -> PassTimes:
+    def attention(self, s: ResolvedConfig) -> PassTimes:
         """Price scores that are stored: batched products, and what passes over the scores."""
         shape, traits = self.job.shape, published_traits(self.job)
         if traits.attention == "flash":
             return super().attention(s)
-        scores = self._tokens(s) * self._num_keys * shape.num_heads / s.tp
-        width, forward = DTYPE_BYTES[s.param], 4.0 * scores * shape.head_dim
-        written_out = WIDE_SOFTMAX if s.param == "fp32" else SOFTMAX
+        scores = self._tokens(s) * self._num_keys * shape.num_heads / s.mesh.tp
+        width, forward = DTYPE_BYTES[param_of(s)], 4.0 * scores * shape.head_dim
+        written_out = WIDE_SOFTMAX if param_of(s) == "fp32" else SOFTMAX
         passes = FUSED_SOFTMAX if traits.attention == "fused-softmax" else written_out
         rate = (
             BATCHED_SHARE
-            * self._rate("bf16" if width <= 2 else s.product_dtype)
+            * self._rate("bf16" if width <= 2 else product_dtype(s))
             * min(shape.head_dim / 128, 1.0) ** 0.5
         )
         rate *= alignment_share(shape.head_dim, shape.head_dim, width)
         around = self._streamed(scores * width, [each + DROPOUT * traits.has_dropout for each in passes])
         return PassTimes(forward / rate, 2 * forward / rate).plus(around)
 
-    def _block(self, s: Strategy) -> PassTimes:
+    def _block(self, s: ResolvedConfig) -> PassTimes:
         found = super()._block(s)
-        if s.recompute != "selective" or published_traits(self.job).attention == "flash":
+        if s.recompute.mode != "selective" or published_traits(self.job).attention == "flash":
             return found
-        return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute_every)
+        return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute.every)
 
-    def _streams(self, s: Strategy) -> PassTimes:
-        shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[s.param]
+    def _streams(self, s: ResolvedConfig) -> PassTimes:
+        shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[param_of(s)]
         more = 2 * DROPOUT * traits.has_dropout  # after attention and after the feed-forward
         norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not traits.is_compiled else (0.0, 0.0)
-        hidden = self._tokens(s) / (s.tp if s.sequence_parallel else 1) * shape.hidden_size
+        hidden = self._tokens(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1) * shape.hidden_size
         times = super()._streams(s).plus(self._streamed(hidden * width, [2 * each + more for each in norm]))
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
             return times
-        return times.plus(self._streamed(self._tokens(s) / s.tp * self._ffn_width() * width, FUSED_ACTIVATION))
+        return times.plus(self._streamed(self._tokens(s) / s.mesh.tp * self._ffn_width() * width, FUSED_ACTIVATION))
 
-    @property
-    def _launches_s(self) -> float:
-        return 0.0 if published_traits(self.job).is_graphed else super()._launches_s
+    def _launches_s(self, s: ResolvedConfig) -> float:
+        return 0.0 if published_traits(self.job).is_graphed else super()._launches_s(s)
 
     @property
     def _kernel_s(self) -> float:
@@ -159,14 +158,16 @@ class PublishedComputeModel(ComputeTimeModel):
 class PublishedCommModel(CommTimeModel):
     """Gather after the step, reduce once, or over other ranks, where the code does."""
 
-    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
-        found = super().data(strategy, pipeline_rank)
-        if strategy.zero_stage not in (1, 2) or published_traits(self.job).defers_gathers:
+    def data(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
+        found = super().data(config, pipeline_rank)
+        if config.zero.stage not in (1, 2) or published_traits(self.job).defers_gathers:
             return found
         step_s = found.step_s + found.first_forward_s
         return dataclasses.replace(found, step_s=step_s, first_forward_s=0.0, alone_forward_s=0.0)
 
-    def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
+    def _calls_of(
+        self, s: ResolvedConfig, layout: Layout, fold: LayerCount, *, is_first: bool
+    ) -> Iterator[PricedCollective]:
         traits, group = published_traits(self.job), fold.group
         shards = traits.optimizer_shards
         if shards is not None and layout.stage.unshard_after_step and group.num_ranks % shards == 0:
@@ -186,9 +187,9 @@ class PublishedTimeModel(TimeModel):
         self.compute = PublishedComputeModel(job)
         self.communication = PublishedCommModel(job, self.compact)
 
-    def _num_optimizer_shards(self, s: Strategy) -> int:
+    def _num_optimizer_shards(self, s: ResolvedConfig) -> int:
         shards = published_traits(self.job).optimizer_shards
-        return shards if shards and s.zero_stage else super()._num_optimizer_shards(s)
+        return shards if shards and s.zero.stage else super()._num_optimizer_shards(s)
 
 
 def largest_share(shape: ModelShape) -> float:
@@ -199,7 +200,7 @@ def largest_share(shape: ModelShape) -> float:
 
 
 class PublishedPricer(Pricer):
-    """Price the strategies of a published run's job."""
+    """Price the candidates of a published run's job."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job

@@ -1,11 +1,13 @@
 """List the parameters of each unit, adapters included, and the units of each pipeline stage of a strategy.
 
+>>> from shardwise.config.resolve import Config
 >>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.models.presets import preset
 >>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 >>> cluster = Cluster(gpu=gpu, num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10)
 >>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16, cluster=cluster)
->>> StageTable(job).of(Strategy(pp=4, num_micro_batches=8)).layers
+>>> config = Config.from_dict({"mesh": {"pp": 4}, "batch": {"accumulation": 8}})
+>>> StageTable(job).of(config.resolve(world_size=16)).layers
 (7, 9, 9, 7)
 """
 
@@ -15,16 +17,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import LoraConfig
+from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.stage_partition import UnitCost, partition_stages
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob
 from shardwise.schedule.pipelines import placement_of
 from shardwise.schedule.placement import StagePlacement
 
@@ -192,45 +194,59 @@ class StageLayouts:
 
 
 class StageTable:
-    """Cut the stages of a job's strategies; strategies with the same cut share it."""
+    """Cut the stages of a job's candidates; candidates with the same cut share it."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
         self._stages: dict[tuple[object, ...], StageLayouts] = {}
         self._cuts: dict[StagePlacement, tuple[tuple[int, ...], int]] = {}  # several schedules have one placement
 
-    def of(self, strategy: Strategy) -> StageLayouts:
+    def of(self, config: ResolvedConfig) -> StageLayouts:
         """Return the stages of a strategy: its own, or as `shardwise.layout.stage_partition` cuts our decoder.
 
         Raises:
-            ConfigError: the schedule has no such stages, there are more stages than units, or the strategy's own are
+            ConfigError: the schedule has no such stages, there are more stages than units, or the candidate's own are
                 not of all blocks.
         """
-        s = strategy
-        key = (s.pp, s.schedule, s.virtual_stages, s.stage_layers) if s.pp > 1 else ()
+        s = config
+        key = (s.mesh.pp, s.pipeline.schedule, s.pipeline.virtual_stages, s.pipeline.cut) if s.mesh.pp > 1 else ()
         layouts = self._stages.get(key)
         if layouts is None:
             layouts = self._stages[key] = self._cut(s)
         return layouts
 
-    def _cut(self, s: Strategy) -> StageLayouts:
+    def _cut(self, s: ResolvedConfig) -> StageLayouts:
         shape = self.job.shape
         num_dense = shape.num_layers - shape.num_expert_layers
-        if s.pp == 1:
+        if s.mesh.pp == 1:
             return StageLayouts(StagePlacement(1), (shape.num_layers,), num_dense, 0)
-        placement = placement_of(s.schedule, s.pp, s.virtual_stages)
-        if s.stage_layers is not None:
-            if len(s.stage_layers) != placement.num_stages or sum(s.stage_layers) != shape.num_layers:
+        placement = placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
+        if s.pipeline.cut is not None:
+            layers = layers_between(s.pipeline.cut, shape.num_layers)
+            if len(layers) != placement.num_stages or min(layers) < 0:
                 raise ConfigError(
                     "stage-layers-count",
-                    f"stage_layers of {len(s.stage_layers)} stages and {sum(s.stage_layers)} blocks, but there are "
-                    f"{placement.num_stages} stages and {shape.num_layers} blocks; give each stage its number",
+                    f"pipeline.cut makes {len(layers)} stages of {layers} blocks, but there are "
+                    f"{placement.num_stages} stages; name the first module of every stage but the first, in order",
                 )
-            return StageLayouts(placement, s.stage_layers, num_dense, placement.num_stages - 1)
+            return StageLayouts(placement, layers, num_dense, placement.num_stages - 1)
         if placement not in self._cuts:
             self._cuts[placement] = cut_by_cost(shape, placement)
         layers, norm_stage = self._cuts[placement]
         return StageLayouts(placement, layers, num_dense, norm_stage)
+
+
+def layers_between(cut: Sequence[str], num_layers: int) -> tuple[int, ...]:
+    """Count the blocks of each stage, where every stage but the first begins with a named module.
+
+    >>> layers_between(("blocks.3", "blocks.5", "head"), 8)
+    (3, 2, 3, 0)
+    """
+    starts: list[int] = []
+    for name in cut:
+        prefix, _, index = name.rpartition(".")
+        starts.append(int(index) if prefix == "blocks" and index.isdecimal() else num_layers)
+    return tuple(stop - start for start, stop in pairwise((0, *starts, num_layers)))
 
 
 def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int, ...], int]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal
 
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
@@ -21,7 +22,7 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import FittedConstants
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, product_dtype
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
@@ -62,7 +63,7 @@ class _Stage:
 
 
 class TimeModel:
-    """Time a job's strategies, and keep what several of them share."""
+    """Time a job's candidates, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
@@ -72,51 +73,51 @@ class TimeModel:
         self.offload = OffloadTimeModel(job, self.compact)
         self.pipelines = PipelineSimulator()
 
-    def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+    def estimate(self, config: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         """Estimate the time of one optimizer step.
 
         Args:
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
-        cut = self.compact.stages.of(strategy)
-        stages = self._stages(strategy, cut)
-        ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(strategy.pp)]
-        busy = [strategy.num_micro_batches * sum(each.times.total_s for each in rank) for rank in ranks]
+        cut = self.compact.stages.of(config)
+        stages = self._stages(config, cut)
+        ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(config.mesh.pp)]
+        busy = [config.batch.accumulation * sum(each.times.total_s for each in rank) for rank in ranks]
         worst = busy.index(max(busy))
         parts = dict.fromkeys(TIME_PARTS, 0.0)
         for stage in ranks[worst]:
-            for part, seconds in stage.parts(strategy.num_micro_batches).items():
+            for part, seconds in stage.parts(config.batch.accumulation).items():
                 parts[part] += seconds
-        span_s, bubble_rate = self._span(strategy, stages, busy, is_quick=is_quick)
+        span_s, bubble_rate = self._span(config, stages, busy, is_quick=is_quick)
         parts["bubble"] = max(span_s - busy[worst], 0.0)
         forward_s = sum(stage.times.forward_s for stage in ranks[worst])
         backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
-        parts["data"] = self.communication.data(strategy, worst).exposed_s(forward_s, backward_s)
-        parts["offload"] = self.offload.times(strategy, worst).exposed_s(forward_s, backward_s)
-        parts["step"] = self._step_s(strategy, worst)
+        parts["data"] = self.communication.data(config, worst).exposed_s(forward_s, backward_s)
+        parts["offload"] = self.offload.times(config, worst).exposed_s(forward_s, backward_s)
+        parts["step"] = self._step_s(config, worst)
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
-        low_s, high_s = interval_s(self.job, strategy, step_s)
+        low_s, high_s = interval_s(self.job, config, step_s)
         return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
 
-    def busy_s(self, strategy: Strategy) -> float:
+    def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
-        units = self._block(strategy), *self._ends(strategy)
+        units = self._block(config), *self._ends(config)
         block_s, first_s, last_s = (unit.times.total_s for unit in units)
-        whole_s = strategy.num_micro_batches * (self.job.shape.num_layers * block_s + first_s + last_s)
-        return whole_s / strategy.pp + self._straggling_s(whole_s / strategy.pp)
+        whole_s = config.batch.accumulation * (self.job.shape.num_layers * block_s + first_s + last_s)
+        return whole_s / config.mesh.pp + self._straggling_s(whole_s / config.mesh.pp)
 
-    def op_times(self, strategy: Strategy) -> OpTimes:
+    def op_times(self, config: ResolvedConfig) -> OpTimes:
         """Return the mean times of one micro-batch on a rank, from which the bubble of equal stages follows."""
-        stages = self._stages(strategy, self.compact.stages.of(strategy))
+        stages = self._stages(config, self.compact.stages.of(config))
         return OpTimes(
-            forward_s=sum(stage.times.forward_s for stage in stages) / strategy.pp,
-            backward_input_s=sum(stage.times.backward_input_s for stage in stages) / strategy.pp,
-            backward_weight_s=sum(stage.times.backward_weight_s for stage in stages) / strategy.pp,
-            transfer_s=self.communication.transfer_s(strategy),
+            forward_s=sum(stage.times.forward_s for stage in stages) / config.mesh.pp,
+            backward_input_s=sum(stage.times.backward_input_s for stage in stages) / config.mesh.pp,
+            backward_weight_s=sum(stage.times.backward_weight_s for stage in stages) / config.mesh.pp,
+            transfer_s=self.communication.transfer_s(config),
         )
 
-    def _stages(self, s: Strategy, cut: StageLayouts) -> list[_Stage]:
+    def _stages(self, s: ResolvedConfig, cut: StageLayouts) -> list[_Stage]:
         block = self._block(s)
         first, last = self._ends(s)
         inner = {num_blocks: _joined(block, num_blocks, ()) for num_blocks in set(cut.layers)}  # many stages are equal
@@ -125,10 +126,10 @@ class TimeModel:
             found[stage] = _joined(found[stage], 1, [unit])
         return found
 
-    def _block(self, s: Strategy) -> _Stage:
+    def _block(self, s: ResolvedConfig) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
 
-    def _ends(self, s: Strategy) -> tuple[_Stage, _Stage]:
+    def _ends(self, s: ResolvedConfig) -> tuple[_Stage, _Stage]:
         """Return the embedding, and the head with its loss."""
         first = self._unit(self.compute.embedding(s), self.communication.embedding(s))
         return first, self._unit(self.compute.head(s), self.communication.head(s))
@@ -143,10 +144,10 @@ class TimeModel:
         return _Stage(forward, backward, times.backward_weight_s)
 
     def _span(
-        self, s: Strategy, stages: Sequence[_Stage], busy: Sequence[float], *, is_quick: bool
+        self, s: ResolvedConfig, stages: Sequence[_Stage], busy: Sequence[float], *, is_quick: bool
     ) -> tuple[float, float | None]:
         """Return the seconds of the pipeline, and the rate of its bubble."""
-        if s.pp == 1:
+        if s.mesh.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
         distinct = {id(stage): stage for stage in stages}  # equal stages are one object
@@ -157,30 +158,32 @@ class TimeModel:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
             span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
         else:
-            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
+            span = self.pipelines.span(
+                s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages, s.batch.accumulation, times
+            )
         return span.step_s, span.bubble_rate
 
-    def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
+    def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
         rank = self.compact.rank(s, pipeline_rank)
         numel = sum(
             each.count * each.group.padded_numel
             for each in rank.folds
-            if each.group.trainable and (s.optimizer_tier == "device" or each.group.tiers.optimizer == "device")
+            if each.group.trainable and (s.tiers.optimizer == "device" or each.group.tiers.optimizer == "device")
         )
         return self.compute.step_s(s, numel / self._num_optimizer_shards(s)) + self._matrices_s(s, pipeline_rank)
 
-    def _matrices_s(self, s: Strategy, pipeline_rank: int) -> float:
+    def _matrices_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
         rank = self.compact.rank(s, pipeline_rank)
         owned_s = longest_s = sent_numel = 0.0
         for each in rank.folds:
             if each.group.is_matrix and each.group.trainable:
                 times = [self.compute.orthogonalize_s(place.global_shape) for place in each.group.params]
-                owned_s += each.count * sum(times) / (each.group.num_shards * s.tp)
+                owned_s += each.count * sum(times) / (each.group.num_shards * s.mesh.tp)
                 longest_s = max(longest_s, *times)
                 sent_numel += each.count * rank.layout.exchanged_numel(each.group)
-        num_owners = s.dp_shard * s.cp * s.tp
+        num_owners = s.mesh.dp_shard * s.mesh.cp * s.mesh.tp
         owned_s = max(owned_s, longest_s)  # of more ranks than matrices some have none
         if not sent_numel:
             return owned_s
@@ -188,8 +191,8 @@ class TimeModel:
         num_bytes = sent_numel / 2 * DTYPE_BYTES["bf16"] * num_owners / (num_owners - 1)
         return owned_s + 2 * self.communication.network.collective_s("all_to_all", num_bytes, num_owners)
 
-    def _num_optimizer_shards(self, s: Strategy) -> int:
-        return s.dp_shard * s.cp if STAGES[s.zero_stage].optimizer is Placement.SHARD else 1
+    def _num_optimizer_shards(self, s: ResolvedConfig) -> int:
+        return s.mesh.dp_shard * s.mesh.cp if STAGES[s.zero.stage].optimizer is Placement.SHARD else 1
 
     def _straggling_s(self, step_s: float) -> float:
         """Return the delay by the slowest node: the largest of n normal deviates is about sqrt(2 ln n)."""
@@ -197,21 +200,29 @@ class TimeModel:
         return step_s * STRAGGLING * math.sqrt(2 * math.log(num_nodes))
 
 
-def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
+def quick_bubble_s(s: ResolvedConfig, stages: Sequence[OpTimes]) -> float | None:
     """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
     Where a formula needs W <= F <= B, as ZB-V's, a B that is shorter than F waits until F would end, and the part of W
     that is longer fills no more.
     """
     forward_s, backward_s, weight_s = (
-        sum(each) / s.pp
+        sum(each) / s.mesh.pp
         for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
     )
-    bubble = recipe_of(s.schedule).bubble
+    bubble = recipe_of(s.pipeline.schedule).bubble
     if bubble is not None and bubble.needs_ordered_costs:
         backward_s, weight_s = max(backward_s, forward_s), min(weight_s, forward_s)
     try:
-        return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)
+        return bubble_s(
+            s.pipeline.schedule,
+            s.mesh.pp,
+            s.batch.accumulation,
+            s.pipeline.virtual_stages,
+            forward_s,
+            backward_s,
+            weight_s,
+        )
     except ScheduleError:
         return None
 
@@ -241,15 +252,15 @@ number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it. `mea
 taken to be as far off as a source, and both as independent errors."""
 
 
-def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
-    """Return what a prediction of a strategy comes from."""
+def kind_of(job: PlanJob, config: ResolvedConfig) -> Kind:
+    """Return what a prediction of a candidate comes from."""
     if job.cluster.profile is not None:
         return "measured"
-    is_fitted = job.cluster.gpu.fitted != FittedConstants() and strategy.product_dtype not in ("fp64", "fp32", "tf32")
+    is_fitted = job.cluster.gpu.fitted != FittedConstants() and product_dtype(config) not in ("fp64", "fp32", "tf32")
     return "fitted" if is_fitted else "unfitted"
 
 
-def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:
+def interval_s(job: PlanJob, config: ResolvedConfig, step_s: float) -> tuple[float, float]:
     """Return the least and the most seconds of a step that four of five runs predicted at `step_s` should take."""
-    share = SHARES[kind_of(job, strategy)]
+    share = SHARES[kind_of(job, config)]
     return step_s * (1 - share), step_s * (1 + share)

@@ -23,7 +23,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.optim.rules import named_rule
-from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.configs import job_of
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory import MemoryModel
@@ -161,7 +161,7 @@ def predicted_memory(config: ResolvedConfig, vocab_size: int, held_bytes: float 
     num_ranks = MeshShape.from_config(config.mesh).world_size
     try:
         job = planned_job(config, sizes_cluster(num_ranks, held_bytes), vocab_size)
-        return MemoryModel(job).estimate(strategy_of(config, num_ranks))
+        return MemoryModel(job).estimate(config)
     except Exception:  # of whatever kind: what the planner does not know refuses no run
         return None
 

@@ -79,7 +79,7 @@ def test_adapters_fit_where_all_weights_do_not() -> None:
     assert not whole.does_fit
     assert "lora.rank=16" in whole.more
     assert whole.price is not None
-    assert whole.price.job.lora.rank == 16, "the fastest fix is timed"
+    assert whole.price.config.lora.rank == 16, "the fastest fix is timed"
     assert missing_memory(whole.price.memory, whole.price.job.cluster, 0.06) is None
     assert whole.num_steps == adapters.num_steps == math.ceil(math.ceil(10_000 * 400 / 2048) / 32)
 
@@ -89,7 +89,7 @@ def test_a_base_in_4_bits_is_a_fix_of_adapters_that_do_not_fit() -> None:
     assert not ruling.does_fit
     assert "lora.base=nf4" in ruling.more
     assert ruling.price is not None
-    assert ruling.price.job.lora.base == "nf4"
+    assert ruling.price.config.lora.base == "nf4"
 
 
 def test_a_base_in_4_bits_may_be_stored_on_the_host() -> None:
@@ -99,7 +99,7 @@ def test_a_base_in_4_bits_may_be_stored_on_the_host() -> None:
     assert not ruling.does_fit
     assert "lora.base=nf4" in ruling.more
     assert ruling.price is not None
-    assert ruling.price.strategy.params_tier == "host"
+    assert ruling.price.config.tiers.params == "host"
 
 
 def test_the_time_is_the_steps_of_the_best() -> None:
