@@ -21,7 +21,7 @@ from shardwise.layout.tensor_plan import TensorLayout, TensorPlan
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES
 from shardwise.optim.rules import matrix_state_names
-from shardwise.planner.job import ModelShape, PlanJob, changed, trains_all
+from shardwise.planner.job import ModelShape, PlanJob, SectionNumbers, changed, trains_all
 from shardwise.planner.stages import StageLayouts, StageTable, UnitKind, is_adapter, params_of, with_adapters
 
 _LAST = "last"
@@ -64,15 +64,17 @@ class CompactLayout:
         self.job = job
         self.stages = stages or StageTable(job)
         self._units: dict[tuple[Any, ...], _Unit] = {}
+        self._numbers = SectionNumbers()
         self._ranks: dict[tuple[Any, ...], RankLayerCounts] = {}
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
 
     def at_rest(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
         """Return the bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
         key = self.key(config, pipeline_rank)
-        if key not in self._at_rest:
-            self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, None)
-        return self._at_rest[key]
+        found = self._at_rest.get(key)
+        if found is None:
+            found = self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, None)
+        return found
 
     def by_tier(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
         """Return `at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
@@ -89,15 +91,17 @@ class CompactLayout:
     def rank(self, config: ResolvedConfig, pipeline_rank: int = 0) -> RankLayerCounts:
         """Return the folded groups of one rank of the pipeline."""
         key = self.key(config, pipeline_rank)
-        if key not in self._ranks:
-            self._ranks[key] = self._fold(config, pipeline_rank)
-        return self._ranks[key]
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = self._fold(config, pipeline_rank)
+        return found
 
     def key(self, config: ResolvedConfig, pipeline_rank: int) -> tuple[Any, ...]:
         """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
         mesh, layers = config.mesh, self.stages.of(config).held_by(pipeline_rank)
         axes = (mesh.pp > 1, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp)
-        sections = (config.zero, config.tiers, config.precision, config.lora)
+        number = self._numbers.of
+        sections = number(config.zero), number(config.tiers), number(config.precision), number(config.lora)
         return *axes, layers, config.pipeline.gather, config.optimizer.name, *sections
 
     def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
@@ -131,7 +135,7 @@ class CompactLayout:
         return self._counted(layout_of(facts, _legal(config), tensor, pipeline), counts)
 
     def _unit(self, config: ResolvedConfig, name: str, kind: UnitKind) -> _Unit:
-        key = (name, kind, config.lora, config.optimizer.name, config.mesh.tp)
+        key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
         if key not in self._units:
             params = params_of(self.job.shape, kind, expert_ranks=self.job.ep)
             params = with_adapters(params, config.lora) if name != ROOT else params
