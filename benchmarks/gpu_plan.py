@@ -119,7 +119,7 @@ PARTS = (
         "figures",
         30,
         "benchmarks/gpu_passes.py --json {out}/passes.json",
-        "benchmarks/gpu_passes.py --numel 16384 --runs 1 --json {out}/passes.json",
+        "benchmarks/gpu_passes.py --numel 4096 --runs 1 --json {out}/passes.json",
     ),
 )
 
@@ -182,6 +182,8 @@ def findings(name: str, found: Mapping[str, Any], log: Sequence[str]) -> Iterato
             ratio = f", {seconds / best[base]:.3f} of {base}" if base in best else ""
             yield f"{system}: {seconds * 1e3:.1f} ms a step{ratio}"
         yield from (f"{system} failed: {why[:120]}" for system, why in result["failed"].items())
+    for case in found.get("cases", ()):
+        yield from (f"{note['system']} failed: {note['failed'][:120]}" for note in case["notes"] if "failed" in note)
     if "decision" in found:
         yield f"sparse kernels: {found['decision']['verdict']} ({found['decision']['num_masks']} masks)"
     for row in found.get("rows", ()):

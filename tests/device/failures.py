@@ -46,11 +46,13 @@ def run_rank(rank: int) -> None:
     except Exception as error:
         if rank == FAILING_RANK:
             store.wait(["is over"], timedelta(seconds=300))
+            store.set("has ended", "")
         else:
             engine.close()
             found = {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - start_s}
             print(json.dumps(found), flush=True)
             store.set("is over", "")
+            store.wait(["has ended"], timedelta(seconds=60))  # this rank has the store
     os._exit(0)  # of process groups whose messages never came
 
 

@@ -42,3 +42,7 @@ def test_more_layers_make_the_host_wait_no_more(waits: dict[str, dict[str, Any]]
 @pytest.mark.parametrize("name", ["plain", "sparse, padded", "cp, padded"])
 def test_what_is_padded_is_read_before_it_is_on_the_device(waits: dict[str, dict[str, Any]], name: str) -> None:
     assert len(waits[name]["three layers"]["host"]) == 1  # for loss and norm
+
+
+def test_what_cp_makes_of_a_batch_is_not_waited_for(waits: dict[str, dict[str, Any]]) -> None:
+    assert not [wait for wait in waits["cp, padded"]["three layers"]["device"] if "copy" in wait]

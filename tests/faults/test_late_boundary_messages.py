@@ -187,7 +187,7 @@ def test_what_has_left_is_held_no_longer_than_to_the_next_send() -> None:
     with LateDevice(num_asks=0).installed() as device:
         ends = agreed_ends(device)
         value = make_value(random.Random(1), 2)
-        sent = weakref.ref(value[0])
+        sent = weakref.ref(value[0].untyped_storage())
         ends.before[0].send(0, value)
         del value
         assert sent() is not None

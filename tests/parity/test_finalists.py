@@ -13,7 +13,7 @@ from shardwise.planner.job import changed, world_size
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import SearchResult, search, settle
-from shardwise.verify import dry_run
+from shardwise.verify import finalists
 from shardwise.verify.finalists import peak_of, simulate_finalists, with_peak
 
 
@@ -67,7 +67,7 @@ def test_processes_settle_what_fills_a_device(plan: SearchResult) -> None:
 
 
 def test_what_is_far_from_full_is_not_simulated(plan: SearchResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run.multiprocessing, "get_context", lambda kind: pytest.fail("a process was started"))
+    monkeypatch.setattr(finalists.multiprocessing, "get_context", lambda kind: pytest.fail("a process was started"))
     gpu = replace(plan.job.cluster.gpu, memory_bytes=1e12)
     job = replace(plan.job, cluster=replace(plan.job.cluster, gpu=gpu))
     assert simulate_finalists([replace(plan.best[0], job=job)], limit_s=100.0)

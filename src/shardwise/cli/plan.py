@@ -44,13 +44,16 @@ _PINS: Final[Mapping[str, str]] = MappingProxyType(
         "zero": "zero.stage",
         "micro_batch": "batch.micro_size",
         "recompute": "recompute.mode",
+        "lora_rank": "lora.rank",
+        "lora_base": "lora.base",
     }
 )
 # The flags that each question heeds; without a question, a search heeds all but those of a dry run.
 _NUM_SIMULATED: Final = 3
 _OF_JOB: Final = frozenset({"model", "cluster", "seq", "margin", "json"})
 _OF_DRY_RUN: Final = frozenset({"world_size", "ranks"})
-_EVERY: Final = _OF_JOB | _OF_DRY_RUN | {"global_batch", "html", "compare", "write", "top", "more", "tokens", "budget"}
+_OF_RUN: Final = frozenset({"tokens", "budget", "examples", "lengths", "epochs"})
+_EVERY: Final = _OF_JOB | _OF_DRY_RUN | _OF_RUN | {"global_batch", "html", "compare", "write", "top", "more"}
 _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "": _EVERY - _OF_DRY_RUN,
@@ -72,6 +75,7 @@ examples:
   shardwise plan --explain plan.toml --cluster h100:512         memory by stage and time by part of one config
   shardwise plan --explain ds.json --model llama-7b --cluster h100:8
   shardwise plan --fit --cluster h100:8 --model llama-70b       the largest model, micro-batch and sequence
+  shardwise plan llama-3-8b rtx-4090:1 --lora --examples 10000 --lengths 400    does it fit, how long does it take
 
 a dry run simulates the engine's own ranks: rank 0, or those of --ranks:
   shardwise plan --dry-run my.toml --world-size 512
@@ -94,13 +98,19 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--micro-batch", metavar="N", help="pins batch.micro_size")
 @click.option("--recompute", metavar="MODE", help="pins recompute.mode")
 @click.option("--lora", is_flag=True, help="train adapters of rank 16 (lora.rank)")
+@click.option("--lora-rank", metavar="N", help="train adapters of rank N")
+@click.option("--lora-targets", metavar="NAME,...", help="layers with adapters, such as q_proj,v_proj (default: all)")
+@click.option("--lora-base", type=Choice(["keep", "nf4"]), help="nf4 packs the frozen weights in 4 bits (QLoRA)")
+@click.option("--examples", type=Count(1), metavar="N", help="of a fine-tuning: how long they take")
+@click.option("--lengths", metavar="N|FILE", help="their tokens: the mean, or a file with a number for each")
+@click.option("--epochs", type=Amount(0, min_open=True), metavar="N", help="how often each is seen (default: 1)")
 @click.option(
     "--tokens", type=Amount(0.0, min_open=True), help="of the run, such as 300e9: what it costs and how long it takes"
 )
 @click.option("--budget", type=Amount(0.0, min_open=True), metavar="USD", help="of the run: how many tokens it buys")
 @click.option("--best", type=Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
-    "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
+    "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for exact memory, then estimates; 0: none"
 )
 @click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
 @click.option("--top", type=Count(1), help="layouts to show (default: 3, with --more 5)")
@@ -168,7 +178,9 @@ def with_words(arguments: SimpleNamespace) -> list[str]:
         raise ConfigError("two-clusters", f"{' and '.join(clusters)} are two clusters; give one of them")
     arguments.cluster = next(iter(clusters), None)
     pinned = [f"{key}={getattr(arguments, name)}" for name, key in _PINS.items() if getattr(arguments, name)]
-    pinned += ["lora.rank=16"] * arguments.lora
+    pinned += ["lora.rank=16"] * bool((arguments.lora or arguments.lora_base) and not arguments.lora_rank)
+    if arguments.lora_targets:
+        pinned.append(f"lora.targets={json.dumps([name.strip() for name in arguments.lora_targets.split(',')])}")
     return [setting for setting in arguments.settings if setting not in cluster_keys] + pinned
 
 
@@ -214,6 +226,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
     with progress("reading the question") as say:
         from shardwise.planner.cost import by_num_gpus
         from shardwise.planner.explain import expert_notes, reasons_of
+        from shardwise.planner.finetune import notes_of, read_examples, verdict
         from shardwise.planner.plan import find
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import cost_dict, cost_view, page_dict, plan_dict, plan_view
@@ -221,12 +234,8 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         from shardwise.planner.search import Limits, search, settle
         from shardwise.verify.finalists import simulate_finalists
 
-        source_model, own_config = read_model(model), arguments.compare
-        batch = (
-            arguments.global_batch
-            or source_model.global_batch
-            or (own_config and _batch_of(own_config, cluster.num_gpus))
-        )
+        source_model, own = read_model(model), arguments.compare
+        batch = arguments.global_batch or source_model.global_batch or (own and _batch_of(own, cluster.num_gpus))
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
         sizes: tuple[SearchResult, ...] = ()
 
@@ -238,11 +247,14 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
             sizes = by_num_gpus(asked.job, asked.space, limits) if arguments.best == "price" else ()
             return sizes[0] if sizes else search(asked.job, asked.space, limits)
 
-        asked, plan = find(Question(source_model, cluster, arguments.seq, batch, tuple(assignments)), look)
+        examples, notes = read_examples(arguments.examples, arguments.lengths, arguments.epochs)
+        sizes_asked = (arguments.seq, batch, tuple(assignments), examples is not None)
+        asked, plan = find(Question(source_model, cluster, *sizes_asked), look)
+        notes += tuple(notes_of(examples, asked.job.seq_len)) if examples is not None else ()
         if sizes and _CLUSTER.fullmatch(arguments.cluster or ""):
             arguments.cluster = f"{arguments.cluster.partition(':')[0]}:{plan.job.cluster.num_gpus}"
         pricer = Pricer(plan.job)
-        yours, note = _yours(pricer, own_config, model if is_split(source_model) else None)
+        yours, note = _yours(pricer, own, model if is_split(source_model) else None)
         shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
         wanted = (*shown, *plan.near_misses)
         plan = settle(plan, simulate_finalists(wanted, arguments.simulate, say))
@@ -255,9 +267,11 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         num_shown=arguments.top,
         is_whole=arguments.more,
         yours=yours,
-        notes=(*asked.notes, *note, *expert_notes(plan), *filter(None, [asked.plan_only])),
+        notes=(*asked.notes, *notes, *note, *expert_notes(plan), *filter(None, [asked.plan_only])),
+        verdict=(ruling := verdict(plan, reasons, pricer, examples) if examples or asked.base.lora.rank else None),
     )
     answer = plan_dict(plan, reasons, yours) | cost_dict(*of_run)
+    answer |= {} if ruling is None else {"fine_tuning": ruling.values}
     if plan.winner is not None:
         answer["best"][0] |= page_dict(plan.winner, pricer)
     try:
@@ -418,12 +432,12 @@ def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
 
 def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence[str]) -> int:
     ranks = parse_ranks(arguments.ranks)
-    # torch takes seconds to import.
-    from shardwise.train.setup import job_config
-    from shardwise.verify.dry_run import dry_run_size
+    with progress("starting torch"):  # seconds
+        from shardwise.train.setup import job_config
+        from shardwise.verify.dry_run import dry_run_size
 
-    config = job_config(path, assignments)
-    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks)
+        config = job_config(path, assignments)
+    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks, arguments.simulate)
 
 
 def parse_ranks(text: str | None) -> list[int] | Literal["stages"]:

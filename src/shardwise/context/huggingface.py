@@ -28,6 +28,7 @@ from shardwise.config.errors import ConfigError
 from shardwise.context.batch import main_input, take_tokens
 from shardwise.hf.losses import CAUSAL, IGNORED, NUM_ITEMS, PER_TOKEN, takes_shifted_labels
 from shardwise.layout.token_ranges import Runs, TokenSplit
+from shardwise.runtime.device import copied_to
 from shardwise.runtime.torch_private import is_fake
 
 _PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -206,11 +207,12 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
     }
     mask = inputs.get("attention_mask")
     real = mask.bool() if mask is not None and (is_fake(mask) or not mask.all()) else None  # [B, S]
-    whole_mask = sequence_mask(num_samples, lengths, real).to(main.device)  # [B, 1, 1, S]
+    whole_mask = sequence_mask(num_samples, lengths, real)  # [B, 1, 1, S]
     positions = inputs.get("position_ids")
     if positions is None:
         positions = _own_positions(model, inputs, num_tokens)
-    own |= {"attention_mask": whole_mask, "position_ids": take_tokens(positions.to(main.device), tokens)}
+    whole_mask, positions = (copied_to(main.device, made, made.dtype) for made in (whole_mask, positions))
+    own |= {"attention_mask": whole_mask, "position_ids": take_tokens(positions, tokens)}
     if "use_cache" in inspect.signature(inner.forward).parameters and _takes(model, "use_cache"):
         own["use_cache"] = False  # a cache of a rank's tokens is of no use
     targets, weight = ({}, None) if inputs.get("labels") is None else _targets(inner, inputs, tokens)

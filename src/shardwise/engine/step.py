@@ -84,7 +84,9 @@ def before_model(parts: EngineParts) -> None:
         parts.hooks_once.follow()
     if parts.split_values is not None:
         parts.split_values.views.follow()
-    if parts.state.num_backwards > 0 or not torch.is_grad_enabled() or parts.status.away is not None:
+    # In a pipeline's step it was followed before the first forward: the whole of it counts as a backward.
+    is_followed = parts.state.num_backwards > 0 or parts.status.is_in_backward
+    if is_followed or not torch.is_grad_enabled() or parts.status.away is not None:
         return
     parts.sharding.check_model()
     follow_freezing(parts)

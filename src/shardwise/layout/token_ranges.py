@@ -14,7 +14,8 @@ here; that of parameters is in `shardwise.layout.slicing`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.config.errors import ConfigError
@@ -165,3 +166,32 @@ def _check(length: int, divisor: int, degree: int, kind: str) -> None:
             f"mesh.cp={degree}{named} does not divide a sequence of {length} tokens into {divisor} equal parts; "
             f"nearest legal: {legal}",
         )
+
+
+def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Return which documents share a sequence, by best-fit decreasing; none is longer than `seq_len`.
+
+    >>> pack([3, 6, 5, 2, 1], seq_len=8)
+    [[1, 3], [2, 0], [4]]
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # the keys of `by_space`, rising
+    for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        length = lengths[document]
+        fit = bisect.bisect_left(spaces, length)
+        if fit == len(spaces):
+            row, space = len(rows), seq_len
+            rows.append([])
+        else:
+            space = spaces[fit]
+            row = by_space[space].pop(0)
+            if not by_space[space]:
+                del by_space[space], spaces[fit]
+        rows[row].append(document)
+        if left := space - length:
+            if left not in by_space:
+                by_space[left] = []
+                bisect.insort(spaces, left)
+            by_space[left].append(row)
+    return rows

@@ -71,12 +71,12 @@ class StepTensors:
 def in_lists(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Yield rows that begin with a tensor in lists for torch's functions over lists.
 
-    On a device each of these launches one kernel; on the CPU a list has one row, which stays in the cache.
+    On a device each of these launches one kernel; on the CPU a list stays in the cache.
     """
     taken: list[Row] = []
     num_taken = 0
     for row in rows:
-        if taken and (row[0].is_cpu or num_taken + row[0].numel() > _LIST_NUMEL):
+        if taken and num_taken + row[0].numel() > (_BLOCK_NUMEL if row[0].is_cpu else _LIST_NUMEL):
             yield taken
             taken, num_taken = [], 0
         taken.append(row)

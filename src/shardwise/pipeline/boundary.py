@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Final, Self
 
 import torch
@@ -51,7 +51,6 @@ PACKED_BYTES: Final = 2**18
 # Each channel keeps so many specs; micro-batches of more shapes than these are described again.
 MAX_SPECS: Final = 1024
 _WORD_BYTES: Final = 8
-_ALIGNMENT: Final = 16
 _HOST: Final = torch.device("cpu")
 _NOTHING: Final = PytreeSpec("", ())  # is agreed where nothing is; no value has this spec
 
@@ -126,7 +125,7 @@ class _Direction:
 
     def packs(self, spec: PytreeSpec) -> bool:
         """Say whether a value's tensors are sent with the word."""
-        return self.tensors.waits_on_host and _offsets(spec)[-1] <= PACKED_BYTES
+        return self.tensors.waits_on_host and spec.offsets[-1] <= PACKED_BYTES
 
 
 @dataclass
@@ -197,6 +196,7 @@ class RemoteEnd:
             leaves = [tensor for tensor in tensors if tensor.requires_grad]
             self._simulated_gradients.append([torch.empty_like(leaf, device="meta") for leaf in leaves])
         is_agreed = spec == agreed
+        spec = agreed if is_agreed else spec  # which knows its offsets
         text = "" if is_agreed else spec.to_json()
         # The other end has posted its receives for what is agreed, and a posted receive takes the next message of its
         # channel, whatever that has. So these receives are filled first, with any content.
@@ -224,7 +224,7 @@ class RemoteEnd:
         """Post the receive of a value as far as it is agreed; `on_end` is called when it has been taken."""
         way, agreed = self._in, self._in.specs.agreed(micro_batch)
         is_packed = way.packs(agreed)
-        first = torch.empty((_offsets(agreed)[-1] if is_packed else 0) + _WORD_BYTES, dtype=torch.uint8)
+        first = torch.empty((agreed.offsets[-1] if is_packed else 0) + _WORD_BYTES, dtype=torch.uint8)
         transfers, tensors = [way.words.receive([first], way.name)], []
         if not is_packed:
             tensors = _allocate(agreed, way.tensors.device)
@@ -277,7 +277,7 @@ class RemoteEnd:
             text = torch.empty(num_bytes, dtype=torch.uint8)
             way.unagreed.receive([text], f"{way.name} not agreed").wait()
             spec = spec or PytreeSpec.from_json(bytes(text.tolist()).decode())
-            buffer = torch.empty(_offsets(spec)[-1], dtype=torch.uint8)
+            buffer = torch.empty(spec.offsets[-1], dtype=torch.uint8)
             way.unagreed.receive([buffer], f"{way.name} not agreed").wait()
             tensors = [each.to(way.tensors.device) for each in _unpacked(buffer, spec)]
         else:
@@ -404,14 +404,9 @@ def _resized(spec: PytreeSpec, before: Shapes, after: Shapes) -> PytreeSpec:
     return PytreeSpec(spec.tree, tuple(parts))
 
 
-def _offsets(spec: PytreeSpec) -> list[int]:
-    """Return where each tensor begins in a message that holds all of them, and where the last one ends."""
-    return [0, *accumulate(-(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT for part in spec.tensors)]
-
-
 def _packed(spec: PytreeSpec, tensors: Sequence[Tensor], word: int | None = None) -> Tensor:
     """Copy tensors into one message, after them the word if there is one."""
-    offsets = _offsets(spec)
+    offsets = spec.offsets
     buffer = torch.empty(offsets[-1] + (0 if word is None else _WORD_BYTES), dtype=torch.uint8)
     for tensor, view in zip(tensors, _views(buffer, spec, offsets), strict=True):
         view.copy_(tensor.detach())
@@ -422,7 +417,7 @@ def _packed(spec: PytreeSpec, tensors: Sequence[Tensor], word: int | None = None
 
 def _unpacked(buffer: Tensor, spec: PytreeSpec) -> list[Tensor]:
     """Return the tensors in a message. They share its memory, but not the count of changes in place (`data`)."""
-    return [view.data for view in _views(buffer, spec, _offsets(spec))]
+    return [view.data for view in _views(buffer, spec, spec.offsets)]
 
 
 def _views(buffer: Tensor, spec: PytreeSpec, offsets: Sequence[int]) -> list[Tensor]:

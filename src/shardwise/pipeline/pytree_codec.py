@@ -19,6 +19,8 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
@@ -30,6 +32,7 @@ from shardwise.runtime.torch_private import container_types, pytree_node
 
 # Of the nodes of a tree, a tensor is 0, a plain value a list of one, and a container a list of three.
 _TENSOR: Final = 0
+_ALIGNMENT: Final = 16
 _COMMON: Mapping[str, type] = MappingProxyType({f"builtins.{kind.__name__}": kind for kind in (dict, list, tuple)})
 
 
@@ -57,6 +60,11 @@ class PytreeSpec:
 
     tree: str
     tensors: tuple[TensorPart, ...]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Return where each tensor begins in a message that holds all of them, and where the last one ends."""
+        return [0, *accumulate(-(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT for part in self.tensors)]
 
     def to_json(self) -> str:
         """Return the text that is sent."""
@@ -92,7 +100,12 @@ def put_together(spec: PytreeSpec, tensors: Sequence[Tensor], types: Iterable[ty
     Raises:
         ConfigError: it has a container of a type that is not known here.
     """
-    return _unflatten(json.loads(spec.tree), iter(tensors), tuple(types))
+    return _unflatten(_parsed(spec.tree), iter(tensors), tuple(types))
+
+
+@lru_cache(maxsize=64)
+def _parsed(tree: str) -> Any:
+    return json.loads(tree)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -100,8 +113,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     # Most are of these types: to look a type up takes longer.
-    kind = type(value)
-    children = value if kind in (tuple, list) else value.values() if kind is dict else (_open(value) or ((), None))[0]
+    if type(value) is dict:
+        value = [*value.values()]
+    children = value if type(value) in (tuple, list) else (_open(value) or ((), None))[0]
     return [tensor for child in children for tensor in tensors_in(child)]
 
 

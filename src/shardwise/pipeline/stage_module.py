@@ -31,7 +31,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -124,7 +124,6 @@ class StageForward:
         self._start, self._stop = 0, len(self._names)
         self._num_calls: dict[int, int] = {}
         self._guessed: str | None = None
-        self._plain_code: set[CodeType] = set()  # that is around units, and no forward of an autograd function
         self._received: Any = None
         self._like_known: Any = None  # what units of the class at the boundary return
         self._passes = _Passes()
@@ -154,7 +153,7 @@ class StageForward:
         self._start, self._stop = self._range_of[stage]
         value = self._hooks.begin(self._own, self._stop == len(self._names), received)
         self._received, self._like_known, self._is_on = value, None, True
-        self._passes = _Passes(torch.is_grad_enabled(), repeated=self._passes.repeated)
+        self._passes.begin(torch.is_grad_enabled())
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
@@ -221,7 +220,6 @@ class StageForward:
         return total
 
     def _ended(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
         def staged(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on and not self._is_simulated:
                 raise EngineError(
@@ -254,7 +252,8 @@ class StageForward:
                 self._check_ended()
             return output
 
-        return staged
+        self._passes = _Passes(top=staged.__code__)
+        return functools.wraps(forward)(staged)
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
@@ -325,8 +324,7 @@ class StageForward:
         if self._sent:
             if self._is_simulated:  # where other placeholders would count as memory
                 return self._like_known
-            answer = self._placeholder_of(index, args, kwargs)
-            return answer if isinstance(answer, Tensor) and answer.is_meta else self._without_device(answer)
+            return self._without_device(self._placeholder_of(index, args, kwargs))
         if self._skipped is not None:
             self._skipped.skip(module, self._kinds[index][0], args, kwargs)
         if index != self._start - 1:
@@ -384,7 +382,7 @@ class StageForward:
             CutError: it does not.
         """
         is_cut = index == self._start - 1 or index == self._stop - 1 < len(self._names) - 1
-        if is_cut and self._passes.tracks and is_in_function(inspect.currentframe(), self._plain_code):
+        if is_cut and self._passes.tracks and self._passes.is_in_function(inspect.currentframe()):
             raise CutError(
                 "cut-inside-function",
                 f"{self._names[index]}, with which a stage ends, runs inside the forward of a torch.autograd.Function, "
@@ -439,7 +437,7 @@ class StageForward:
             if self._like_known is None:
                 self._like_known = self._like(without_recorded(self._received))
             return self._like_known
-        key = _key_of(kind, (args, kwargs))
+        key = _key_of(kind, args, kwargs)
         if key in self._answers:
             return self._answers[key]
         given = self._like((args, kwargs))
@@ -453,13 +451,20 @@ class StageForward:
 
     def _like(self, tree: Any) -> Any:
         """Return a value with placeholders in place of its tensors."""
-        return pytree.tree_map_only(Tensor, self._placeholders.like, tree)
+        return self._replaced(tree, self._placeholders.like)
 
     def _without_device(self, tree: Any) -> Any:
         """Return a value with tensors on the meta device in place of its tensors."""
-        return pytree.tree_map_only(
-            Tensor, lambda leaf: torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), tree
-        )
+        return self._replaced(tree, _on_meta)
+
+    def _replaced(self, tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+        """Return a value with other tensors in place of its own; one of the same shape serves a lone tensor again."""
+        if not isinstance(tree, Tensor):
+            return pytree.tree_map_only(Tensor, replace, tree)
+        key = replace, tree.shape, tree.stride(), tree.dtype
+        if key not in self._answers:
+            self._answers[key] = replace(tree)
+        return self._answers[key]
 
     def _make_placeholder(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
         """Copy the units that a stage skips, without values, for the shapes that the model's code asks for.
@@ -500,11 +505,23 @@ class _Passes:
         tracks: the stage's forward has a backward.
         noted: what they returned in the first passes that are under way.
         repeated: what a second pass returns of it, in the same order.
+        top: code that calls the model's own forward.
+        plain: code around units that is no forward of an autograd function.
     """
 
     tracks: bool = False
     noted: list[list[_Answer]] = field(default_factory=list)
     repeated: Iterator[_Answer] | None = None
+    top: CodeType | None = None
+    plain: set[CodeType] = field(default_factory=set)
+
+    def begin(self, tracks: bool) -> None:
+        """Begin a forward."""
+        self.tracks, self.noted = tracks, []
+
+    def is_in_function(self, frame: FrameType | None) -> bool:
+        """Say whether a frame of the forward is inside that of a function of autograd's."""
+        return is_in_function(frame, self.top, self.plain)
 
     @contextmanager
     def repeating(self, noted: list[_Answer]) -> Iterator[None]:
@@ -514,6 +531,10 @@ class _Passes:
             yield
         finally:
             self.repeated = outer
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _in_own_containers(value: Any) -> Any:
@@ -526,9 +547,11 @@ def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
     return type(module), tuple(tuple(each.shape) for each in module.parameters())
 
 
-def _key_of(kind: Hashable, example: Any) -> Hashable:
-    """Return what decides on the shapes that a unit returns: its kind, and the shapes of `example`."""
-    leaves, structure = pytree.tree_flatten(example)
+def _key_of(kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Return what decides on the shapes that a unit returns: its kind, and the shapes of what it is given."""
+    if not kwargs and all(isinstance(value, Tensor) for value in args):  # as mostly; a pytree takes longer
+        return kind, tuple(map(_fingerprint, args))
+    leaves, structure = pytree.tree_flatten((args, kwargs))
     return kind, structure, tuple(map(_fingerprint, leaves))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config.resolve import ResolvedConfig
+from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, changed, num_data_ranks, trains_all
@@ -74,6 +74,7 @@ class Reasons:
         chosen: of each part of the winner that is not the plainest, what the next plainer one lacks.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
+        changes: those of the suggestions that are priced.
         yours: how the user's own config does; empty where there is none.
     """
 
@@ -83,6 +84,7 @@ class Reasons:
     defaults: tuple[DefaultChoice, ...] = ()
     misses: str = ""
     suggestions: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
     yours: str = ""
 
     @property
@@ -119,10 +121,14 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
             chosen=tuple(why_chosen(winner, pricer, margin_share)),
             runners_up=tuple(why_slower(runner_up, winner) for runner_up in plan.runners_up),
         )
-    if plan.nearest is None:
+    tried = [(each.price, each.missing) for each in reasons.defaults if each.price is not None and each.missing]
+    # Where not even the states of a rank fit, nothing was priced by the search.
+    nearest = plan.nearest or min(tried, key=lambda each: each[1].missing_bytes, default=None)
+    if nearest is None:
         return reasons
-    suggestions = tuple(suggest(*plan.nearest, pricer, margin_share))
-    return replace(reasons, misses=lacks(*plan.nearest), suggestions=suggestions)
+    found = tuple(fixes(*nearest, pricer, margin_share))
+    changes = tuple(fix for fix in found if isinstance(fix, Change))
+    return replace(reasons, misses=lacks(*nearest), suggestions=tuple(map(str, found)), changes=changes)
 
 
 def why_faster(winner: Estimate, other: Estimate) -> str:
@@ -197,7 +203,7 @@ def _plainer(s: ResolvedConfig) -> Iterator[tuple[str, list[tuple[str, ResolvedC
     for state in ("params", "grads", "optimizer", "activations"):
         if (tier := getattr(s.tiers, state)) != "device":
             near = {f"tiers.{state}": "device"} | ({} if state == "activations" else {f"tiers.{state}_on_device": 0.0})
-            yield f"{state} on {tier}", [("on the device", changed(s, near))]
+            yield f"{state} on {tier}", [("the device", changed(s, near))]
 
 
 def why_slower(other: Estimate, winner: Estimate) -> str:
@@ -391,7 +397,12 @@ def smallest_change(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin
 
 
 def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[str]:
-    """Yield what would make it fit, one sentence each, the best first; adapters only where no config would.
+    """Yield what would make it fit, one sentence each; the arguments are those of `fixes`."""
+    yield from map(str, fixes(price, missing, pricer, margin_share))
+
+
+def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[Change | str]:
+    """Yield what would make it fit, the best first; for a job of all weights adapters only where nothing else would.
 
     Args:
         price: of a candidate that does not fit.
@@ -401,9 +412,9 @@ def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_shar
     job, config = price.job, price.config
     change = smallest_change(job, config, pricer, margin_share)
     if change is not None:
-        yield str(change)
-    else:
-        yield from adapters_that_fit(pricer, _on_device(config), margin_share)
+        yield change
+    if change is None or not trains_all(config):
+        yield from adapters_that_fit(job, _on_device(config), pricer, margin_share)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
@@ -411,15 +422,18 @@ def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_shar
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
 
 
-def adapters_that_fit(pricer: Pricer, config: ResolvedConfig, margin_share: float) -> Iterator[str]:
-    """Yield the adapters with the largest base that fit, in a sentence, where any do and all weights train now."""
-    for base in ("keep", "nf4") if trains_all(config) else ():
-        adapters = {"lora.rank": 16, "lora.base": base}
-        if _fits(pricer.job, changed(config, adapters), pricer, margin_share):
-            words = "" if base == "keep" else " beside weights in 4 bits"
-            keys = "lora.rank=16" + ("" if base == "keep" else " lora.base=nf4")
-            yield f"adapters{words} ({keys}) would fit (docs/finetune.md)"
-            return
+def adapters_that_fit(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin_share: float) -> Iterator[Change]:
+    """Yield the adapters that fit, with the base as it is and in 4 bits, where the config has not the same."""
+    is_whole = trains_all(config)
+    adapters = LoraConfig(rank=16) if is_whole else config.lora
+    packed = adapters.model_copy(update={"base": "nf4"})
+    for lora, base in ((adapters, ""), (packed, " lora.base=nf4")):
+        lean = changed(config, {f"lora.{key}": value for key, value in lora})
+        change = Change("", priced(job, lean, pricer)) if _fits(job, lean, pricer, margin_share) else None
+        change = change or smallest_change(job, lean, pricer, margin_share)
+        if change is not None and lora != config.lora:
+            keys = f"{f'lora.rank={lora.rank}' if is_whole else ''}{base} {change.words}".strip()
+            yield replace(change, words=f"adapters{' beside weights in 4 bits' if base else ''} ({keys})")
 
 
 def more_gpus(job: PlanJob, config: ResolvedConfig, margin_share: float) -> int | None:

@@ -167,7 +167,7 @@ def find_gpu(name: str) -> GpuSpec:
     if _APPLE.fullmatch(name.lower().strip()):
         raise ConfigError(
             "apple-device",
-            f"{name} is Apple's, and nobody has measured training of these sizes on it; plan for another device",
+            f"{name} is Apple's, of which no speeds in training are known; plan for another device",
         )
     close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
     fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"

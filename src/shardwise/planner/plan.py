@@ -106,7 +106,7 @@ def find(question: Question, look: Callable[[PlanRequest], SearchResult]) -> tup
     result = look(asked)
     if result.winner is not None:
         return asked, result
-    for easier in question.easier():
+    for easier in question.easier(asked):
         further = easier.ask()
         found = look(further)
         if found.winner is not None:

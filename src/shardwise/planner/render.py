@@ -19,6 +19,7 @@ from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.configs import SPLITS
 from shardwise.planner.cost import cost_per_step, cost_words, run_cost, run_words, usd_per_million_tokens
 from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
+from shardwise.planner.finetune import Verdict
 from shardwise.planner.fit import Fit
 from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
 from shardwise.planner.job import ModelShape, PlanJob, product_dtype
@@ -277,6 +278,7 @@ def plan_view(
     is_whole: bool = False,
     yours: Estimate | None = None,
     notes: Sequence[str] = (),
+    verdict: Verdict | None = None,
 ) -> RenderableType:
     """Show the answer on a screen: which layout, how fast, whether it fits, why; or all of it.
 
@@ -285,10 +287,12 @@ def plan_view(
         is_whole: whether to say where the time goes, all fixes and what was searched.
         yours: the user's own config, to be shown beside them; None where there is none.
         notes: on how the question was read.
+        verdict: of a fine-tuning job, which comes first; None for other jobs.
     """
     winner, plain = plan.winner, reasons.plain
     num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
-    parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
+    parts: list[RenderableType] = [] if verdict is None else [facts(_verdict_rows(verdict))]
+    parts.append(facts(job_rows(plan.job, notes)))
     if winner is None:
         parts += _no_winner(plan, reasons, is_whole)
     else:
@@ -313,10 +317,17 @@ def plan_view(
     return blocks(*parts)
 
 
+def _verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
+    style = "bold green" if verdict.does_fit else "bold red"
+    more = "also" if verdict.does_fit else "to fit"
+    return [("fits", Text(verdict.fits, style=style)), ("takes", Text(verdict.takes)), (more, Text(verdict.more))]
+
+
 def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator[RenderableType]:
     yield Text("nothing fits", style="bold red")
-    if plan.nearest is not None:
-        rows = [*price_rows(plan.nearest[0], "nearest"), ("misses", reasons.misses)]
+    if reasons.misses:
+        rows = [] if plan.nearest is None else price_rows(plan.nearest[0], "nearest")
+        rows.append(("misses", reasons.misses))
         fixes = reasons.suggestions if is_whole else reasons.suggestions[:2]
         yield facts([*rows, *(("fix", fix) for fix in fixes)])
     if proof := list(_proof_rows(plan)):

@@ -49,6 +49,8 @@ _OF_HUB: Final = re.compile(r"^meta-|(?<=llama-3)\.\d|(-hf|-instruct|-base|-chat
 _SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
 _CHUNKS: Final = "context.chunk_tokens"
 CHUNK_TOKENS: Final = 1024
+TUNING_LENGTH: Final = 2048
+TUNING_BATCH: Final = 32
 USUAL_LENGTH: Final = 4096
 """Tokens of a sequence where none are given, and the model's longest is too long."""
 
@@ -89,19 +91,20 @@ class Question:
     seq_len: int | None = None
     global_batch: int | None = None
     settings: tuple[str, ...] = ()
+    tunes: bool = False
 
     def ask(self) -> PlanRequest:
         """Return what is asked as a job and a search space."""
         sizes = {"seq_len": self.seq_len, "global_batch": self.global_batch}
-        return ask(self.model, self.cluster, **sizes, settings=self.settings)
+        return ask(self.model, self.cluster, **sizes, settings=self.settings, tunes=self.tunes)
 
-    def easier(self) -> Iterator[Question]:
+    def easier(self, asked: PlanRequest) -> Iterator[Question]:
         """Yield questions that need less memory and change nothing that the user has said, the nearest first."""
         is_given = _CHUNKS in self.model.given | {_key(setting) for setting in self.settings}
         chunked = () if is_given else (f"{_CHUNKS}={CHUNK_TOKENS}",)
         if chunked:
             yield replace(self, settings=(*self.settings, *chunked))
-        if self.seq_len is None and self.model.seq_len is None and (self.model.longest or 0) > USUAL_LENGTH:
+        if self.seq_len is None and self.model.seq_len is None and asked.job.seq_len > USUAL_LENGTH:
             shorter = replace(self, seq_len=USUAL_LENGTH)
             yield shorter
             if chunked:
@@ -224,6 +227,7 @@ def ask(
     seq_len: int | None = None,
     global_batch: int | None = None,
     settings: Sequence[str] = (),
+    tunes: bool = False,
 ) -> PlanRequest:
     """Return the job to plan, its search space, and the config that the plan's config starts from.
 
@@ -233,6 +237,7 @@ def ask(
         seq_len: tokens of a sequence; None takes the file's, or the model's longest.
         global_batch: sequences of a step; None takes the file's, or `usual_batch`.
         settings: `section.key=value`; what the planner chooses is pinned, anything else goes into the config.
+        tunes: whether a trained model is tuned, whose sequences and batches are smaller, as with adapters.
 
     Raises:
         ConfigError: no length is known, or a setting is none.
@@ -247,22 +252,42 @@ def ask(
     if "precision.param" not in keys_given:
         base = base.override([f"precision.param={usual_dtype(cluster)}"])
     notes = list(model.notes)
-    length = seq_len or model.seq_len
-    if length is None:
-        if model.longest is None:
-            raise ConfigError(
-                "seq-len-missing", "no length is given; say how many tokens a sequence has, such as --seq 8192"
-            )
-        length = model.longest
-        notes.append(f"sequences of {length:,} tokens, the longest that the model is made for; --seq N for another")
-    batch = global_batch or model.global_batch
+    tunes = tunes or base.lora.rank > 0
+    length, batch = _length(model, seq_len, notes, tunes=tunes), global_batch or model.global_batch
     if batch is None:
-        batch = usual_batch(cluster.num_gpus, length)
-        text = f"{format_count(batch * length)} tokens, as many as runs of this size take"
-        notes.append(f"a batch of {batch:,} sequences, {text}; --global-batch N for another")
+        batch = _batch(cluster.num_gpus, length, notes, tunes=tunes)
     job = _job(model.shape, base, cluster, length, batch)
     space, plan_only = SearchSpace(pins=pins_of(pinned)), _plan_only(job, base)
     return PlanRequest(job=job, space=space, base=base, notes=tuple(notes), plan_only=plan_only)
+
+
+def _length(model: ModelSource, seq_len: int | None, notes: list[str], *, tunes: bool) -> int:
+    """Return the tokens of a sequence; note how they were chosen."""
+    length = seq_len or model.seq_len
+    if length is not None:
+        return length
+    if tunes:
+        length = min(model.longest or TUNING_LENGTH, TUNING_LENGTH)
+        notes.append(f"sequences of {length:,} tokens, as fine-tuning often takes; --seq N for another")
+        return length
+    if model.longest is None:
+        raise ConfigError(
+            "seq-len-missing", "no length is given; say how many tokens a sequence has, such as --seq 8192"
+        )
+    notes.append(f"sequences of {model.longest:,} tokens, the longest that the model is made for; --seq N for another")
+    return model.longest
+
+
+def _batch(num_gpus: int, length: int, notes: list[str], *, tunes: bool) -> int:
+    """Return the sequences of a step; note how they were chosen."""
+    if tunes:
+        batch = max(TUNING_BATCH // num_gpus, 1) * num_gpus
+        notes.append(f"a batch of {batch:,} sequences, as fine-tuning often takes; --global-batch N for another")
+        return batch
+    batch = usual_batch(num_gpus, length)
+    text = f"{format_count(batch * length)} tokens, as many as runs of this size take"
+    notes.append(f"a batch of {batch:,} sequences, {text}; --global-batch N for another")
+    return batch
 
 
 def _plan_only(job: PlanJob, base: Config) -> str:

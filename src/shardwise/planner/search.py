@@ -128,11 +128,11 @@ def search(
     """
     began = time.perf_counter()
     search = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
-    search.run()
+    left = search.run()
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
     fitting = search.finish()
-    num_fitting = search.count()
+    num_fitting = search.count(left)
     num_best = search.limits.num_best
     gap_share = max(0.0, 1 - search.least_left_s / fitting[0].time.step_s) if fitting else float(search.is_cut)
     return SearchResult(
@@ -230,37 +230,36 @@ class _Search:
         self._fallbacks: list[ResolvedConfig] = []
         self._missed: tuple[float, ResolvedConfig] | None = None
         self._near: list[Estimate] = []
-        self._left: list[tuple[float, int, _Item]] = []
         self._tried: set[tuple[Any, ...]] = set()
 
-    def run(self) -> None:
-        """Open what has the least bound until it passes what was found, or the prices are spent."""
+    def run(self) -> list[_Item]:
+        """Open what has the least bound until it passes what was found or prices are spent; return what is left."""
         heads = [_Head(family, 0, self._inner_s(family)) for family in families(self.job, self.space)]
         self.num_candidates = sum(len(head.family.pipelines) for head in heads)
         heap: list[tuple[float, int, _Item]] = [(head.bound_s, number, head) for number, head in enumerate(heads)]
         num_items = len(heap)
         heapq.heapify(heap)
-        self._left = heap
         while heap and not self._has_enough(heap[0][0]):
             is_found = bool(self.fitting or self._fallbacks)
             if self._cost >= self.limits.max_prices * (1 if is_found else _MORE_IF_NONE):
                 self.is_cut = True
                 self.least_left_s = heap[0][0]
-                return
+                break
             bound_s, _, item = heapq.heappop(heap)
             for seconds, opened in self._open(item, bound_s):
                 num_items += 1
                 heapq.heappush(heap, (max(seconds, bound_s), num_items, opened))
+        return [item for _, _, item in heap]
 
-    def count(self) -> int:
-        """Give each candidate that is left its reason, and return how many fit."""
+    def count(self, left_items: Sequence[_Item]) -> int:
+        """Give each candidate of what is left its reason, and return how many fit."""
         unopened = [
             (item.family, index)
-            for _, _, item in self._left
+            for item in left_items
             if isinstance(item, _Head)
             for index in range(item.index, len(item.family.pipelines))
         ]
-        left = {_candidate_of(item) for _, _, item in self._left if not isinstance(item, _Head)}
+        left = {_candidate_of(item) for item in left_items if not isinstance(item, _Head)}
         fits = {_candidate_of(price.config) for price in self.fitting}
         num_fallbacks = 0
         if not fits <= left | self._tried:  # of a search that was cut

@@ -29,6 +29,7 @@ from torch import Tensor
 from shardwise.config.errors import ConfigError
 from shardwise.config.sections import AskedDevice, DeviceName
 
+End = Literal["send", "receive"]
 StreamName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
 # Every context of this process sees the memory as pinned: cudaHostRegisterPortable.
 _PORTABLE: Final = 1
@@ -347,7 +348,7 @@ class Event:
     def wait_on_host(self) -> None:
         """Block the calling thread until the device has reached the point."""
         if self.mark is not None:
-            self.mark.synchronize()
+            self.mark.synchronize()  # spins, since torch.Event ignores `blocking`: its thread has nothing else to do
 
     def is_reached(self) -> bool:
         """Say whether the device has reached the point; never wait."""
@@ -378,7 +379,7 @@ def on_stream(device: torch.device, stream: Any) -> Iterator[None]:
 class P2PStreamKey:
     """Names the stream of messages to or from one other rank: after those of another they might wait in a circle."""
 
-    end: Literal["send", "receive"]
+    end: End
     peer: int
 
 

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
@@ -122,19 +123,17 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
                 raise
         yield from passes
 
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return kind.apply(function, preserve, *args)
-            if is_tracked is not None:
-                with torch.set_grad_enabled(is_tracked(args)):
-                    return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-            with first(function, args, {}) as repeated:
-                return kind.apply(repeated, preserve, *args)
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kind.apply(function, preserve, *args)
+        if is_tracked is not None:
+            with torch.set_grad_enabled(is_tracked(args)):
+                return checkpoints.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        with first(function, args, {}) as repeated:
+            return kind.apply(repeated, preserve, *args)
 
     setattr(checkpoints, _CHECKPOINT, watched)
-    checkpoints.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
+    checkpoints.CheckpointFunction = SimpleNamespace(apply=apply)  # type: ignore[assignment,misc]
     try:
         yield
     finally:

@@ -303,14 +303,15 @@ def followed(model: nn.Module, shape: tuple[int, ...]) -> Iterator[FollowedForwa
         yield forward
 
 
-def is_in_function(frame: FrameType | None, others: set[CodeType]) -> bool:
+def is_in_function(frame: FrameType | None, top: CodeType | None, others: set[CodeType]) -> bool:
     """Say whether a frame is inside the forward of a `torch.autograd.Function`.
 
     Args:
+        top: code outside of which is none, where the frame is inside of it.
         others: code that was found to be no such forward, which is not looked at again; what is found is added.
     """
     codes = set()
-    while frame is not None:
+    while frame is not None and frame.f_code is not top:
         codes.add(frame.f_code)
         frame = frame.f_back
     kinds = [torch.autograd.Function] if (codes := codes - others) else []

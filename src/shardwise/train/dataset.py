@@ -8,7 +8,6 @@ Which sequence a sample is depends on (seed, sample index) alone, so a run can g
 
 from __future__ import annotations
 
-import bisect
 import math
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import BatchConfig
+from shardwise.layout.token_ranges import pack
 from shardwise.models.decoder import IGNORED_TARGET
 
 PROMPT_TOKENS: Final = 24
@@ -69,7 +69,7 @@ class PackedDataset:
         lengths = np.diff(starts.astype(np.int64), append=len(tokens))
         self.num_cut = int((lengths > seq_len).sum())
         self._starts, self._lengths = starts, np.minimum(lengths, seq_len)
-        self._rows = pack(self._lengths, seq_len)
+        self._rows = pack(self._lengths.tolist(), seq_len)
 
     @property
     def num_tokens(self) -> int:
@@ -105,35 +105,6 @@ class PackedDataset:
         start = int(self._starts[chat])
         tokens = self.tokens[start : start + int(self._lengths[chat])]
         return (tokens & ~COUNTS_BIT).astype(np.int64), tokens >= COUNTS_BIT
-
-
-def pack(lengths: NDArray[Any], seq_len: int) -> list[list[int]]:
-    """Return which documents share a sequence, by best-fit decreasing; none is longer than `seq_len`.
-
-    >>> pack(np.array([3, 6, 5, 2, 1]), seq_len=8)
-    [[1, 3], [2, 0], [4]]
-    """
-    rows: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}
-    spaces: list[int] = []  # the keys of `by_space`, rising
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[document])
-        fit = bisect.bisect_left(spaces, length)
-        if fit == len(spaces):
-            row, space = len(rows), seq_len
-            rows.append([])
-        else:
-            space = spaces[fit]
-            row = by_space[space].pop(0)
-            if not by_space[space]:
-                del by_space[space], spaces[fit]
-        rows[row].append(document)
-        if left := space - length:
-            if left not in by_space:
-                by_space[left] = []
-                bisect.insort(spaces, left)
-            by_space[left].append(row)
-    return rows
 
 
 def sample_order(seed: int, index: int, num_sequences: int) -> int:

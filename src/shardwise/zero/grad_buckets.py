@@ -101,7 +101,8 @@ class GradArrivals:
 
     Attributes:
         used: for each parameter, whether it got a gradient on this rank since the last step.
-        are_there: something is in the bucket.
+        are_there: a gradient was written into the bucket since its last reduction.
+        places: of the parameters' gradients in the bucket; none until it is opened.
         num_missing: how many have got none in the current backward.
     """
 
@@ -114,8 +115,7 @@ class GradArrivals:
     def _expect_empty(self) -> None:
         self._written = [False] * len(self._params)  # into the bucket, since its last reduction
         self.are_there = False
-        self._bucket: Tensor | None = None
-        self._places: list[Tensor] = []
+        self.places: list[Tensor] = []
 
     def end_backward(self) -> None:
         """Expect a gradient of every parameter again."""
@@ -139,12 +139,10 @@ class GradArrivals:
         """Count a parameter as one that got a gradient."""
         self.used[index] = True
 
-    def place(self, index: int, bucket: Tensor) -> Tensor:
-        """Return where in the bucket, which must be closed or cleared before another one, a parameter's gradient is."""
-        if self._bucket is not bucket:
-            self._bucket = bucket
-            self._places = [bucket[at.offset : at.offset + at.numel].view(at.shape) for at in self._params]
-        return self._places[index]
+    def open(self, bucket: Tensor) -> list[Tensor]:
+        """Return the places of the parameters' gradients in a bucket, which stays the same until it is empty again."""
+        self.places = [bucket[at.offset : at.offset + at.numel].view(at.shape) for at in self._params]
+        return self.places
 
     def close_bucket(self, bucket: Tensor) -> None:
         """Put zeros where no gradient was written, and expect an empty bucket again."""
@@ -265,9 +263,10 @@ class GradBucket:
                 f"the gradient of {self.spec.params[index].name} is sparse but shards are dense; set sparse=False",
             )
         if self._waiting is None:
-            place = self.arrivals.place(index, self._open_bucket(will_reduce))  # before the note
+            # The bucket is opened before the note: that asks whether something is in it.
+            places = self.arrivals.places or self.arrivals.open(self._open_bucket(will_reduce))
             plain = gradient.detach() if gradient.requires_grad else gradient
-            (add_widened if self.arrivals.note(index) else Tensor.copy_)(place, plain)
+            (add_widened if self.arrivals.note(index) else Tensor.copy_)(places[index], plain)
             return self.arrivals.num_missing == 0
         if index in self._waiting:  # of the backward before
             self._write_waiting(will_reduce)
@@ -287,11 +286,11 @@ class GradBucket:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, {}
-        bucket = self._open_bucket(will_reduce)
+        places = self.arrivals.places or self.arrivals.open(self._open_bucket(will_reduce))
         for is_there, write in ((False, copy_all), (True, add_all)):
             found = [(index, gradient) for index, (gradient, each) in waiting.items() if each is is_there]
             if found:
-                write([self.arrivals.place(index, bucket) for index, _ in found], [gradient for _, gradient in found])
+                write([places[index] for index, _ in found], [gradient for _, gradient in found])
 
     def _expect_gradient(self, will_reduce: bool) -> None:
         """Prepare for a gradient that is not in the bucket yet."""

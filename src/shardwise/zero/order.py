@@ -298,7 +298,11 @@ class ReductionOrder(Generic[Group]):
         return taken
 
     def late_on_any(self, ranks: Comm) -> list[Group]:
-        """Return the groups that are late on any of the ranks, in the order of reductions. All of them call it."""
+        """Return the groups that are late on any of the ranks, in the order of reductions. All of them call it.
+
+        Args:
+            ranks: their hosts, which know what is late: a device would have to end all its work before it could answer.
+        """
         flags = [float(group in self.late) for group in self.groups]
         agreed = ranks.max_scalars(numbers_on(ranks.device, []), "late gradients", flags)
         return [group for group, flag in zip(self.groups, agreed, strict=True) if flag]

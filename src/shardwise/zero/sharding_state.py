@@ -95,7 +95,7 @@ class ShardingState:
         held_stages = layout.pipeline.held if layout.pipeline is not None else ()
         self.absent = RemoteParams(model, layout, sorted(held_stages))
         blocks = {unit: model.get_submodule(unit.name) for unit in self.units if not unit.is_root}
-        handles = hook_unit(model, self, self.units[0], inner=blocks.values())
+        handles = hook_unit(model, self, self.units[0], inner=map(model.get_submodule, layout.units))
         # [Note: Blocks without hooks]
         # A pipeline's schedule says what is reduced and recorded. Where parameters are whole at all times, too, there
         # is nothing to do around a block, whose hooks would cost more than all that the schedule does.
@@ -558,7 +558,7 @@ class ShardingState:
         self.reductions.late.clear()
         self.reductions.running.finish()
         self.reductions.leave(self.order.is_lockstep and not self.reductions.is_last)
-        self._resources.pool.trim()
+        self._resources.pool.trim()  # the next forward needs the memory, that of gradients too that still leave
 
     def on_released_use(self, parameter: nn.Parameter) -> Tensor:
         """Gather a parameter that is used where no unit has announced it; return the tensor to use in its place."""

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,22 @@ def build() -> Any:
     """The C++ side: built once a machine, by torch's own loader, in about a minute.
 
     The loader marks a build by a file, and waits for ever where one was killed. So the mark of a build that is over
-    goes, under a lock that the system takes from a process that ends.
+    goes, under a lock that the system takes from a process that ends. It builds anew where the path is another one, so
+    the source goes beside what is made of it: all checkouts that have the same share it.
     """
     from torch.utils.cpp_extension import get_default_build_root, load
 
-    name = "shardwise_virtual_device"
-    folder = Path(get_default_build_root()) / f"{name}_{sys.implementation.cache_tag}_{torch.__version__}"
+    name, text = "shardwise_virtual_device", SOURCE.read_text()
+    of_what = f"{sys.implementation.cache_tag}_{torch.__version__}_{sha256(text.encode()).hexdigest()[:12]}"
+    folder = Path(get_default_build_root()) / f"{name}_{of_what}"
     folder.mkdir(parents=True, exist_ok=True)
     with Path(f"{folder}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)
-        return load(name, [str(SOURCE)], extra_cflags=["-O0", "-w"], build_directory=str(folder))
+        source = folder / SOURCE.name
+        if not source.exists() or source.read_text() != text:
+            source.write_text(text)
+        return load(name, [str(source)], extra_cflags=["-O0", "-w"], build_directory=str(folder))
 
 
 @cache

@@ -39,7 +39,7 @@ def test_the_loss_in_chunks_is_tried_before_nothing_fits() -> None:
 def test_what_the_user_has_said_of_chunks_stays() -> None:
     settings = ("tiers.params=host", "context.chunk_tokens=8192")
     question = Question(read_model("llama-3-8b"), cluster_of(8.0), 8192, 2, settings)
-    assert list(question.easier()) == []
+    assert list(question.easier(question.ask())) == []
 
 
 def test_where_the_longest_sequence_fits_nowhere_the_usual_one_is_answered() -> None:
@@ -61,9 +61,9 @@ def test_where_the_longest_sequence_fits_nowhere_the_usual_one_is_answered() -> 
 def test_a_length_that_is_given_is_not_changed() -> None:
     model = read_model("llama-3-8b")
     given = Question(model, parse_cluster("h100:8"), 1_048_576, 8, ())
-    assert {each.seq_len for each in given.easier()} == {1_048_576}
+    assert {each.seq_len for each in given.easier(given.ask())} == {1_048_576}
     in_file = Question(replace(model, seq_len=1_048_576), parse_cluster("h100:8"), None, 8, ())
-    assert {each.seq_len for each in in_file.easier()} == {None}
+    assert {each.seq_len for each in in_file.easier(in_file.ask())} == {None}
 
 
 @pytest.mark.parametrize("cluster", ["h100:64", "rtx-4090:2", "a100-80:8"])
@@ -148,4 +148,5 @@ def test_mfu_is_said_in_both_conventions(capsys) -> None:
 
 def test_a_source_without_a_length_is_no_longer_than_asked() -> None:
     source = ModelSource(shape=ModelShape.of_decoder(preset("llama-7b")))
-    assert [each.seq_len for each in Question(source, parse_cluster("h100:8"), 2048, 8, ()).easier()] == [2048]
+    question = Question(source, parse_cluster("h100:8"), 2048, 8, ())
+    assert [each.seq_len for each in question.easier(question.ask())] == [2048]
