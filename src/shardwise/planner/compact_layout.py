@@ -6,7 +6,7 @@ layers nor that of data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,19 +18,11 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.resolve import layout_of
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan
+from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES
-from shardwise.planner.job import PlanJob, changed, trains_all
-from shardwise.planner.stages import (
-    SkeletonParam,
-    StageLayouts,
-    StageTable,
-    block_params,
-    embedding_params,
-    head_params,
-    is_adapter,
-    norm_params,
-    with_adapters,
-)
+from shardwise.optim.rules import matrix_state_names
+from shardwise.planner.job import ModelShape, PlanJob, SectionNumbers, changed, trains_all
+from shardwise.planner.stages import StageLayouts, StageTable, UnitKind, is_adapter, params_of, with_adapters
 
 _LAST = "last"
 _EXPERTS = ":experts"
@@ -71,16 +63,18 @@ class CompactLayout:
     def __init__(self, job: PlanJob, stages: StageTable | None = None) -> None:
         self.job = job
         self.stages = stages or StageTable(job)
-        self._params: dict[tuple[Any, ...], tuple[SkeletonParam, ...]] = {}
+        self._units: dict[tuple[Any, ...], _Unit] = {}
+        self._numbers = SectionNumbers()
         self._ranks: dict[tuple[Any, ...], RankLayerCounts] = {}
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
 
     def at_rest(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
         """Return the bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
         key = self.key(config, pipeline_rank)
-        if key not in self._at_rest:
-            self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, None)
-        return self._at_rest[key]
+        found = self._at_rest.get(key)
+        if found is None:
+            found = self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, None)
+        return found
 
     def by_tier(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
         """Return `at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
@@ -97,15 +91,17 @@ class CompactLayout:
     def rank(self, config: ResolvedConfig, pipeline_rank: int = 0) -> RankLayerCounts:
         """Return the folded groups of one rank of the pipeline."""
         key = self.key(config, pipeline_rank)
-        if key not in self._ranks:
-            self._ranks[key] = self._fold(config, pipeline_rank)
-        return self._ranks[key]
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = self._fold(config, pipeline_rank)
+        return found
 
     def key(self, config: ResolvedConfig, pipeline_rank: int) -> tuple[Any, ...]:
         """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
         mesh, layers = config.mesh, self.stages.of(config).held_by(pipeline_rank)
         axes = (mesh.pp > 1, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp)
-        sections = (config.zero, config.tiers, config.precision, config.lora)
+        number = self._numbers.of
+        sections = number(config.zero), number(config.tiers), number(config.precision), number(config.lora)
         return *axes, layers, config.pipeline.gather, config.optimizer.name, *sections
 
     def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
@@ -118,26 +114,47 @@ class CompactLayout:
         is_unfolded = bool(tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device)
         every = range(stages.placement.num_stages)
         held = every if is_unfolded else stages.placement.stages_of(pipeline_rank)
-        counts, members = {ROOT: 1}, list(self._root(config, stages))
+        counts, members = {ROOT: 1}, list(_root(self.job.shape, stages))
         for stage in held:
-            for name, has_experts, count in _blocks_of(stages, stage, is_alone=config.mesh.pp == 1):
+            for name, kind, count in _blocks_of(stages, stage, is_alone=config.mesh.pp == 1):
                 for unit in [f"{name}.{index}" for index in range(count)] if is_unfolded else [name]:
                     counts[unit] = 1 if is_unfolded else count
-                    members.append(((stage,), unit, self._block(config, has_experts=has_experts)))
-        entries = [_entry(config, unit, param) for _, unit, params in members for param in params]
-        names = [f"{unit}.{param.name}" for _, unit, params in members for param in params]
+                    members.append(((stage,), unit, kind))
+        units = [(used_by, self._unit(config, unit, kind)) for used_by, unit, kind in members]
+        entries = tuple(entry for _, unit in units for entry in unit.entries)
         pipeline = tensor = None
         if config.mesh.pp > 1:
-            stages_of = {f"{unit}.{param.name}": used_by for used_by, unit, params in members for param in params}
+            stages_of = {entry.name: used_by for used_by, unit in units for entry in unit.entries}
             gathers_once = config.pipeline.gather == "batch" or not STAGES[config.zero.stage].unshard_for_use
             pipeline = PipelineLayout(stages.placement, (), stages_of, gathers_once, index=pipeline_rank)
-        if (tp := config.mesh.tp) > 1:
-            params = [param for _, _, params in members for param in params]
-            splits = {name: param.split(tp) for name, param in zip(names, params, strict=True)}
-            tensor = TensorLayout(TensorPlan(), splits, tp, config.tensor.sequence_parallel)
-        units = tuple(dict.fromkeys(entry.unit for entry in entries if entry.unit != ROOT))
-        facts = ModelFacts(self.job.shape.name, units, tuple(entries))
+        if config.mesh.tp > 1:
+            splits = {name: split for _, unit in units for name, split in unit.splits.items()}
+            tensor = TensorLayout(TensorPlan(), splits, config.mesh.tp, config.tensor.sequence_parallel)
+        names = tuple(dict.fromkeys(entry.unit for entry in entries if entry.unit != ROOT))
+        facts = ModelFacts(self.job.shape.name, names, entries)
         return self._counted(layout_of(facts, _legal(config), tensor, pipeline), counts)
+
+    def _unit(self, config: ResolvedConfig, name: str, kind: UnitKind) -> _Unit:
+        key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
+        if key not in self._units:
+            params = params_of(self.job.shape, kind, expert_ranks=self.job.ep)
+            params = with_adapters(params, config.lora) if name != ROOT else params
+            has_matrices = name != ROOT and bool(matrix_state_names(config.optimizer.name))
+            entries = [
+                ParamEntry(
+                    f"{name}.{param.name}",
+                    (),
+                    name + _EXPERTS * param.is_of_experts,
+                    param.stored_shape,
+                    requires_grad=trains_all(config) or is_adapter(param),
+                    is_opaque=param.is_packed,
+                    is_matrix=has_matrices and len(param.shape) > 1,
+                )
+                for param in params
+            ]
+            splits = {f"{name}.{param.name}": param.split(config.mesh.tp) for param in params}
+            self._units[key] = _Unit(tuple(entries), splits)
+        return self._units[key]
 
     def _counted(self, layout: Layout, counts: Mapping[str, int]) -> RankLayerCounts:
         """Count the groups; experts, whose groups are their own, are of their block's unit, and on `ep` times fewer
@@ -154,24 +171,11 @@ class CompactLayout:
         layout = replace(layout, units=units, groups=tuple(groups), elsewhere=())
         return RankLayerCounts(layout, tuple(LayerCount(group, counts[group.unit]) for group in groups))
 
-    def _block(self, config: ResolvedConfig, *, has_experts: bool) -> tuple[SkeletonParam, ...]:
-        key = (has_experts, config.lora)
-        if key not in self._params:
-            params = block_params(self.job.shape, has_experts=has_experts, expert_ranks=self.job.ep)
-            self._params[key] = with_adapters(params, config.lora)
-        return self._params[key]
 
-    def _root(
-        self, config: ResolvedConfig, stages: StageLayouts
-    ) -> Iterator[tuple[tuple[int, ...], str, Sequence[SkeletonParam]]]:
-        """Yield what is in no block, with the stages that use it."""
-        shape, last = self.job.shape, stages.head_stage
-        tokens, *positions = embedding_params(shape)
-        yield tuple(sorted({0, last})) if shape.is_tied else (0,), ROOT, [tokens]
-        yield (0,), ROOT, positions
-        yield (stages.norm_stage,), ROOT, norm_params(shape)
-        if not shape.is_tied:
-            yield (last,), ROOT, head_params(shape)
+@dataclass(frozen=True)
+class _Unit:
+    entries: tuple[ParamEntry, ...]
+    splits: Mapping[str, ParamSplit]
 
 
 def is_of_experts(group: GroupSpec) -> bool:
@@ -179,30 +183,29 @@ def is_of_experts(group: GroupSpec) -> bool:
     return _EXPERTS in group.name
 
 
-def _blocks_of(stages: StageLayouts, stage: int, *, is_alone: bool) -> Iterator[tuple[str, bool, int]]:
-    """Yield the equal blocks of a stage: their name, whether they have experts, their number.
+def _root(shape: ModelShape, stages: StageLayouts) -> Iterator[tuple[tuple[int, ...], str, UnitKind]]:
+    """Yield what is in no block, with the stages that use it."""
+    last = stages.head_stage
+    yield tuple(sorted({0, last})) if shape.is_tied else (0,), ROOT, "tokens"
+    yield (0,), ROOT, "positions"
+    yield (stages.norm_stage,), ROOT, "norm"
+    if not shape.is_tied:
+        yield (last,), ROOT, "head"
+
+
+def _blocks_of(stages: StageLayouts, stage: int, *, is_alone: bool) -> Iterator[tuple[str, UnitKind, int]]:
+    """Yield the equal blocks of a stage: their name, their kind, their number.
 
     Without a pipeline the last one is apart: what it was gathered for in the forward serves its backward.
     """
-    runs = [(has_experts, count) for has_experts, count in enumerate(stages.kinds[stage]) if count]
-    for has_experts, count in runs:
-        name, is_last = f"{'experts' if has_experts else 'dense'}.{stage}", is_alone and has_experts == runs[-1][0]
+    kinds: tuple[UnitKind, ...] = ("dense", "experts")
+    runs = [(kind, count) for kind, count in zip(kinds, stages.kinds[stage], strict=True) if count]
+    for kind, count in runs:
+        is_last = is_alone and kind == runs[-1][0]
         if count > is_last:
-            yield name, bool(has_experts), count - is_last
+            yield f"{kind}.{stage}", kind, count - is_last
         if is_last:
-            yield f"{name}.{_LAST}", bool(has_experts), 1
-
-
-def _entry(config: ResolvedConfig, unit: str, param: SkeletonParam) -> ParamEntry:
-    return ParamEntry(
-        f"{unit}.{param.name}",
-        (),
-        unit + _EXPERTS * param.is_of_experts,
-        param.stored_shape,
-        requires_grad=trains_all(config) or is_adapter(param),
-        is_opaque=param.is_packed,
-        is_matrix=unit != ROOT and len(param.shape) > 1,
-    )
+            yield f"{kind}.{stage}.{_LAST}", kind, 1
 
 
 def _legal(config: ResolvedConfig) -> ResolvedConfig:

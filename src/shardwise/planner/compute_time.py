@@ -29,7 +29,7 @@ from shardwise.planner.host_time import (
     HostTimes,
     host_times,
 )
-from shardwise.planner.job import PlanJob, param_of, product_dtype, trains_all
+from shardwise.planner.job import PlanJob, SectionNumbers, param_of, product_dtype, trains_all
 from shardwise.planner.profile import AttentionTime, MatmulTime
 from shardwise.planner.stages import PACKED_BYTES, SkeletonParam, block_params, is_adapter, packed_params, with_adapters
 
@@ -111,6 +111,7 @@ class ComputeTimeModel:
         self._products: dict[tuple[float, float, float, float, str, bool, bool], float] = {}
         self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
+        self._numbers = SectionNumbers()
         gpu = job.cluster.gpu
         self._corrections = Corrections(
             job, lambda job, s: ComputeTimeModel(job).block(s), lambda job, s: ComputeTimeModel(job).head(s)
@@ -123,7 +124,8 @@ class ComputeTimeModel:
         """Price one micro-batch of one block: the mean over blocks where only some have experts."""
         s = config
         linears = (s.mesh.tp, s.mesh.cp, s.batch.micro_size, s.tensor.sequence_parallel, s.batch.accumulation > 1)
-        key = (*linears, s.zero.stage >= 3, s.recompute, s.precision, s.lora)
+        number = self._numbers.of
+        key = (*linears, s.zero.stage >= 3, number(s.recompute), number(s.precision), number(s.lora))
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]

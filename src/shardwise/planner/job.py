@@ -182,6 +182,22 @@ def _section(section: Section, *leaves: tuple[str, Any]) -> Section:
     return section.model_copy(update=dict(leaves))
 
 
+class SectionNumbers:
+    """Number sections, equal ones by the same number: parts of a cache's key that are hashed sooner than a section."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Section, int] = {}
+        self._known: dict[int, tuple[Section, int]] = {}  # by id, which stays that of a section that is kept here
+
+    def of(self, section: Section) -> int:
+        """Return the number of a section."""
+        known = self._known.get(id(section))
+        if known is None:
+            number = self._numbers.setdefault(section, len(self._numbers))
+            known = self._known[id(section)] = section, number
+        return known[1]
+
+
 def num_data_ranks(config: ResolvedConfig) -> int:
     """Return the number of ranks that take different samples."""
     return config.mesh.dp_replicate * config.mesh.dp_shard

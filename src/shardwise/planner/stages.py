@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
@@ -70,24 +70,27 @@ def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: 
     return (*norms[0], *_attention_params(shape), *norms[1], *ffn)
 
 
-def embedding_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """List the table of tokens, and that of positions where they are learned."""
-    vocab = FusedPart(shape.vocab_size, is_padded=True)
-    tokens = SkeletonParam(name="embed.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab)
-    if not shape.num_positions:
-        return (tokens,)
-    return tokens, SkeletonParam(name="positions.weight", shape=(shape.num_positions, shape.hidden_size))
+UnitKind = Literal["dense", "experts", "tokens", "positions", "norm", "head"]
+"""Blocks, without experts and with them; the tables of tokens and of positions; the norm after the blocks; the head."""
 
 
-def norm_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """List the parameters of the norm after the blocks."""
-    return tuple(_norm(shape, "norm"))
+def params_of(shape: ModelShape, kind: UnitKind, *, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
+    """List the parameters of a unit; the head's as if it were not tied.
 
-
-def head_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """List the parameters of the head, as if it were not tied."""
-    vocab = FusedPart(shape.vocab_size, is_padded=True)
-    return (SkeletonParam(name="head.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab),)
+    Args:
+        expert_ranks: over which whole experts are spread; the parameters are those of one rank.
+    """
+    vocab, table = FusedPart(shape.vocab_size, is_padded=True), (shape.vocab_size, shape.hidden_size)
+    if kind == "tokens":
+        return (SkeletonParam(name="embed.weight", shape=table, dim=0, part=vocab),)
+    if kind == "positions":
+        positions = SkeletonParam(name="positions.weight", shape=(shape.num_positions, shape.hidden_size))
+        return (positions,) if shape.num_positions else ()
+    if kind == "norm":
+        return tuple(_norm(shape, "norm"))
+    if kind == "head":
+        return (SkeletonParam(name="head.weight", shape=table, dim=0, part=vocab),)
+    return block_params(shape, has_experts=kind == "experts", expert_ranks=expert_ranks)
 
 
 def _norm(shape: ModelShape, name: str) -> Iterator[SkeletonParam]:
@@ -258,10 +261,11 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     chosen = 1.0 if shape.experts is None else shape.experts.num_chosen / shape.experts.num_experts
     num_dense = shape.num_layers - shape.num_expert_layers
     kinds = {has: block_params(shape, has_experts=has) for has in (False, True)}
-    head, embed = head_params(shape), _cost_of("embed", embedding_params(shape))
+    head = params_of(shape, "head")
+    embed = _cost_of("embed", (*params_of(shape, "tokens"), *params_of(shape, "positions")))
     costs = [replace(embed, compute=0.0)]  # rows are looked up
     costs += [_cost_of(f"blocks.{index}", kinds[index >= num_dense], chosen) for index in range(shape.num_layers)]
-    costs += [_cost_of("norm", norm_params(shape)), _cost_of("head", head)]
+    costs += [_cost_of("norm", params_of(shape, "norm")), _cost_of("head", head)]
     entry = ParamEntry("head.weight", (), "head", head[0].shape, requires_grad=True)
     cut = partition_stages(
         [
