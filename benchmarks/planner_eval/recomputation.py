@@ -105,6 +105,16 @@ _MAXTEXT: Final[Mapping[str, Recomputation]] = MappingProxyType(
 _PER_OP: Final = Recomputation(products=("key", "out", "up"), streams=True, experts=True)
 
 
+# Surogate's blocks under adapters (docs/design/dsl-driven-recompute.md): all but the product after the activation.
+_ALL_BUT_DOWN: Final = Recomputation(
+    freed=frozenset({"norms", "qkv", "mixed", "sums", "wide", "act"}),
+    products=("gate", "key", "out", "query", "up", "value"),
+    attention=True,
+    experts=True,
+    streams=True,
+)
+
+
 def recomputation_of(written: str | None, code: str, *, saves_attention: bool = True) -> Recomputation | None:
     """Return what words of a code mean; None where they are those of a whole block, of none, or unknown.
 
@@ -116,6 +126,8 @@ def recomputation_of(written: str | None, code: str, *, saves_attention: bool = 
     text = (written or "").lower()
     if code == "maxtext":
         return next((found for word, found in _MAXTEXT.items() if word in text), None)
+    if "intermediates within a block" in text:
+        return _ALL_BUT_DOWN
     if re.search(r"per.op\b|\(op\)|selectiveac", text):
         return _PER_OP if saves_attention else dataclasses.replace(_PER_OP, attention=True)
     table = _LLMQ if code == "engine" else _MEGATRON

@@ -115,7 +115,7 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
         return ("selective" if "matmul" in text else "full"), int(match.group(1))
     if re.search(r"recompute-(ffn|norm|att|qkv|swiglu)", text) and "block" not in text:
         return "selective", 1
-    if re.search(r"\bminimal|\bsave_(dot|qkv)", text):
+    if "intermediates within a block" in text or re.search(r"\bminimal|\bsave_(dot|qkv)", text):
         return "selective", 1
     if "selective" in text or "op" in text.split() or re.search(r"\bsac\b|core_?attn", text):
         return "selective", 1

@@ -154,11 +154,14 @@ class ComputeTimeModel:
             forward + num_adapted * ADAPTER_LAUNCHES[0],
             backward + num_adapted * ADAPTER_LAUNCHES[1] - (0 if trains_all(s) else NUM_PRODUCTS),
         )
+        profile = self.job.cluster.profile
+        # What `doctor` measures of a product without work is its launch.
+        speed_share = (profile.call_s / LAUNCH_S if profile is not None else 0.0) or 1.0
         engine_s = _BLOCK_S[s.zero.stage] + _PARAM_S * _NUM_BLOCK_PARAMS * (s.zero.stage > 1)
         return HostCosts(
             launches=launches,
-            launch_s=COMPILED_LAUNCH_S if is_compiled else LAUNCH_S,
-            backward_launch_s=COMPILED_LAUNCH_S if is_compiled else BACKWARD_LAUNCH_S,
+            launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else LAUNCH_S),
+            backward_launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else BACKWARD_LAUNCH_S),
             block_s=(_FORWARD_PART * engine_s, (1 - _FORWARD_PART) * engine_s),
             param_s=_STEP_PARAM_S,
         )

@@ -239,7 +239,10 @@ def test_the_host_launches_what_a_block_s_code_has_and_a_graph_launches_itself()
     assert again.backward_s == pytest.approx(eager.backward_s + eager.forward_s / 2)
     grace = unmeasured(gpu=replace(GPU, name="gb200")).host(BASE)
     assert grace.forward_s == pytest.approx(2.6 * eager.forward_s)
-    assert model(products=RATE).host(BASE).forward_s > 0  # a profile has kernels, not launches
+    profile = Profile(device="plain", num_ranks=1, num_threads=1, memory_bytes=1e12, call_s=24e-6)
+    measured = replace(unmeasured().job.cluster, profile=profile)
+    slow = PublishedComputeModel(replace(unmeasured().job, cluster=measured)).host(BASE)
+    assert slow.forward_s == pytest.approx(2 * eager.forward_s)
     job = unmeasured().job
     processor = replace(job, cluster=replace(job.cluster, gpu=replace(GPU, name="cpu")))
     assert ComputeTimeModel(processor).host(BASE) == HostTimes()
