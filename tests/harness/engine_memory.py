@@ -30,11 +30,11 @@ from shardwise.schedule import RECIPES
 
 _TIERS: Final = (
     *({}, {}, {}, {}),
-    {"optimizer_tier": "host"},
-    {"optimizer_tier": "nvme"},
-    {"optimizer_tier": "host", "grads_tier": "host"},
-    {"optimizer_tier": "nvme", "grads_tier": "host", "params_tier": "host"},
-    {"activations_tier": "host"},
+    {"tiers.optimizer": "host"},
+    {"tiers.nvme_path": "nvme", "tiers.optimizer": "nvme"},
+    {"tiers.optimizer": "host", "tiers.grads": "host"},
+    {"tiers.nvme_path": "nvme", "tiers.optimizer": "nvme", "tiers.grads": "host", "tiers.params": "host"},
+    {"tiers.activations": "host"},
 )
 
 

@@ -75,7 +75,7 @@ class Corrections:
         shape, dtype = self._job.shape, param_of(config)
         if self._profile is None or shape.experts is not None or product_dtype(config) != dtype:
             return times
-        return _scaled(times, self._block_factors(dtype), tokens, _num_weights(shape) / config.mesh.tp)
+        return _scaled(times, self._block_factors(dtype), tokens, shape.matmul_numel("dense") / config.mesh.tp)
 
     def head(self, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
         """Return the corrected `times` of the last norm, the head and the loss; the arguments are those of `block`."""
@@ -92,7 +92,7 @@ class Corrections:
                 priced = self._price_block(
                     self._measured_job(shape, block.seq_len), changed(BASE, {"precision.param": dtype})
                 )
-                points.append(_point(block, priced, block.seq_len, _num_weights(shape)))
+                points.append(_point(block, priced, block.seq_len, shape.matmul_numel("dense")))
         return LogInterpolator(points) if points else None
 
     def _of_heads(self, dtype: Dtype) -> LogInterpolator | None:
@@ -127,11 +127,6 @@ def _scaled(times: PassTimes, factors: LogInterpolator | None, tokens: float, wi
         times.forward_s * forward, times.backward_input_s * backward, times.backward_weight_s * backward,
         times.recompute_s,
     )  # fmt: skip
-
-
-def _num_weights(shape: ModelShape) -> int:
-    """Count the weights in the matrices of a dense block."""
-    return shape.attention_params + shape.num_ffn_matrices * shape.hidden_size * shape.ffn_size
 
 
 def _shape(

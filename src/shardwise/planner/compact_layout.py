@@ -21,8 +21,8 @@ from shardwise.layout.tensor_plan import TensorLayout, TensorPlan
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES
 from shardwise.optim.rules import matrix_state_names
-from shardwise.planner.job import ModelShape, PlanJob, SectionNumbers, changed, trains_all
-from shardwise.planner.stages import StageLayouts, StageTable, UnitKind, is_adapter, params_of, with_adapters
+from shardwise.planner.job import ModelShape, PlanJob, SectionNumbers, UnitKind, changed, trains_all
+from shardwise.planner.stages import StageLayouts, StageTable, is_adapter, with_adapters
 
 _LAST = "last"
 _EXPERTS = ":experts"
@@ -137,7 +137,7 @@ class CompactLayout:
     def _unit(self, config: ResolvedConfig, name: str, kind: UnitKind) -> _Unit:
         key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
         if key not in self._units:
-            params = params_of(self.job.shape, kind, expert_ranks=self.job.ep)
+            params = self.job.shape.params_of(kind, expert_ranks=self.job.ep)
             params = with_adapters(params, config.lora) if name != ROOT else params
             has_matrices = name != ROOT and bool(matrix_state_names(config.optimizer.name))
             entries = [

@@ -29,9 +29,9 @@ from shardwise.planner.host_time import (
     HostTimes,
     host_times,
 )
-from shardwise.planner.job import PlanJob, SectionNumbers, param_of, product_dtype, trains_all
+from shardwise.planner.job import PlanJob, SectionNumbers, SkeletonParam, param_of, product_dtype, trains_all
 from shardwise.planner.profile import AttentionTime, MatmulTime
-from shardwise.planner.stages import PACKED_BYTES, SkeletonParam, block_params, is_adapter, packed_params, with_adapters
+from shardwise.planner.stages import PACKED_BYTES, is_adapter, packed_params, with_adapters
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -272,7 +272,7 @@ class ComputeTimeModel:
         return [router, *routed, *(self._ffn_linears(s, shared, tokens) if shared else [])]
 
     def _adapters_of(self, lora: LoraConfig, *, has_experts: bool) -> list[SkeletonParam]:
-        params = block_params(self.job.shape, has_experts=has_experts)
+        params = self.job.shape.params_of("experts" if has_experts else "dense")
         return [adapter for adapter in with_adapters(params, lora) if is_adapter(adapter)]
 
     def _adapters(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:

@@ -9,14 +9,16 @@ ModelSource      what a file says of a job: ours, a model's, another tool's
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, ResolvedConfig
 from shardwise.config.sections import MAX_LAYERS, Section
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.models.presets import DecoderConfig
 from shardwise.planner.hardware import Cluster
 from shardwise.schedule.formulas import training_flops_per_token
@@ -37,6 +39,43 @@ class Experts:
     ffn_size: int
     num_shared: int = 0
     num_dense_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkeletonParam:
+    """Describe one parameter of a unit, by its name within it.
+
+    Attributes:
+        dim: along which tp splits it into `part`; None where every rank holds all of it.
+        is_of_experts: whether it holds one matrix of each expert, side by side along dim 0.
+        is_packed: whether its elements are stored in 4 bits each, as bytes (`lora.base = "nf4"`).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    part: FusedPart | None = None
+    is_of_experts: bool = False
+    is_packed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Return its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape of what is stored: of the bytes, where it is packed."""
+        return ((self.numel + 1) // 2, 1) if self.is_packed else self.shape
+
+    def split(self, tp: int) -> ParamSplit:
+        """Return its split over the tensor-parallel group."""
+        return ParamSplit(self.shape, tp, self.dim, () if self.part is None else (self.part,))
+
+
+UnitKind = Literal["dense", "experts", "tokens", "positions", "norm", "head"]
+"""Blocks, without experts and with them; the tables of tokens and of positions; the norm after the blocks; the head."""
+_ENDS: Final[tuple[UnitKind, ...]] = ("positions", "norm", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,40 +139,52 @@ class ModelShape:
         return 0 if self.experts is None else self.num_layers - self.experts.num_dense_layers
 
     @property
-    def attention_params(self) -> int:
-        """Return the elements of one layer's four attention matrices."""
-        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+    def blocks(self) -> dict[UnitKind, int]:
+        """Return the number of blocks of each kind."""
+        return {"dense": self.num_layers - self.num_expert_layers, "experts": self.num_expert_layers}
 
-    @property
+    def params_of(self, kind: UnitKind, *, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
+        """List the parameters of a unit, in the order of its module; the head's as if it were not tied.
+
+        Args:
+            expert_ranks: over which whole experts are spread; the parameters are those of one rank.
+        """
+        vocab, hidden = FusedPart(self.vocab_size, is_padded=True), self.hidden_size
+        if kind == "positions":
+            positions = SkeletonParam(name="positions.weight", shape=(self.num_positions, hidden))
+            return (positions,) if self.num_positions else ()
+        if kind == "norm":
+            return tuple(_norm(self, "norm"))
+        if kind in ("tokens", "head"):
+            name = f"{'embed' if kind == 'tokens' else kind}.weight"
+            return (SkeletonParam(name=name, shape=(self.vocab_size, hidden), dim=0, part=vocab),)
+        ffn = _expert_params(self, expert_ranks) if kind == "experts" else _ffn_params(self, "ffn", self.ffn_size)
+        norms = (_norm(self, "attention_norm"), _norm(self, "ffn_norm"))
+        return (*norms[0], *_attention_params(self), *norms[1], *ffn)
+
+    @cached_property
     def num_params(self) -> int:
         """Return the elements of all parameters, tied ones once."""
-        hidden, ffns = self.hidden_size, self.num_ffn_matrices
-        norms = (4 if self.has_biases else 2) * hidden
-        dense = ffns * hidden * self.ffn_size
-        biases = 0
-        if self.has_biases:
-            biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + 2 * hidden + (ffns - 1) * self.ffn_size
-        blocks = self.num_layers * (self.attention_params + norms + biases)
-        blocks += (self.num_layers - self.num_expert_layers) * dense
-        if self.experts is not None:
-            expert_numel = ffns * hidden * self.experts.ffn_size
-            one = (
-                self.experts.num_experts + self.experts.num_shared
-            ) * expert_numel + hidden * self.experts.num_experts
-            blocks += self.num_expert_layers * one
-        tables = (1 if self.is_tied else 2) * self.vocab_size * hidden + self.num_positions * hidden
-        return blocks + tables + (2 if self.has_biases else 1) * hidden
+        once: tuple[UnitKind, ...] = ("tokens", "positions", "norm") if self.is_tied else ("tokens", *_ENDS)
+        counts = self.blocks | dict.fromkeys(once, 1)
+        return sum(
+            count * sum(param.numel for param in self.params_of(kind)) for kind, count in counts.items() if count
+        )
 
-    @property
+    @cached_property
     def num_matmul_params(self) -> int:
         """Return the elements of the matrices that multiply each token: the head's are included, a lookup's are not."""
-        hidden, ffns = self.hidden_size, self.num_ffn_matrices
-        total = self.num_layers * self.attention_params + self.vocab_size * hidden
-        total += (self.num_layers - self.num_expert_layers) * ffns * hidden * self.ffn_size
-        if self.experts is not None:
-            taken = self.experts.num_chosen + self.experts.num_shared
-            total += self.num_expert_layers * hidden * (ffns * taken * self.experts.ffn_size + self.experts.num_experts)
-        return total
+        inner = sum(count * self.matmul_numel(kind) for kind, count in self.blocks.items() if count)
+        return inner + self.matmul_numel("head")
+
+    def matmul_numel(self, kind: UnitKind) -> int:
+        """Return the elements of a unit's matrices that multiply each token; of the experts, of the chosen ones."""
+        chosen, every = (1, 1) if self.experts is None else (self.experts.num_chosen, self.experts.num_experts)
+        return sum(
+            param.numel * chosen // every if param.is_of_experts else param.numel
+            for param in self.params_of(kind)
+            if len(param.shape) > 1
+        )
 
     def flops_per_token(self, seq_len: int, *, is_causal_halved: bool = False, trains_all: bool = True) -> float:
         """Return the FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
@@ -147,6 +198,56 @@ class ModelShape:
         width = self.num_layers * self.num_heads * self.head_dim
         num_keys = keys / 2 if is_causal_halved else keys
         return training_flops_per_token(self.num_matmul_params, width, num_keys, trains=trains_all)
+
+
+def _norm(shape: ModelShape, name: str) -> Iterator[SkeletonParam]:
+    yield SkeletonParam(name=f"{name}.weight", shape=(shape.hidden_size,))
+    if shape.has_biases:
+        yield SkeletonParam(name=f"{name}.bias", shape=(shape.hidden_size,))
+
+
+def _attention_params(shape: ModelShape) -> Iterator[SkeletonParam]:
+    query = FusedPart(shape.num_heads * shape.head_dim, shape.num_heads)
+    kv = FusedPart(shape.num_kv_heads * shape.head_dim, shape.num_kv_heads)
+    for name, split in (("query", query), ("key", kv), ("value", kv)):
+        yield from _linear(shape, f"attention.{name}", (split.size, shape.hidden_size), 0, split)
+    yield from _linear(shape, "attention.out", (shape.hidden_size, query.size), 1, query)
+
+
+def _ffn_params(shape: ModelShape, name: str, ffn_size: int) -> Iterator[SkeletonParam]:
+    split = FusedPart(ffn_size)
+    for column in ("gate", "up") if shape.ffn == "gated" else ("up",):
+        yield from _linear(shape, f"{name}.{column}", (ffn_size, shape.hidden_size), 0, split)
+    yield from _linear(shape, f"{name}.down", (shape.hidden_size, ffn_size), 1, split)
+
+
+def _expert_params(shape: ModelShape, expert_ranks: int) -> Iterator[SkeletonParam]:
+    experts = shape.experts
+    if experts is None:
+        return
+    yield SkeletonParam(name="ffn.router.weight", shape=(experts.num_experts, shape.hidden_size))
+    if experts.num_shared:
+        yield from _ffn_params(shape, "ffn.shared", experts.num_shared * experts.ffn_size)
+    num_here, size, hidden = -(-experts.num_experts // expert_ranks), experts.ffn_size, shape.hidden_size
+    names = ("gate", "up", "down") if shape.ffn == "gated" else ("up", "down")
+    for name in names:
+        dim, matrix = (2, (hidden, size)) if name == "down" else (1, (size, hidden))
+        yield SkeletonParam(
+            name=f"ffn.experts.{name}",
+            shape=(num_here, *matrix),
+            dim=dim,
+            part=FusedPart(size),
+            is_of_experts=True,
+        )
+
+
+def _linear(shape: ModelShape, name: str, size: tuple[int, int], dim: int, part: FusedPart) -> Iterator[SkeletonParam]:
+    """Yield a layer's weight, and its bias, which tp splits where it splits the outputs."""
+    yield SkeletonParam(name=f"{name}.weight", shape=size, dim=dim, part=part)
+    if shape.has_biases and dim == 0:
+        yield SkeletonParam(name=f"{name}.bias", shape=size[:1], dim=0, part=part)
+    elif shape.has_biases:
+        yield SkeletonParam(name=f"{name}.bias", shape=size[:1])
 
 
 Attention = Literal["flash", "fused-softmax", "unfused"]

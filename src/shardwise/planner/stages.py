@@ -19,128 +19,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.stage_partition import UnitCost, partition_stages
-from shardwise.layout.tp_sharding import FusedPart, ParamSplit
-from shardwise.planner.job import ModelShape, PlanJob
+from shardwise.planner.job import ModelShape, PlanJob, SkeletonParam
 from shardwise.schedule.pipelines import placement_of
 from shardwise.schedule.placement import StagePlacement
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkeletonParam:
-    """Describe one parameter of a unit, by its name within it.
-
-    Attributes:
-        dim: along which tp splits it into `part`; None where every rank holds all of it.
-        is_of_experts: whether it holds one matrix of each expert, side by side along dim 0.
-        is_packed: whether its elements are stored in 4 bits each, as bytes (`lora.base = "nf4"`).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    part: FusedPart | None = None
-    is_of_experts: bool = False
-    is_packed: bool = False
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape of what is stored: of the bytes, where it is packed."""
-        return ((math.prod(self.shape) + 1) // 2, 1) if self.is_packed else self.shape
-
-    def split(self, tp: int) -> ParamSplit:
-        """Return its split over the tensor-parallel group."""
-        return ParamSplit(self.shape, tp, self.dim, () if self.part is None else (self.part,))
-
-
-def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
-    """List the parameters of one layer, in the order of its module.
-
-    Args:
-        has_experts: whether the layer's feed-forward is experts.
-        expert_ranks: over which whole experts are spread; the parameters are those of one rank.
-    """
-    ffn = _expert_params(shape, expert_ranks) if has_experts else _ffn_params(shape, "ffn", shape.ffn_size)
-    norms = (_norm(shape, "attention_norm"), _norm(shape, "ffn_norm"))
-    return (*norms[0], *_attention_params(shape), *norms[1], *ffn)
-
-
-UnitKind = Literal["dense", "experts", "tokens", "positions", "norm", "head"]
-"""Blocks, without experts and with them; the tables of tokens and of positions; the norm after the blocks; the head."""
-
-
-def params_of(shape: ModelShape, kind: UnitKind, *, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
-    """List the parameters of a unit; the head's as if it were not tied.
-
-    Args:
-        expert_ranks: over which whole experts are spread; the parameters are those of one rank.
-    """
-    vocab, table = FusedPart(shape.vocab_size, is_padded=True), (shape.vocab_size, shape.hidden_size)
-    if kind == "tokens":
-        return (SkeletonParam(name="embed.weight", shape=table, dim=0, part=vocab),)
-    if kind == "positions":
-        positions = SkeletonParam(name="positions.weight", shape=(shape.num_positions, shape.hidden_size))
-        return (positions,) if shape.num_positions else ()
-    if kind == "norm":
-        return tuple(_norm(shape, "norm"))
-    if kind == "head":
-        return (SkeletonParam(name="head.weight", shape=table, dim=0, part=vocab),)
-    return block_params(shape, has_experts=kind == "experts", expert_ranks=expert_ranks)
-
-
-def _norm(shape: ModelShape, name: str) -> Iterator[SkeletonParam]:
-    yield SkeletonParam(name=f"{name}.weight", shape=(shape.hidden_size,))
-    if shape.has_biases:
-        yield SkeletonParam(name=f"{name}.bias", shape=(shape.hidden_size,))
-
-
-def _attention_params(shape: ModelShape) -> Iterator[SkeletonParam]:
-    query = FusedPart(shape.num_heads * shape.head_dim, shape.num_heads)
-    kv = FusedPart(shape.num_kv_heads * shape.head_dim, shape.num_kv_heads)
-    for name, split in (("query", query), ("key", kv), ("value", kv)):
-        yield from _linear(shape, f"attention.{name}", (split.size, shape.hidden_size), 0, split)
-    yield from _linear(shape, "attention.out", (shape.hidden_size, query.size), 1, query)
-
-
-def _ffn_params(shape: ModelShape, name: str, ffn_size: int) -> Iterator[SkeletonParam]:
-    split = FusedPart(ffn_size)
-    for column in ("gate", "up") if shape.ffn == "gated" else ("up",):
-        yield from _linear(shape, f"{name}.{column}", (ffn_size, shape.hidden_size), 0, split)
-    yield from _linear(shape, f"{name}.down", (shape.hidden_size, ffn_size), 1, split)
-
-
-def _expert_params(shape: ModelShape, expert_ranks: int) -> Iterator[SkeletonParam]:
-    experts = shape.experts
-    if experts is None:
-        return
-    yield SkeletonParam(name="ffn.router.weight", shape=(experts.num_experts, shape.hidden_size))
-    if experts.num_shared:
-        yield from _ffn_params(shape, "ffn.shared", experts.num_shared * experts.ffn_size)
-    num_here, size, hidden = -(-experts.num_experts // expert_ranks), experts.ffn_size, shape.hidden_size
-    names = ("gate", "up", "down") if shape.ffn == "gated" else ("up", "down")
-    for name in names:
-        dim, matrix = (2, (hidden, size)) if name == "down" else (1, (size, hidden))
-        yield SkeletonParam(
-            name=f"ffn.experts.{name}",
-            shape=(num_here, *matrix),
-            dim=dim,
-            part=FusedPart(size),
-            is_of_experts=True,
-        )
-
-
-def _linear(shape: ModelShape, name: str, size: tuple[int, int], dim: int, part: FusedPart) -> Iterator[SkeletonParam]:
-    """Yield a layer's weight, and its bias, which tp splits where it splits the outputs."""
-    yield SkeletonParam(name=f"{name}.weight", shape=size, dim=dim, part=part)
-    if shape.has_biases and dim == 0:
-        yield SkeletonParam(name=f"{name}.bias", shape=size[:1], dim=0, part=part)
-    elif shape.has_biases:
-        yield SkeletonParam(name=f"{name}.bias", shape=size[:1])
 
 
 @dataclass(frozen=True)
@@ -260,12 +147,12 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     """
     chosen = 1.0 if shape.experts is None else shape.experts.num_chosen / shape.experts.num_experts
     num_dense = shape.num_layers - shape.num_expert_layers
-    kinds = {has: block_params(shape, has_experts=has) for has in (False, True)}
-    head = params_of(shape, "head")
-    embed = _cost_of("embed", (*params_of(shape, "tokens"), *params_of(shape, "positions")))
+    kinds = {False: shape.params_of("dense"), True: shape.params_of("experts")}
+    head = shape.params_of("head")
+    embed = _cost_of("embed", (*shape.params_of("tokens"), *shape.params_of("positions")))
     costs = [replace(embed, compute=0.0)]  # rows are looked up
     costs += [_cost_of(f"blocks.{index}", kinds[index >= num_dense], chosen) for index in range(shape.num_layers)]
-    costs += [_cost_of("norm", params_of(shape, "norm")), _cost_of("head", head)]
+    costs += [_cost_of("norm", shape.params_of("norm")), _cost_of("head", head)]
     entry = ParamEntry("head.weight", (), "head", head[0].shape, requires_grad=True)
     cut = partition_stages(
         [
@@ -321,7 +208,8 @@ def packed_params(shape: ModelShape, lora: LoraConfig, *, has_experts: bool) -> 
     """
     if lora.base == "keep":
         return []
-    return [param for param in with_adapters(block_params(shape, has_experts=has_experts), lora) if param.is_packed]
+    params = shape.params_of("experts" if has_experts else "dense")
+    return [param for param in with_adapters(params, lora) if param.is_packed]
 
 
 def is_adapter(param: SkeletonParam) -> bool:
