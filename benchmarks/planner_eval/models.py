@@ -21,7 +21,7 @@ from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLaye
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.host_time import HostCosts, HostTimes
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
-from shardwise.planner.memory import BlockBytes, MemoryModel
+from shardwise.planner.memory import BlockBytes, MemoryModel, layer_shape, unread_size
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
@@ -126,6 +126,10 @@ class PublishedMemoryModel(MemoryModel):
     def _block_bytes(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         """Free what the code's own words of recomputation free, where they are more than a mode."""
         found, again = super()._block_bytes(strategy, has_experts=has_experts), published_traits(self.job).recomputation
+        if published_traits(self.job).keeps_frozen_inputs and strategy.recompute == "none":
+            tokens = self.job.seq_len / strategy.cp * strategy.micro_size * DTYPE_BYTES[strategy.param]
+            unread = tokens * unread_size(self.job, strategy, layer_shape(self.job, strategy), has_experts=has_experts)
+            found = dataclasses.replace(found, kept=found.kept + unread, whole=found.whole + unread)
         if published_traits(self.job).is_latent:
             tokens = self.job.seq_len / strategy.cp * strategy.micro_size * DTYPE_BYTES[strategy.param]
             more = tokens * LATENT_MORE * self.job.shape.num_heads / strategy.tp

@@ -374,7 +374,7 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
         strategy: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
         has_experts: whether the block's feed-forward is a layer of experts.
     """
-    s, shape = strategy, _layer_shape(job, strategy, has_experts)
+    s, shape = strategy, layer_shape(job, strategy, has_experts)
     is_chunked = s.chunk_tokens is not None and not has_experts
     kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
     bytes_kept = partial(
@@ -394,7 +394,7 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
         if drops_scores
         else bytes_kept(kept_shape, recompute=s.recompute)
     )
-    unread = feature * _unread_size(job, s, shape, has_experts=has_experts)
+    unread = feature * unread_size(job, s, shape, has_experts=has_experts)
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
     num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
     stream = feature * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
@@ -410,7 +410,7 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
     )
 
 
-def _unread_size(job: PlanJob, strategy: Strategy, shape: LayerShape, *, has_experts: bool) -> float:
+def unread_size(job: PlanJob, strategy: Strategy, shape: LayerShape, *, has_experts: bool) -> float:
     """Return the features of a token that no weight's gradient reads, as layers without adapters are frozen."""
     if job.trains_all or has_experts or strategy.chunk_tokens is not None:
         return 0.0
@@ -504,7 +504,8 @@ def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
     return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
 
-def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerShape:
+def layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool = False) -> LayerShape:
+    """Return the sizes of a block, and what its code keeps."""
     shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
     return LayerShape(
         hidden_size=shape.hidden_size,
