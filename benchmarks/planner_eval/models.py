@@ -21,7 +21,7 @@ from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLaye
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.host_time import HostCosts, HostTimes
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
-from shardwise.planner.memory import BlockBytes, MemoryModel, layer_shape, unread_size
+from shardwise.planner.memory import CONTEXT_BYTES, BlockBytes, MemoryModel, layer_shape, unread_size
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
@@ -181,6 +181,13 @@ class PublishedMemoryModel(MemoryModel):
         tokens = self.job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param] / s.tp
         brought = experts.num_chosen * self.job.shape.hidden_size if s.ep > 1 else 0
         return tokens * (experts.num_chosen * experts.ffn_size - brought)
+
+    def _of_device(self, strategy: Strategy, moving_bytes: float) -> dict[str, float]:
+        """Leave out torch's kernels and its allocator where the code has neither."""
+        found, code = super()._of_device(strategy, moving_bytes), published_traits(self.job).code
+        if code is None or not code.is_graphed:
+            return found
+        return {"overhead": found["overhead"] - CONTEXT_BYTES / 2, "rounding": 0.0}
 
     def _scale_bytes(self, strategy: Strategy, rank: int) -> float:
         """Return those of bitsandbytes, which does not quantize scales again unless it is asked to."""
