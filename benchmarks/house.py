@@ -237,7 +237,8 @@ def module_state(sources: Sources) -> list[str]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call)
         if (called := ast.unparse(node.value.func)) not in FROZEN_CALLS
         # A config is frozen, and so is what it resolves to.
-        if called.rpartition(".")[2] not in frozen | functions | {"resolve"} and not called.startswith(("click.", "Path(__file__)"))
+        if called.rpartition(".")[2] not in frozen | functions | {"resolve"}
+        and not called.startswith(("click.", "Path(__file__)"))
     ]
 
 

@@ -433,6 +433,7 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
     text = str(p.get("offload") or "none").lower()
     if "possibly" in text or "none" in text:
         return {}
+    text = text.replace("master", "master params")  # which are LLMQ's parameters
     text = re.sub("residual|checkpoints", "activations", re.sub("master|opt-[mv]|states|ds_z[23]", "optimizer", text))
     if "_offload.json" in str(p.get("offload")):  # DeepSpeed's optimizer takes the gradients with it
         text += " grads params" if "_z3_" in str(p.get("offload")) else " grads"

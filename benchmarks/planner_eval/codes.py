@@ -85,6 +85,16 @@ def dated(code: Code, p: Mapping[str, Any]) -> Code:
     return dataclasses.replace(code, year=year, groups_experts=bool(p.get("experts_kernel")) or year >= 2026)
 
 
+def is_of_early_2024(words: str) -> bool:
+    """Say whether a framework's version is of 2024 at the latest, and not named as of its second half.
+
+    >>> is_of_early_2024("LitGPT of 2024"), is_of_early_2024("train.py (2024-03)"), is_of_early_2024("trl (2024-10)")
+    (True, True, False)
+    """
+    found = re.findall(r"20[12]\d(?:-\d\d)?", words)
+    return bool(found) and max(found) < "2024-07"
+
+
 def runs_all_experts(framework: str, model: str) -> bool:
     """Say whether each expert is run on each token, with scores of 0 for most (transformers' `modeling_llama4.py`)."""
     return code_of(framework).name == "hf" and "llama-4" in model.lower()
@@ -113,7 +123,9 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
     if match := re.search(r"in (\d+) chunks", text):
         return NARROW / int(match.group(1))  # the gradient takes the place of the logits
     version = re.search(r"transformers 4\.(\d+)", framework)
-    is_early = version is not None and int(version.group(1)) < 46
+    date = re.search(r"20\d\d-\d\d", framework)
+    is_dated_early = date is not None and date.group() < "2024-10"  # of 4.46
+    is_early = int(version.group(1)) < 46 if version is not None else is_dated_early
     widened = WIDE if "autocast" in str(p.get("precision")) and code.name == "hf" else 0.0
     if "triton" in text:  # in place of the fp32 copy
         return 3 * WIDE if is_early else NARROW + WIDE + NARROW + widened

@@ -21,7 +21,7 @@ from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLaye
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.host_time import HostCosts, HostTimes
 from shardwise.planner.job import ModelShape, PlanJob, param_of, product_dtype, trains_all
-from shardwise.planner.memory import BlockBytes, MemoryModel
+from shardwise.planner.memory import CONTEXT_BYTES, BlockBytes, MemoryModel, layer_shape, unread_size
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
@@ -126,6 +126,10 @@ class PublishedMemoryModel(MemoryModel):
     def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
         """Free what the code's own words of recomputation free, where they are more than a mode."""
         found, again = super()._block_bytes(config, has_experts=has_experts), published_traits(self.job).recomputation
+        if published_traits(self.job).keeps_frozen_inputs and config.recompute.mode == "none":
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
+            unread = tokens * unread_size(self.job, config, layer_shape(self.job, config), has_experts=has_experts)
+            found = dataclasses.replace(found, kept=found.kept + unread, whole=found.whole + unread)
         if published_traits(self.job).is_latent:
             tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
             more = tokens * LATENT_MORE * self.job.shape.num_heads / config.mesh.tp
@@ -183,6 +187,13 @@ class PublishedMemoryModel(MemoryModel):
         tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)] / s.mesh.tp
         brought = experts.num_chosen * self.job.shape.hidden_size if self.job.ep > 1 else 0
         return tokens * (experts.num_chosen * experts.ffn_size - brought)
+
+    def _of_device(self, config: ResolvedConfig, moving_bytes: float) -> dict[str, float]:
+        """Leave out torch's kernels and its allocator where the code has neither."""
+        found, code = super()._of_device(config, moving_bytes), published_traits(self.job).code
+        if code is None or not code.is_graphed:
+            return found
+        return {"overhead": found["overhead"] - CONTEXT_BYTES / 2, "rounding": 0.0}
 
     def _scale_bytes(self, config: ResolvedConfig, rank: int) -> float:
         """Return those of bitsandbytes, which does not quantize scales again unless it is asked to."""

@@ -67,6 +67,8 @@ class PublishedTraits(FrameworkTraits):
         widens_adapters: whether adapters are fp32 on a base of bf16.
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        keeps_frozen_inputs: whether packed layers keep inputs that no gradient reads, as bitsandbytes' did before its
+            pull request 1270 of July 2024.
         is_latent: whether attention is DeepSeek's, whose heads are expanded to 192 elements of queries and keys.
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
@@ -99,6 +101,7 @@ class PublishedTraits(FrameworkTraits):
     widens_adapters: bool = False
     widens_stream: bool = False
     packs_experts: bool = False
+    keeps_frozen_inputs: bool = False
     is_latent: bool = False
     grouped_share: float = 1.0
     logs_entropy: bool = False
@@ -192,6 +195,7 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
+        keeps_frozen_inputs=codes.lora_of(p.get("lora")).base == "nf4" and codes.is_of_early_2024(written),
         packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),

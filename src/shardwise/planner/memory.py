@@ -37,7 +37,7 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, num_data_ranks, param_of, product_dtype, trains_all
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, block_params, packed_params, with_adapters
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params, with_adapters
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.pipelines import recipe_of
 
@@ -387,7 +387,7 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
         config: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
         has_experts: whether the block's feed-forward is a layer of experts.
     """
-    s, shape = config, _layer_shape(job, config, has_experts)
+    s, shape = config, layer_shape(job, config, has_experts)
     is_chunked = s.context.chunk_tokens is not None and not has_experts
     kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
     bytes_kept = partial(
@@ -411,7 +411,7 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
         if drops_scores
         else bytes_kept(kept_shape, recompute=s.recompute.mode)
     )
-    unread = feature * _unread_size(job, s, shape, has_experts=has_experts)
+    unread = feature * unread_size(job, s, shape, has_experts=has_experts)
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
     num_gathered = 2 - is_chunked if s.tensor.sequence_parallel and s.recompute.mode != "none" else 0
     stream = feature * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
@@ -427,11 +427,11 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
     )
 
 
-def _unread_size(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, has_experts: bool) -> float:
+def unread_size(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, has_experts: bool) -> float:
     """Return the features of a token that no weight's gradient reads, as layers without adapters are frozen."""
     if trains_all(config) or has_experts or config.context.chunk_tokens is not None:
         return 0.0
-    adapted = {param.name for param in with_adapters(block_params(job.shape, has_experts=False), config.lora)}
+    adapted = {param.name for param in with_adapters(job.shape.params_of("dense"), config.lora)}
     hidden = shape.hidden_size / (config.mesh.tp if config.tensor.sequence_parallel else 1)
 
     def is_read(*layers: str) -> bool:
@@ -523,7 +523,8 @@ def head_bytes(job: PlanJob, config: ResolvedConfig) -> HeadBytes:
     return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
 
-def _layer_shape(job: PlanJob, config: ResolvedConfig, has_experts: bool) -> LayerShape:
+def layer_shape(job: PlanJob, config: ResolvedConfig, has_experts: bool = False) -> LayerShape:
+    """Return the sizes of a block, and what its code keeps."""
     shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
     return LayerShape(
         hidden_size=shape.hidden_size,
