@@ -256,15 +256,26 @@ def importers(sources: Sources) -> Mapping[str, set[str]]:
     return found
 
 
+def imported_later(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules, below our own package, that functions import when they run."""
+    for function in nodes(tree):
+        if isinstance(function, Functions):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom):
+                    yield f"{node.module}".removeprefix("shardwise.")
+
+
 def small_modules(sources: Sources) -> list[str]:
     """Modules of under 120 lines that one other module imports, where what is one page could be one file."""
-    of = importers(sources)
+    of, later = importers(sources), {name for tree in sources.trees.values() for name in imported_later(tree)}
     return [
         f"{path}, for {min(of[path])}"
         for path, text in sources.texts.items()
         if not path.endswith("__init__.py") and text.count("\n") < SMALL_MODULE_LINES and len(of[path]) == 1
         if not path.startswith(("cli/", "compat/"))  # a file is a command, or a module that scripts import
-        and "\nimport triton\n" not in text  # what needs Triton is imported when a kernel is first launched
+        # What needs Triton or torch is imported where it is first used: the module is apart for that.
+        and "\nimport triton\n" not in text
+        and path.removesuffix(".py").replace("/", ".") not in later
     ]
 
 

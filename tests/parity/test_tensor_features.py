@@ -20,7 +20,7 @@ from harness.training import make_config, make_optimizer
 from shardwise import Engine, init, initialize
 from shardwise import backward as backward_common
 from shardwise.config.errors import ConfigError
-from shardwise.models.generation import generate
+from shardwise.models.decoder import generate
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.tensor.hf_plans import find_plan
 from shardwise.zero.tp_params import shard_param

@@ -254,7 +254,7 @@ def _write(
 ) -> None:
     meter = ByteMeter(plan.num_tensor_bytes, progress)
     with ChunkReader(source) as reader, torch.no_grad():
-        parts = stored_shards([(each, Rect.whole(each.shape)) for each in tensors], reader)
+        parts = stored_shards([(tensor, Rect.whole(tensor.shape)) for tensor in tensors], reader)
         num_bytes = write_export(plan, folder, parts, meter.advance)
     if num_bytes != plan.num_tensor_bytes:
         raise CheckpointError(

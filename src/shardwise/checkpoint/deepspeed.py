@@ -131,7 +131,7 @@ def describe(folder: Path) -> Manifest:
         tied = (model.get("shared_params") or {}).items()
         aliases = {each.name: tuple(name for name, owner in tied if owner == each.name) for each in (*trained, *others)}
         params = [each for name, each in model["module"].items() if name not in model["buffer_names"]]
-        dtypes = [each.dtype for each in params if isinstance(each, Tensor)]
+        dtypes = [param.dtype for param in params if isinstance(param, Tensor)]
         return Manifest(
             step=run.global_steps,
             tensors=tuple(replace(each, aliases=aliases[each.name]) for each in (*trained, *others)),
@@ -413,7 +413,7 @@ def _options(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     keys = ("base_optimizer_state", "optimizer_state_dict")
     inner = next((optimizer[key] for key in keys if isinstance(optimizer.get(key), Mapping)), optimizer)
     groups: Sequence[Mapping[str, Any]] = inner.get("param_groups", ())
-    return [_plain({key: value for key, value in each.items() if key != "params"}) for each in groups]
+    return [_plain({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
 
 def _schedule(state: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -107,7 +107,7 @@ def windows(pieces: Sequence[Chunk], max_numel: int) -> Iterator[FileRange]:
             start = start if inside else at
             stop = min(piece.local_stop, start + max_numel)
             rects = flat_range_to_rects(piece.rect, at - piece.local_offset, stop - piece.local_offset)
-            inside += [each.shifted(at - start) for each in rects]
+            inside += [rect.shifted(at - start) for rect in rects]
             at = stop
     if inside:
         yield FileRange(start, stop, tuple(inside))

@@ -187,10 +187,10 @@ def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]
         yield _damage(path.name, error)
         return
     known = {
-        each.piece.offset: FileTensor(
-            each.key, each.dtype, each.piece.rect.shape, each.piece.offset, each.stop, each.piece.file
+        entry.piece.offset: FileTensor(
+            entry.key, entry.dtype, entry.piece.rect.shape, entry.piece.offset, entry.stop, entry.piece.file
         )
-        for each in entries
+        for entry in entries
     }
     for start in sorted(found.keys() | known.keys()):
         if found.get(start) != known.get(start):

@@ -578,7 +578,7 @@ class Comm(ABC):
                 raise ValueError(
                     f"rank {self.rank} of {self.world_size} exchanges nothing with rank {peer}; name another rank"
                 )
-            if not all(each.numel() and each.is_contiguous() for each in tensors):
+            if not all(tensor.numel() and tensor.is_contiguous() for tensor in tensors):
                 raise ValueError(
                     f"a tensor between ranks {self.rank} and {peer} is empty or strided; leave it out or copy it"
                 )

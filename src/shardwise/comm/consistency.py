@@ -227,7 +227,7 @@ class RankFacts:
         model: dict[str, dict[str, str]] = {}
         for group in layout.model_groups:
             facts = {"in block": group.unit, "on stages": str(group.stages), "with requires_grad": str(group.trainable)}
-            model |= {place.name: {"of shape": str(place.shape), **facts} for place in group.params}
+            model |= {param.name: {"of shape": str(param.shape), **facts} for param in group.params}
         for name, buffer in buffers:
             model[f"buffer {name}"] = {"of shape": str(tuple(buffer.shape)), "of dtype": str(buffer.dtype)}
         return cls(values, model)

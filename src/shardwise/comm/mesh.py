@@ -227,7 +227,7 @@ def _connect_neighbours(
         return None
     starts = range(0, shape.size_along(SHARD_AXES), num_ranks)
     members = [tuple(range(start, start + num_ranks)) for start in starts]
-    made = [comm_factory.comm_among(SHARD_AXES, each, SECONDARY, resources, SECONDARY) for each in members]
+    made = [comm_factory.comm_among(SHARD_AXES, member, SECONDARY, resources, SECONDARY) for member in members]
     return next(comm for comm in made if comm is not None)
 
 

@@ -298,7 +298,7 @@ class Watchdog:
             positions=dict(comm_log.positions),
             recent=tuple(call.note() for call in comm_log.recent.copy()),
             idle_s=now_s - (left.at_s if left is not None else self._start_s),
-            actions=tuple(f"{each.action} {1e3 * each.duration_s:.0f} ms" for each in actions),
+            actions=tuple(f"{action.action} {1e3 * action.duration_s:.0f} ms" for action in actions),
             place=place,
             stack=stack,
             has_failed=moment is not None and moment.call is self._failed,

@@ -112,10 +112,10 @@ def with_own_dtype(facts: ModelFacts, config: AnyConfig, *, rank: int = 0) -> An
     """
     if config.precision.param is not None:
         return config
-    params = [each for each in facts.params if not each.is_opaque]
-    beside = {name: {each.dtype for each in params if name not in each.wide_in} for name in TORCH_DTYPES}
+    params = [param for param in facts.params if not param.is_opaque]
+    beside = {name: {param.dtype for param in params if name not in param.wide_in} for name in TORCH_DTYPES}
     own = [name for name, dtypes in beside.items() if dtypes == {_named(TORCH_DTYPES[name])}]
-    there = sorted({each.dtype for each in params})
+    there = sorted({param.dtype for param in params})
     if rank == 0 and not own and len(there) > 1:
         kind, text = facts.kind, " and ".join(there)
         _LOG.warning("parameters of %s are in %s; all train in float32: set precision.param to choose", kind, text)

@@ -407,7 +407,7 @@ def _heads(model: nn.Module) -> set[tuple[int, int]]:
     if not is_huggingface(model):
         return {(module.num_heads, module.num_kv_heads) for module in _attending(model)}
     configs = [module.config for module in model.modules() if hasattr(module, "base_model_prefix")]
-    numbers = [(each, getattr(each, "num_attention_heads", None)) for each in configs]
+    numbers = [(config, getattr(config, "num_attention_heads", None)) for config in configs]
     return {(number, getattr(each, "num_key_value_heads", None) or number) for each, number in numbers if number}
 
 

@@ -37,7 +37,7 @@ class RankPlan:
     def ring_plan_of(self, num_heads: int) -> RingPlan:
         """Return the steps for this rank's part of `num_heads` query heads."""
         heads = heads_of(num_heads, len(self.team.shares), self.team.index)
-        steps = tuple(replace(each, tile=_of_heads(each.tile, heads)) for each in self.ring_plan.steps)
+        steps = tuple(replace(step, tile=_of_heads(step.tile, heads)) for step in self.ring_plan.steps)
         return replace(self.ring_plan, steps=steps)
 
 

@@ -311,8 +311,8 @@ def as_list(batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> Sequence[Any
     if isinstance(batches, Mapping | Tensor):
         return [batches]
     is_array = hasattr(batches, "__array__")
-    if isinstance(batches, list | tuple) and len(batches) > 1 and all(isinstance(each, Tensor) for each in batches):
-        kinds = {(each.dtype, each.dim()) for each in batches}
+    if isinstance(batches, list | tuple) and len(batches) > 1 and all(isinstance(batche, Tensor) for batche in batches):
+        kinds = {(batche.dtype, batche.dim()) for batche in batches}
         is_one = isinstance(batches, tuple) or len(kinds) > 1
     else:
         is_one = False

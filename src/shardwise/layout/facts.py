@@ -90,9 +90,9 @@ class ModelFacts:
 
     def with_trained(self, names: Collection[str]) -> ModelFacts:
         """Return the facts of the model of which these parameters are trained, and no others."""
-        return replace(self, params=tuple(replace(each, requires_grad=each.name in names) for each in self.params))
+        return replace(self, params=tuple(replace(param, requires_grad=param.name in names) for param in self.params))
 
     def with_fused(self, fused: Mapping[str, FusedDim]) -> ModelFacts:
         """Return the facts with the matrices of which some parameters are made, by name."""
-        params = (replace(each, fused=fused.get(each.name, each.fused)) for each in self.params)
+        params = (replace(param, fused=fused.get(param.name, param.fused)) for param in self.params)
         return replace(self, params=tuple(params))

@@ -331,7 +331,7 @@ class Layout:
     def ties(self) -> frozenset[tuple[int, ...]]:
         """Return each set of pipeline ranks that hold a parameter which is tied across a cut."""
         holders = (self.holders(group) for group in self.model_groups)
-        return frozenset(each for each in holders if len(each) > 1)
+        return frozenset(holder for holder in holders if len(holder) > 1)
 
     def num_unshards(self, group: GroupSpec, num_micro_batches: int) -> int:
         """Return how often a step gathers a group for use; the root and the last block stay between their two uses.
@@ -381,7 +381,7 @@ class Layout:
                 _cross(across, "nvme", "host", grad_bytes)
         steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
         _cross(across, tiers.grads, steps_on, grad_bytes)
-        kept = [each for each in self.states if each.role == "optimizer" and each.is_kept_by(group)]
+        kept = [state for state in self.states if state.role == "optimizer" and state.is_kept_by(group)]
         kept_bytes = numel * sum(DTYPE_BYTES[each.dtype_in(group)] for each in kept)
         _cross(across, tiers.optimizer, steps_on, kept_bytes)
         _cross(across, steps_on, tiers.optimizer, kept_bytes)
@@ -404,7 +404,7 @@ def states_of(
         StateSpec("grad", "grad", policy.accumulate, stage.grads),
     ]
     # With shares on the device, a group's parameters and optimizer may be in two tiers though both keys name one.
-    if policy.keeps_master or any(each.trainable and each.tiers.params != each.tiers.optimizer for each in groups):
+    if policy.keeps_master or any(group.trainable and group.tiers.params != group.tiers.optimizer for group in groups):
         is_copy = not policy.keeps_master
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer, is_copy_of_param=is_copy))
     if policy.gather != "param":

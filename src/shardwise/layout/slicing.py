@@ -255,7 +255,7 @@ def intersect(local: LocalTensor, start: int, stop: int) -> tuple[Chunk, ...]:
             break
         first, last = max(start, piece.local_offset), min(stop, piece.local_stop)
         rects = flat_range_to_rects(piece.rect, first - piece.local_offset, last - piece.local_offset)
-        pieces += (part.shifted(first - start) for part in rects)
+        pieces += (rect.shifted(first - start) for rect in rects)
     return tuple(pieces)
 
 

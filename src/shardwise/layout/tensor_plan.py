@@ -150,14 +150,14 @@ def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
     """Return what a plan says of each kind of modules, whatever their number and sizes."""
     layers = {
         (
-            pattern(each.module),
-            each.style,
-            f"gathers_output={each.gathers_output} splits_input={each.splits_input}",
-            *("features" if part.num_units is None else "units" for part in each.parts),
+            pattern(layer.module),
+            layer.style,
+            f"gathers_output={layer.gathers_output} splits_input={layer.splits_input}",
+            *("features" if part.num_units is None else "units" for part in layer.parts),
         )
-        for each in plan.layers
+        for layer in plan.layers
     }
-    regions = {(pattern(each.module), *each.inputs) for each in plan.regions}
+    regions = {(pattern(region.module), *region.inputs) for region in plan.regions}
     attributes = {(pattern(module), name) for module, name, _ in plan.attributes}
     stacks = {(pattern(f"{name}.x")[:-2], "stack", each.argument) for each in plan.stacks for name in each.modules}
     return layers | regions | attributes | stacks | {(pattern(name),) for name in plan.partial}
@@ -280,7 +280,7 @@ def plan_lines(plan: TensorPlan) -> list[str]:
     lines = layer_lines(plan.layers)
     lines += [f"{pattern(name)}.{attribute} = {_shown(value)}" for name, attribute, value in plan.attributes]
     lines += [f"{pattern(name)}: gradients summed over the ranks" for name in plan.partial]
-    lines += [f"{pattern(each.module)}: dropout drawn as of the whole tensor" for each in plan.dropouts]
+    lines += [f"{pattern(dropout.module)}: dropout drawn as of the whole tensor" for dropout in plan.dropouts]
     stacks = (", ".join(dict.fromkeys(pattern(f"{name}.x")[:-2] for name in stack.modules)) for stack in plan.stacks)
     lines += [f"{modules}: sequence split" for modules in stacks]
     return list(dict.fromkeys([*lines, *plan.notes]))
@@ -293,7 +293,7 @@ def _shown(value: int | FusedPart) -> str:
 def pattern(name: str) -> str:
     """Return a name with a star in place of the number of each block that contains the module."""
     *blocks, own = name.split(".")
-    return ".".join([*("*" if part.isdigit() else part for part in blocks), own])
+    return ".".join([*("*" if block.isdigit() else block for block in blocks), own])
 
 
 def _prefix(names: Sequence[str]) -> str:

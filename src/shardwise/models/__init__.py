@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from shardwise.models.decoder import Decoder, DecoderBlock, lm_loss
-    from shardwise.models.generation import generate
+    from shardwise.models.decoder import Decoder, DecoderBlock, generate, lm_loss
     from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, flops_per_token, num_params, preset
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
 ]
 
 _MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {"Decoder": "decoder", "DecoderBlock": "decoder", "generate": "generation", "lm_loss": "decoder"}
+    {"Decoder": "decoder", "DecoderBlock": "decoder", "generate": "decoder", "lm_loss": "decoder"}
 )
 
 

@@ -97,4 +97,4 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # of a function in C
         return False
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return any(each.default is inspect.Parameter.empty and each.kind not in kinds for each in parameters)
+    return any(parameter.default is inspect.Parameter.empty and parameter.kind not in kinds for parameter in parameters)

@@ -332,7 +332,7 @@ class _Flow:
         method = next((each for each in named if each.name == _name_of(call.func)), None)
         if method is None or self.is_in_method or not isinstance(self.file.parents[call], ast.Expr):
             return False
-        own, *names = [each.arg for each in method.args.args]
+        own, *names = [arg.arg for arg in method.args.args]
         given = dict(zip(names, call.args, strict=False))
         name = next((name for name, each in given.items() if each is argument), "")
         read = ast.Attribute(ast.Name(own, ast.Load()), name, ast.Load())  # as if the method read it itself

@@ -400,7 +400,7 @@ def _resized(spec: PytreeSpec, before: Shapes, after: Shapes) -> PytreeSpec:
     for one, other in zip(chain(*before), chain(*after), strict=True):
         if sizes.setdefault(one, other) != other:
             return _NOTHING
-    parts = (part._replace(shape=tuple(sizes.get(size, size) for size in part.shape)) for part in spec.tensors)
+    parts = (tensor._replace(shape=tuple(sizes.get(size, size) for size in tensor.shape)) for tensor in spec.tensors)
     return PytreeSpec(spec.tree, tuple(parts))
 
 
@@ -427,7 +427,7 @@ def _views(buffer: Tensor, spec: PytreeSpec, offsets: Sequence[int]) -> list[Ten
 
 def _allocate(spec: PytreeSpec, device: torch.device) -> list[Tensor]:
     """Return tensors of a spec, with any content."""
-    return [torch.empty(part.shape, dtype=part.dtype, device=device) for part in spec.tensors]
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in spec.tensors]
 
 
 def _for_wire(tensor: Tensor, device: torch.device) -> Tensor:

@@ -332,7 +332,7 @@ class SkippedUnits:
         ]
 
     def _left_value(self, label: str, reader: int) -> ConfigError:
-        unit = next((each for each in self._names if label.startswith(f"{each}.")), "")
+        unit = next((name for name in self._names if label.startswith(f"{name}.")), "")
         if not unit or self._names.index(unit) in self._ranges[reader]:
             return ConfigError(
                 "state-over-stages",
@@ -429,7 +429,7 @@ class SkippedOutputs:
             if type(module) not in self._copies:
                 tensors = [*module.parameters(), *module.buffers()]
                 with suppress(Exception):  # of a unit that cannot be copied the attributes are not found
-                    memo = {id(each): placeholders.like(each) for each in tensors}
+                    memo = {id(tensor): placeholders.like(tensor) for tensor in tensors}
                     self._copies[type(module)] = without_user_hooks(copy.deepcopy(module, memo))
 
     def set_on(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -122,7 +122,7 @@ class WeightGradQueue:
             deliveries = [_Deliver.apply(entry, *entry.parameters) for entry in entries]
         entries.clear()
         if deliveries:
-            torch.autograd.backward(deliveries, [torch.empty_like(each) for each in deliveries])
+            torch.autograd.backward(deliveries, [torch.empty_like(delivery) for delivery in deliveries])
 
     def check_empty(self) -> None:
         """Make sure that all was drained, at the end of a step.

@@ -479,7 +479,7 @@ class StageForward:
                 if not is_run and kind not in made and (not start or kind[0] is not self._kinds[start - 1][0]):
                     tensors = [*module.parameters(), *module.buffers()]
                     with suppress(Exception):  # the shapes of a unit that cannot be copied are guessed
-                        memo = {id(each): self._placeholders.like(each) for each in tensors}
+                        memo = {id(tensor): self._placeholders.like(tensor) for tensor in tensors}
                         made[kind] = without_user_hooks(copy.deepcopy(module, memo))
         return made
 

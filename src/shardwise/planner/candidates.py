@@ -126,7 +126,6 @@ class Family:
     """Hold candidates that compute and exchange the same inside blocks, and differ in the pipeline.
 
     Attributes:
-        base: what all of them have.
         pipelines: the least share of a bubble and the other keys of each, the least share first.
     """
 

@@ -45,7 +45,7 @@ class HostCosts:
     Attributes:
         launches: kernels of a block, forward and backward.
         experts_launches: more of a block with experts.
-        launch_s, backward_launch_s: of each.
+        launch_s, backward_launch_s: to launch one kernel in that pass.
         block_s: the engine's own code around a block, forward and backward, without what it launches.
         again_s: around a block that runs again.
         num_syncs: of a block with experts, in each pass, where the host reads what the device computed.
@@ -77,7 +77,6 @@ def host_times(costs: HostCosts, *, experts_share: float, again_share: float, sp
     """Return the host's times.
 
     Args:
-        costs: of the code.
         experts_share: share of blocks that have experts.
         again_share: share of blocks whose forward runs again in the backward.
         speed_share: how much longer this host takes.

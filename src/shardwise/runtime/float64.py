@@ -39,7 +39,7 @@ def float64_throughout() -> Iterator[None]:
 def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def widen(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if tensor.dtype is torch.float64:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()}
         return function(tensor, *args, **kwargs)
 

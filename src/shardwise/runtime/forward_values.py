@@ -192,7 +192,7 @@ class ArgumentsBefore:
     def close(self) -> bool:
         """End the first pass; return whether it has written into a tensor."""
         tensors = [each for each in self._walk.seen.values() if isinstance(each, TensorBefore)]
-        is_written = any(each.is_written() for each in tensors)
+        is_written = any(tensor.is_written() for tensor in tensors)
         for each in tensors:
             each.compares = False
             if not is_written:

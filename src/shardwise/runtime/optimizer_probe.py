@@ -93,7 +93,7 @@ class _Trial:
         for group in shapes:
             values = [self._draw(shape, draws) for shape in group]
             self._values.append(values)
-            self._gradients.append([self._draw_gradients(each, draws) for each in values])
+            self._gradients.append([self._draw_gradients(value, draws) for value in values])
 
     def _draw(self, shape: Sequence[int], draws: torch.Generator) -> Tensor:
         """Return random values that grow along the tensor, so that no two parts have the same norm or mean."""
@@ -240,7 +240,7 @@ def _has_other_size(state: Any, param: Tensor) -> bool:
     if isinstance(state, Tensor):
         return state.numel() > 1 and state.numel() != param.numel()
     values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return any(_has_other_size(each, param) for each in values)
+    return any(_has_other_size(value, param) for value in values)
 
 
 def _unusable(name: str, error: Exception) -> ConfigError:

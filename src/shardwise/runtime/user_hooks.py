@@ -257,7 +257,7 @@ class FollowedForward:
 
     def gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the sources, for a loss to which each number of the outputs adds on its own."""
-        loss = sum((each.sin().sum() for each in outputs if each.requires_grad), torch.zeros(()))
+        loss = sum((output.sin().sum() for output in outputs if output.requires_grad), torch.zeros(()))
         if not loss.requires_grad:
             return []
         return [*torch.autograd.grad(loss, self.sources, allow_unused=True, materialize_grads=True)]

@@ -434,9 +434,9 @@ def gradients(schedule: Schedule) -> StateMachine:
     reduced_text = "adds to gradients that are {state}{since}; this is done once, move {reduce} after it"
     stepped_text = "adds to gradients that are {state}{since}; move {step} after it"
     wrong: dict[tuple[ActionKind, Enum], _CodeAndText] = {
-        **{(kind, unreduced): ("backward-before-reduce", unreduced_text) for kind in makers},
-        **{(kind, reduced): ("backward-after-reduce", reduced_text) for kind in makers},
-        **{(kind, stepped): ("backward-after-step", stepped_text) for kind in makers},
+        **{(maker, unreduced): ("backward-before-reduce", unreduced_text) for maker in makers},
+        **{(maker, reduced): ("backward-after-reduce", reduced_text) for maker in makers},
+        **{(maker, stepped): ("backward-after-step", stepped_text) for maker in makers},
         (ActionKind.REDUCE, none): (
             "reduce-without-gradients",
             "finds no gradients to reduce; move it after their backward",

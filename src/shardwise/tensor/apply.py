@@ -257,7 +257,7 @@ def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict
         model: whose modules are searched for dropouts.
         tp_index: of the rank in the tensor-parallel group.
     """
-    zones = {each.module: ShardRegion(each.dim, tp_index, tensor.degree) for each in tensor.plan.dropouts}
+    zones = {dropout.module: ShardRegion(dropout.dim, tp_index, tensor.degree) for dropout in tensor.plan.dropouts}
     stacks = tensor.plan.stacks if tensor.sequence_parallel else ()
     regions = [region.module for region in tensor.plan.regions]
     for name, module in model.named_modules():

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.refusals import refused
-from shardwise.models.decoder import Decoder
-from shardwise.models.generation import generate
+from shardwise.models.decoder import Decoder, generate
 from shardwise.models.presets import preset
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -torch.inf])

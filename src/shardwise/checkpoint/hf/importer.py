@@ -92,13 +92,13 @@ def open_folder(
     for name, aliases in model_names.items():
         # A folder may have the names of the model too, as what has not come from the family's hub does.
         attempts = (form.join(alias, shapes) for alias in (name, *aliases) for form in (rules, NameMap()))
-        joined = [each for each in attempts if each is not None]
+        joined = [attempt for attempt in attempts if attempt is not None]
         if not joined:
             continue
         shape, parts = joined[0]
         for _, others in joined:
-            used.update(part.stored for part in others)
-            _check_tied(folder, name, [found[part.stored] for part in parts], [found[part.stored] for part in others])
+            used.update(other.stored for other in others)
+            _check_tied(folder, name, [found[part.stored] for part in parts], [found[other.stored] for other in others])
         tensors.append(_tensor(name, tuple(aliases), shape, [(part, found[part.stored]) for part in parts]))
     for name, entry in entries.items():
         if renamed(name) not in used and not is_head(name):

@@ -66,7 +66,7 @@ class FeatureFlow:
 
     def give_up(self, labels: Iterable[Tensor], why: str) -> None:
         """Mark labels as ones that have to be whole."""
-        self.broken += [(each.flatten(), why) for each in labels]
+        self.broken += [(label.flatten(), why) for label in labels]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _combine(flow: FeatureFlow, labels: Sequence[Tensor], plain: Sequence[Sequen
 
     A tensor without labels is whole on every rank: where its size is more than 1, labels along that dim are joined.
     """
-    aligned = [each.reshape((1,) * (num_dims - each.dim()) + tuple(each.shape)) for each in labels]
+    aligned = [label.reshape((1,) * (num_dims - label.dim()) + tuple(label.shape)) for label in labels]
     for each in aligned[1:]:
         flow.join(aligned[0], each)
     for shape in plain:
@@ -189,7 +189,7 @@ def _pointwise(flow: FeatureFlow, op: TracedOp) -> Outputs:
     if op.name.endswith("_") and op.inputs[0].index not in flow.labels:
         return None  # the tensor that is written, perhaps a view, has no labels
     labels, plain = _split_up(flow, op.inputs)
-    if any(each.dim() > num_dims for each in labels):
+    if any(label.dim() > num_dims for label in labels):
         return None
     out = _combine(flow, labels, plain, num_dims)
     return [out] * len(op.outputs)
@@ -293,12 +293,12 @@ def _cat(flow: FeatureFlow, op: TracedOp) -> Outputs:
         return None
     dim = op.arguments["dim"] % len(op.outputs[0].shape)
     if op.name == "stack":
-        labels, sizes = [each.unsqueeze(dim) for each in labels], [1] * len(labels)
+        labels, sizes = [label.unsqueeze(dim) for label in labels], [1] * len(labels)
     else:
         sizes = [ref.shape[dim] for ref in refs]
     if len(labels) == 1:
         return labels
-    shape = [max(each.shape[place] for each in labels) for place in range(labels[0].dim())]
+    shape = [max(label.shape[place] for label in labels) for place in range(labels[0].dim())]
     full = [[*shape[:dim], size, *shape[dim + 1 :]] for size in sizes]
     if sum(map(math.prod, full)) > MAX_LABELS:
         return None
