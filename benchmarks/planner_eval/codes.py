@@ -97,6 +97,12 @@ def is_of_early_2024(words: str) -> bool:
     return bool(found) and max(found) < "2024-07"
 
 
+def has_torchs_norm(p: Mapping[str, Any], code: Code) -> bool:
+    """Say whether norms are torch's own, which is one kernel since pytorch/pytorch#153666 of July 2025."""
+    found = re.findall(r"20[12]\d(?:-\d\d)?", str(p.get("framework")))
+    return code.name == "torchtitan" and bool(found) and max(found) >= "2025-08"
+
+
 def runs_all_experts(framework: str, model: str) -> bool:
     """Say whether each expert is run on each token, with scores of 0 for most (transformers' `modeling_llama4.py`)."""
     return code_of(framework).name == "hf" and "llama-4" in model.lower()
