@@ -101,7 +101,7 @@ PARTS = (
     Part(
         "attention",
         "figures",
-        110,
+        105,
         "benchmarks/gpu_attention.py --lengths 16384,32768 --head-dims 128 --directions causal --densities 0.1,0.25 "
         "--blocks 128 --rounds 3 --minutes 1.6 --json {out}/attention.json",
         f"benchmarks/gpu_attention.py {TINY_ATTENTION} --densities 0.5 --blocks 64 --rounds 1 --runs 1 "
@@ -110,7 +110,7 @@ PARTS = (
     Part(
         "int8-states",
         "figures",
-        60,
+        50,
         "benchmarks/gpu_optimizer.py --json {out}/int8-states.json",
         "benchmarks/gpu_optimizer.py --numel 20000 --pieces 1,2 --runs 1 --json {out}/int8-states.json",
     ),
@@ -119,7 +119,7 @@ PARTS = (
         "figures",
         30,
         "benchmarks/gpu_passes.py --json {out}/passes.json",
-        "benchmarks/gpu_passes.py --numel 16384 --runs 1 --json {out}/passes.json",
+        "benchmarks/gpu_passes.py --numel 4096 --runs 1 --json {out}/passes.json",
     ),
 )
 
@@ -182,6 +182,8 @@ def findings(name: str, found: Mapping[str, Any], log: Sequence[str]) -> Iterato
             ratio = f", {seconds / best[base]:.3f} of {base}" if base in best else ""
             yield f"{system}: {seconds * 1e3:.1f} ms a step{ratio}"
         yield from (f"{system} failed: {why[:120]}" for system, why in result["failed"].items())
+    for case in found.get("cases", ()):
+        yield from (f"{note['system']} failed: {note['failed'][:120]}" for note in case["notes"] if "failed" in note)
     if "decision" in found:
         yield f"sparse kernels: {found['decision']['verdict']} ({found['decision']['num_masks']} masks)"
     for row in found.get("rows", ()):

@@ -262,6 +262,7 @@ def small_modules(sources: Sources) -> list[str]:
         for path, text in sources.texts.items()
         if not path.endswith("__init__.py") and text.count("\n") < SMALL_MODULE_LINES and len(of[path]) == 1
         if not path.startswith(("cli/", "compat/"))  # a file is a command, or a module that scripts import
+        and "\nimport triton\n" not in text  # what needs Triton is imported when a kernel is first launched
     ]
 
 

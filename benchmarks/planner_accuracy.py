@@ -34,6 +34,7 @@ from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
 from planner_unseen import unseen_section
 from shardwise.config.errors import ConfigError
+from shardwise.planner.job import num_data_ranks, product_dtype
 from shardwise.planner.results import TIME_PARTS
 from shardwise.schedule.simulate import PipelineSimulator
 
@@ -174,9 +175,13 @@ def residual_lines(rows: Sequence[Scored]) -> list[str]:
         )
         worst = price.memory.worst
         held = " ".join(f"{name}={size / 2**30:.1f}" for name, size in worst.peak.items() if size > 2**26)
-        s = price.strategy
-        layout = f"tp{s.tp} pp{s.pp}v{s.virtual_stages} dp{s.num_data_ranks} cp{s.cp} ep{s.ep} z{s.zero_stage} "
-        layout += f"mb{s.micro_size}x{s.num_micro_batches} {s.recompute} {s.product_dtype} {s.schedule}"
+        s = price.config
+        mesh, pipeline, batch = s.mesh, s.pipeline, s.batch
+        layout = (
+            f"tp{mesh.tp} pp{mesh.pp}v{pipeline.virtual_stages} dp{num_data_ranks(s)} cp{mesh.cp} ep{price.job.ep} "
+        )
+        layout += f"z{s.zero.stage} mb{batch.micro_size}x{batch.accumulation} {s.recompute.mode} {product_dtype(s)} "
+        layout += pipeline.schedule
         ratio = "    -" if each.time_ratio is None else f"{each.time_ratio:5.2f}"
         memory = "    -" if each.memory_ratio is None else f"{each.memory_ratio:5.2f}"
         gpu = f"{price.job.cluster.num_gpus}x{price.job.cluster.gpu.name}"

@@ -67,7 +67,7 @@ class Sample:
         job = dataclasses.replace(price.job, cluster=dataclasses.replace(price.job.cluster, gpu=gpu))
         model = PublishedTimeModel(job, self.compact)
         model.pipelines = self.pipelines
-        return model.estimate(price.strategy).step_s / self.measured_s
+        return model.estimate(price.config).step_s / self.measured_s
 
 
 def family_of(name: str) -> str:

@@ -39,7 +39,7 @@ from shardwise.config.resolve import Config
 from shardwise.doctor.calibrate import calibrate
 from shardwise.models import Decoder
 from shardwise.models.presets import decoder_config
-from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.configs import job_of
 from shardwise.planner.hardware import cluster_of
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import Profile, find_profile, write_profile
@@ -188,8 +188,8 @@ def predict(case: Case, profile: Profile, folder: str) -> Estimate:
     config = case.config(folder)
     cluster = cluster_of(profile, case.num_ranks)
     job = job_of(config, cluster)
-    price = Pricer(job).price(strategy_of(config, case.num_ranks))
-    rank = price.memory.worst.pipeline_rank * case.num_ranks // price.strategy.pp
+    price = Pricer(job).price(config.resolve(case.num_ranks))
+    rank = price.memory.worst.pipeline_rank * case.num_ranks // price.config.mesh.pp
     return with_peak(price, peak_of(config.model_dump_json(), case.num_ranks, rank))  # as of a plan's finalists
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from planner_eval.cases import Case
 from planner_eval.prices import Prediction, convention_of, flops_per_token, memory_kind_of
+from shardwise.planner.job import param_of, product_dtype
 
 Row = Mapping[str, Any]
 MIN_SWEEP = 4
@@ -63,7 +64,7 @@ class Scored:
 
 def measured_tokens_per_s(outputs: Row, case: Case) -> float | None:
     """Tokens a second of one GPU: as given, or from time, samples, FLOPs or MFU, in this order."""
-    if case.job is None or case.strategy is None:
+    if case.job is None or case.config is None:
         return None
     job, num_gpus = case.job, case.job.cluster.num_gpus
     if outputs.get("iteration_time_s") and "global_batch" not in case.guesses:
@@ -76,11 +77,11 @@ def measured_tokens_per_s(outputs: Row, case: Case) -> float | None:
     ):
         if outputs.get(key):
             return outputs[key] * factor
-    dtype = "fp16" if case.strategy.param == "fp16" else "bf16"
+    dtype = "fp16" if param_of(case.config) == "fp16" else "bf16"
     peak = job.cluster.gpu.peak_flops_per_s.get(dtype, 0.0)
     flops_per_s = (outputs.get("tflops_per_gpu") or 0.0) * 1e12 or (outputs.get("mfu") or 0.0) * peak
     convention = convention_of(outputs.get("flops_convention") or "model", case)
-    each = flops_per_token(job, case.strategy, convention) * case.trained_share
+    each = flops_per_token(job, case.config, convention) * case.trained_share
     return flops_per_s / each if flops_per_s else None
 
 
@@ -130,13 +131,13 @@ def layout_runs(rows: Iterable[Scored]) -> dict[str, list[Scored]]:
             continue
         job = each.case.job
         key = (each.case.group, job.shape.name, f"{job.seq_len} tokens", f"{job.cluster.num_gpus} GPUs")
-        if each.case.strategy is not None and each.case.strategy.matmul is None:
+        if each.case.config is not None and each.case.config.precision.linears == "keep":
             found[", ".join(key)].append(each)
     return {name: runs for name, runs in found.items() if len(runs) >= MIN_SWEEP and _layouts(runs) >= MIN_SWEEP}
 
 
 def _layouts(runs: Sequence[Scored]) -> int:
-    return len({each.case.strategy for each in runs})
+    return len({each.case.config for each in runs})
 
 
 def order(runs: Sequence[Scored]) -> dict[str, float]:
@@ -180,10 +181,10 @@ def constant_efficiency(rows: Sequence[Scored]) -> list[float]:
 
 
 def _kind(each: Scored) -> Hashable:
-    strategy, job = each.case.strategy, each.case.job
-    if strategy is None or job is None:
+    config, job = each.case.config, each.case.job
+    if config is None or job is None:
         return None
-    return job.cluster.gpu.name, strategy.product_dtype, strategy.recompute
+    return job.cluster.gpu.name, product_dtype(config), config.recompute.mode
 
 
 def _model_flops_per_s(each: Scored) -> float:

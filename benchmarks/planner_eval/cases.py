@@ -1,4 +1,4 @@
-"""Turn the rows of a file of published runs into the planner's own values: a job and a strategy.
+"""Turn the rows of a file of published runs into the planner's own values: a job, and an unchecked config.
 
 A row has `model`, `hardware` and `parallel`, and perhaps `outputs`, which are not read here: what is predicted must
 follow from what went in. Any key may be missing or null; what a run must have had is then guessed from what it says,
@@ -8,13 +8,14 @@ by one rule for all rows, and `Case.guesses` names it.
 ...        "hardware": {"gpu": "H100-SXM5-80GB", "num_gpus": 16},
 ...        "parallel": {"tp": 2, "zero_stage": 3, "micro_batch": 1, "global_batch": 64}}
 >>> case = read_case(row)
->>> case.strategy.dp_shard, case.strategy.num_micro_batches, case.guesses
+>>> case.config.mesh.dp_shard, case.config.batch.accumulation, case.guesses
 (8, 8, ('recompute', 'sequence_parallel'))
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -28,9 +29,9 @@ from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
 from planner_eval.traits import compiles_blocks, is_before_h100, traits_of
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import LoraConfig
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
-from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.schedule.simulate import OpTimes
 
 Row = Mapping[str, Any]
@@ -61,12 +62,12 @@ class Case:
 
     Attributes:
         quantity: what was measured: end_to_end, memory, schedule_bubble, single_layer_time, activation_memory_ratio.
-        job, strategy: None where the row does not say enough of the model or the device.
+        job, config: None where the row does not say enough of the model or the device.
         longest: tokens of the longest sequence, which memory is counted at, where the job has the mean.
-        tokens_scale: the run's batch over that of the strategy, which has whole micro-batches.
+        tokens_scale: the run's batch over that of the config, which has whole micro-batches.
         trained_share: share of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
-        searched_schedule: zb-1p or zb-2p, whose order is made for its times; the strategy has the nearest recipe.
+        searched_schedule: zb-1p or zb-2p, whose order is made for its times; the candidate has the nearest recipe.
         states: what is known where a row gives no more than the number of parameters.
         guesses: keys that the row leaves out, and that matter.
         refusal: why there is no job, in one line; None where there is one.
@@ -77,7 +78,7 @@ class Case:
     tier: str
     quantity: str
     job: PlanJob | None = None
-    strategy: Strategy | None = None
+    config: ResolvedConfig | None = None
     longest: int | None = None
     tokens_scale: float = 1.0
     trained_share: float = 1.0
@@ -88,14 +89,14 @@ class Case:
     refusal: str | None = None
 
 
-def _lora(row: Row) -> LoraConfig:
+def _lora(row: Row) -> dict[str, Any]:
     """Return the adapters of a row, of rank 16 as no row says; Megatron Bridge's recipes adapt one layer alone."""
     if _section(row, "parallel").get("framework"):
         return codes.lora_of(_section(row, "parallel").get("lora"))
     if not words.is_adapter(_section(row, "parallel")):
-        return LoraConfig()
+        return {}
     targets = ("qkv_proj",) if row.get("group") == "megatron_bridge" else ("all-linear",)
-    return LoraConfig(rank=16, targets=targets)
+    return {"lora.rank": 16, "lora.targets": targets}
 
 
 def read_case(row: Row) -> Case:
@@ -118,23 +119,23 @@ def read_case(row: Row) -> Case:
         experts = dataclasses.replace(shape.experts, num_chosen=shape.experts.num_experts)
         shape = dataclasses.replace(shape, experts=experts)
     try:
-        strategy, global_batch, guesses = _strategy(row, shape, cluster)
+        config, global_batch, guesses = _config(row, shape, cluster)
     except ConfigError as error:
         return dataclasses.replace(case, refusal=str(error))
     job = PlanJob(
         shape=shape,
         seq_len=int(_section(row, "model")["seq"]),
-        global_batch=strategy.global_batch,
+        global_batch=config.batch.global_size,
         cluster=cluster,
-        traits=traits_of(row, shape, strategy, cluster.gpu),
-        lora=_lora(row),
+        traits=traits_of(row, shape, config, cluster.gpu),
+        ep=int(_section(row, "parallel").get("ep") or 1),
     )
     return dataclasses.replace(
         case,
         job=job,
-        strategy=strategy,
+        config=config,
         longest=_section(row, "model").get("longest"),
-        tokens_scale=global_batch / strategy.global_batch,
+        tokens_scale=global_batch / config.batch.global_size,
         trained_share=2 / 3
         if words.is_adapter(_section(row, "parallel"))
         else 1.0,  # the gradients of weights are a third, and are not computed
@@ -152,7 +153,7 @@ def _states(row: Row) -> KnownStates | None:
     num_params, num_gpus = int(model.get("params") or 0), int(hardware.get("num_gpus") or p.get("dp") or 0)
     if model.get("layers") or not num_params or not num_gpus or p.get("zero_stage") is None:
         return None
-    tiers = {name.removesuffix("_tier"): tier for name, tier in _tiers(p).items() if name != "activations_tier"}
+    tiers = {key.removeprefix("tiers."): tier for key, tier in _tiers(p).items() if key != "tiers.activations"}
     return KnownStates(
         num_params=num_params,
         zero_stage=int(p["zero_stage"]),
@@ -263,8 +264,8 @@ def _usual_nic(interconnect: str | None, gpu: GpuSpec) -> float:
     return gpu.nic_bytes_per_s * (0.25 if is_bare and is_before_h100(gpu) else 1.0)
 
 
-def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, int, tuple[str, ...]]:
-    """Return the strategy, the run's own batch, and what was guessed.
+def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConfig, int, tuple[str, ...]]:
+    """Return the candidate, the run's own batch, and what was guessed.
 
     Raises:
         ConfigError: more stages than layers.
@@ -302,25 +303,30 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, 
     if refused is not None:
         raise ConfigError("too-many-stages", refused)
     shard = _shard_ranks(p, dp, int(stage), cluster, tp * pp * cp)
-    strategy = Strategy(
-        pp=pp,
-        dp_replicate=dp // shard,
-        dp_shard=shard,
-        cp=cp,
-        tp=tp,
-        ep=int(p.get("ep") or 1),
-        zero_stage=int(stage),
-        micro_size=micro_size,
-        num_micro_batches=num_micro_batches,
-        schedule=schedule,
-        virtual_stages=virtual,
-        stage_layers=_stage_layers(row, shape.num_layers, pp * virtual),
-        sequence_parallel=bool(is_split) and tp > 1,
-        recompute=mode,
-        recompute_every=every,
-        **(_dtypes(p, int(stage), tp, pp, cluster.gpu) | _tiers(p) | _context(p, cp)),
+    config = changed(
+        BASE,
+        {
+            "mesh.pp": pp,
+            "mesh.dp_replicate": dp // shard,
+            "mesh.dp_shard": shard,
+            "mesh.cp": cp,
+            "mesh.tp": tp,
+            "zero.stage": int(stage),
+            "batch.micro_size": micro_size,
+            "batch.accumulation": num_micro_batches,
+            "pipeline.schedule": schedule,
+            "pipeline.virtual_stages": virtual,
+            "pipeline.cut": _cut(_stage_layers(row, shape.num_layers, pp * virtual), shape.num_layers),
+            "tensor.sequence_parallel": bool(is_split) and tp > 1,
+            "recompute.mode": mode,
+            "recompute.every": every,
+            **_dtypes(p, int(stage), tp, pp, cluster.gpu),
+            **_tiers(p),
+            **_context(p, cp),
+            **_lora(row),
+        },
     )
-    return strategy, global_batch, tuple(guesses)
+    return config, global_batch, tuple(guesses)
 
 
 def _batch(p: Mapping[str, Any], dp: int, pp: int) -> tuple[int, int, int]:
@@ -371,6 +377,18 @@ def _stage_layers(row: Row, num_layers: int, num_stages: int) -> tuple[int, ...]
     return tuple(layers)
 
 
+def _cut(layers: tuple[int, ...] | None, num_layers: int) -> tuple[str, ...] | None:
+    """Return the first modules of all stages but the first, as `pipeline.cut`.
+
+    >>> _cut((3, 2, 3, 0), 8)
+    ('blocks.3', 'blocks.5', 'head')
+    """
+    if layers is None:
+        return None
+    starts = itertools.accumulate(layers[:-1])
+    return tuple(f"blocks.{start}" if start < num_layers else "head" for start in starts)
+
+
 def _shard_ranks(p: Mapping[str, Any], dp: int, stage: int, cluster: Cluster, model_ranks: int) -> int:
     """Return the number of data ranks over which the stage shards."""
     group = p.get("zero_group")
@@ -385,7 +403,11 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: GpuSpec) ->
     matmul = words.matmul_dtype(p.get("precision"))
     if matmul in ("fp32", "tf32"):
         has_tf32 = "tf32" in gpu.peak_flops_per_s
-        return {"param": "fp32", "accumulate": "fp32", "matmul": "tf32" if has_tf32 else None}
+        return {
+            "precision.param": "fp32",
+            "precision.accumulate": "fp32",
+            "precision.linears": "tf32" if has_tf32 else "keep",
+        }
     param = "fp16" if matmul == "fp16" else "bf16"
     is_narrow = matmul in ("fp8", "fp4") and matmul in gpu.peak_flops_per_s
     # Megatron's code adds gradients in fp32; sharded data parallelism keeps them as wide as it reduces them.
@@ -395,16 +417,15 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: GpuSpec) ->
     # Of the codes that shard parameters only torch's own has pipelines too; it adds gradients as it reduces them, wide.
     is_torchs = stage == 3 and pp > 1 and param == "bf16"
     is_reduced_wide = is_torchs or (is_wide and stage < 3 and param == "bf16" and (tp > 1 or pp > 1))
-    says_reduced_wide = p.get("fp32_grad_reduce")
+    if p.get("fp32_grad_reduce") is not None:
+        is_reduced_wide = bool(p["fp32_grad_reduce"])
     if p.get("framework"):
-        is_megatron = codes.code_of(str(p["framework"])).name == "megatron"
-        wide: Any = "fp32" if is_megatron else "param"
-        return {"param": param, "accumulate": wide, "reduce": wide, "matmul": matmul if is_narrow else None}
+        is_wide = is_torchs = is_reduced_wide = codes.code_of(str(p["framework"])).name == "megatron"
     return {
-        "param": param,
-        "accumulate": "fp32" if is_wide or is_torchs else "param",
-        "reduce": "fp32" if (is_reduced_wide if says_reduced_wide is None else says_reduced_wide) else "param",
-        "matmul": matmul if is_narrow else None,
+        "precision.param": param,
+        "precision.accumulate": "fp32" if is_wide or is_torchs else "param",
+        "precision.reduce": "fp32" if is_reduced_wide else "param",
+        "precision.linears": matmul if is_narrow else "keep",
     }
 
 
@@ -419,16 +440,16 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
     tier = "nvme" if "nvme" in text else "host"
     found: dict[str, Any] = {}
     if "optim" in text:
-        found["optimizer_tier"] = tier
+        found["tiers.optimizer"] = tier
         # Of two moments in bf16 without a master, one is half.
         if "opt-m" in str(p.get("offload")) and "opt-v" not in str(p.get("offload")):
-            found["optimizer_on_device"] = 0.5
+            found["tiers.optimizer_on_device"] = 0.5
     if "grad" in text:
-        found["grads_tier"] = "host"
+        found["tiers.grads"] = "host"
     if "param" in text:
-        found["params_tier"] = tier
+        found["tiers.params"] = tier
     if "activation" in text:
-        found["activations_tier"] = "host"
+        found["tiers.activations"] = "host"
     return found
 
 
@@ -436,9 +457,9 @@ def _context(p: Mapping[str, Any], cp: int) -> dict[str, Any]:
     text = str(p.get("cp_impl") or "").lower()
     found: dict[str, Any] = {}
     if "ulysses" in text and cp > 1:
-        found["transport"] = "ulysses"
+        found["context.transport"] = "ulysses"
     elif "gather" in text and "ring" not in text and cp > 1:
-        found["transport"] = "all-gather"
+        found["context.transport"] = "all-gather"
     if "chunk" in text:
-        found |= {"chunk_tokens": max(1, 65536 // cp), "activations_tier": "host"}
+        found |= {"context.chunk_tokens": max(1, 65536 // cp), "tiers.activations": "host"}
     return found

@@ -5,7 +5,7 @@ code does where a row is silent is that code's default, read in its source.
 
 >>> code_of("fms-hf-tuning (HF Trainer/SFTTrainer), accelerate FSDP1").name, code_of("NVIDIA NeMo 25.09").name
 ('hf', 'megatron')
->>> lora_of({"rank": 8, "targets": "q,k,v and o", "base": "nf4 (bitsandbytes)"}).targets
+>>> lora_of({"rank": 8, "targets": "q,k,v and o", "base": "nf4 (bitsandbytes)"})["lora.targets"]
 ('k_proj', 'o_proj', 'q_proj', 'v_proj')
 """
 
@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from shardwise.config.resolve import LoraConfig
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import Strategy
 
 NARROW, WIDE = 2.0, 4.0
 """Bytes of bf16 and of fp32."""
@@ -200,7 +198,7 @@ def params_share(p: Mapping[str, Any]) -> float:
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0
 
 
-def permutation_of(p: Mapping[str, Any], code: Code, strategy: Strategy) -> tuple[float, float] | None:
+def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | None:
     """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
 
     Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3); torchtitan sorts, pads and scatters, as
@@ -212,7 +210,7 @@ def permutation_of(p: Mapping[str, Any], code: Code, strategy: Strategy) -> tupl
         return (7.0, 11.0)
     if code.name == "torchtitan":
         return (11.0, 15.0)
-    is_ordered = strategy.ep == 1 or bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
+    is_ordered = int(p.get("ep") or 1) == 1 or bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
     return (4.0, 4.0) if is_ordered else (8.0, 8.0)
 
 
@@ -229,20 +227,20 @@ _TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 
 
-def lora_of(written: Mapping[str, Any] | None) -> LoraConfig:
-    """Return the adapters that a row writes; PEFT adapts queries and values where no target is named."""
+def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keys of the adapters that a row writes; PEFT adapts queries and values where no target is named."""
     if not written:
-        return LoraConfig()
+        return {}
     text = str(written.get("targets") or "q_proj,v_proj").lower()
     found = {name for mark, names in _TARGETS.items() if re.search(mark, text) for name in names}
     targets = ("all-linear",) if "all lin" in text or not found else tuple(sorted(found))
     base = str(written.get("base") or "").lower()
-    return LoraConfig(
-        rank=int(written.get("rank") or 16),
-        targets=targets,
-        base="nf4" if base.startswith("nf4") else "keep",
-        dropout=float(written.get("dropout") or 0.0),
-    )
+    return {
+        "lora.rank": int(written.get("rank") or 16),
+        "lora.targets": targets,
+        "lora.base": "nf4" if base.startswith("nf4") else "keep",
+        "lora.dropout": float(written.get("dropout") or 0.0),
+    }
 
 
 def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:

@@ -10,8 +10,9 @@ from typing import Final
 
 from planner_eval.codes import Code
 from planner_eval.traits import PublishedTraits
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, num_data_ranks, trains_all
 
 FUSED_LAUNCHES: Final = (14.0, 30.0)
 """Kernels of a block whose norms, rotation and gate are Liger's."""
@@ -58,7 +59,7 @@ MAIN_GRAD_S: Final = 30e-6
 """Of a parameter's hook in Megatron's backward; each expert's weights are parameters of their own."""
 
 
-def host_costs(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> HostCosts:
+def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) -> HostCosts:
     """Return what a code's host takes.
 
     Args:
@@ -69,8 +70,8 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> HostC
     """
     if code.name == "megatron":
         return _of_megatron(code, found, job, s)
-    experts, adapters = job.shape.experts, 0 if job.trains_all else len(job.lora.targets)
-    num_adapted = NUM_PRODUCTS_OF_ALL if job.lora.targets == ("all-linear",) else adapters
+    experts, adapters = job.shape.experts, 0 if trains_all(s) else len(s.lora.targets)
+    num_adapted = NUM_PRODUCTS_OF_ALL if s.lora.targets == ("all-linear",) else adapters
     is_trainers = code.name in ("hf", "deepspeed")  # the Trainer of transformers runs both
     if code.name == "unsloth":
         walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted)
@@ -88,20 +89,20 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> HostC
         forward, backward = FUSED_LAUNCHES
     if isinstance(job.traits, PublishedTraits) and job.traits.norms_heads and not job.traits.is_compiled:
         forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
-    if is_trainers and not job.trains_all:
+    if is_trainers and not trains_all(s):
         forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
     if isinstance(job.traits, PublishedTraits) and job.traits.casts_weights:
         forward, backward = forward + AUTOCAST_LAUNCHES, backward + AUTOCAST_LAUNCHES
-    shards_s = FSDP_S if s.zero_stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (s.num_data_ranks > 1)
-    if code.name == "deepspeed" and s.zero_stage == 3:
+    shards_s = FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
+    if code.name == "deepspeed" and s.zero.stage == 3:
         shards_s = 2 * GATHER_S * (NUM_PARAMS + 2 * num_adapted)
-    walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted) * (is_trainers)
+    walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted) * is_trainers
     more, num_syncs = found.experts_launches, 0.0
     if experts is not None and code.name == "torchtitan":
-        more, num_syncs = TORCHTITAN_EXPERTS, 1.0 * (s.ep > 1)
+        more, num_syncs = TORCHTITAN_EXPERTS, 1.0 * (job.ep > 1)
     elif experts is not None and is_trainers and not code.groups_experts:
-        more = (experts.num_experts / s.ep * EXPERT_LAUNCHES[0], experts.num_experts / s.ep * EXPERT_LAUNCHES[1])
-        num_syncs = 2.0 * experts.num_experts / s.ep
+        more = (experts.num_experts / job.ep * EXPERT_LAUNCHES[0], experts.num_experts / job.ep * EXPERT_LAUNCHES[1])
+        num_syncs = 2.0 * experts.num_experts / job.ep
     return dataclasses.replace(
         found,
         launches=(forward, backward),
@@ -111,15 +112,15 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> HostC
         num_syncs=num_syncs,
         block_s=(shards_s / 3 + walk_s, shards_s * 2 / 3),
         again_s=AGAIN_S,
-        param_s=FSDP_PARAM_S if s.zero_stage >= 2 else 0.0,
+        param_s=FSDP_PARAM_S if s.zero.stage >= 2 else 0.0,
     )
 
 
-def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> HostCosts:
+def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) -> HostCosts:
     module_s = EARLY_ENGINE_MODULE_S if code.year < 2025 else ENGINE_MODULE_S
     experts = job.shape.experts
     share = job.shape.num_expert_layers / job.shape.num_layers
-    num_local = experts.num_experts / s.ep if experts else 0.0
+    num_local = experts.num_experts / job.ep if experts else 0.0
     num_modules = NUM_ENGINE_MODULES + share * NUM_ENGINE_EXPERT_MODULES
     num_params = NUM_PARAMS + share * 2 * num_local
     forward_s = num_modules * module_s + share * 2 * num_local * GROUPED_LAUNCH_S
@@ -130,6 +131,6 @@ def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: Strategy) -> Hos
         experts_launches=ENGINE_EXPERTS,
         launch_s=LAUNCH_S,
         backward_launch_s=BACKWARD_LAUNCH_S,
-        num_syncs=2.0 * (s.ep > 1),
-        block_s=(forward_s, backward_s + MAIN_GRAD_S * num_params * job.trains_all),
+        num_syncs=2.0 * (job.ep > 1),
+        block_s=(forward_s, backward_s + MAIN_GRAD_S * num_params * trains_all(s)),
     )

@@ -9,7 +9,7 @@ from typing import Final
 from planner_eval.hosts import host_costs
 from planner_eval.recomputation import freed_elements
 from planner_eval.traits import PublishedTraits
-from shardwise.config.resolve import Tier
+from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
@@ -20,7 +20,7 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, 
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts, is_of_experts
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.host_time import HostCosts, HostTimes
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, param_of, product_dtype, trains_all
 from shardwise.planner.memory import CONTEXT_BYTES, BlockBytes, MemoryModel, layer_shape, unread_size
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
@@ -76,10 +76,10 @@ def published_traits(job: PlanJob) -> PublishedTraits:
 class PublishedStages(StageTable):
     """Give all stages the same number of blocks; the library cuts by cost."""
 
-    def _cut(self, s: Strategy) -> StageLayouts:
-        if s.pp == 1 or s.stage_layers is not None:
+    def _cut(self, s: ResolvedConfig) -> StageLayouts:
+        if s.mesh.pp == 1 or s.pipeline.cut is not None:
             return super()._cut(s)
-        shape, placement = self.job.shape, placement_of(s.schedule, s.pp, s.virtual_stages)
+        shape, placement = self.job.shape, placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
         layers = even_layers(shape.num_layers, placement.num_stages)
         return StageLayouts(placement, layers, shape.num_layers - shape.num_expert_layers, placement.num_stages - 1)
 
@@ -90,12 +90,12 @@ class PublishedLayout(CompactLayout):
     def __init__(self, job: PlanJob) -> None:
         super().__init__(job, PublishedStages(job))
 
-    def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
-        totals = super()._bytes_at_rest(strategy, pipeline_rank, tier)
+    def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
+        totals = super()._bytes_at_rest(config, pipeline_rank, tier)
         num_shards = published_traits(self.job).optimizer_shards
         if num_shards is None:
             return totals
-        rank = self.rank(strategy, pipeline_rank)
+        rank = self.rank(config, pipeline_rank)
         states = tuple(dataclasses.replace(each, placement=Placement.SHARD) for each in rank.layout.states)
         layout = dataclasses.replace(rank.layout, states=states)
         resharded = rank.total(
@@ -125,135 +125,141 @@ class PublishedMemoryModel(MemoryModel):
     def _keeps_sent(self) -> bool:
         return not published_traits(self.job).frees_outputs
 
-    def _block_bytes(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
+    def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
         """Free what the code's own words of recomputation free, where they are more than a mode."""
-        found, again = super()._block_bytes(strategy, has_experts=has_experts), published_traits(self.job).recomputation
-        if published_traits(self.job).keeps_frozen_inputs and strategy.recompute == "none":
-            tokens = self.job.seq_len / strategy.cp * strategy.micro_size * DTYPE_BYTES[strategy.param]
-            unread = tokens * unread_size(self.job, strategy, layer_shape(self.job, strategy), has_experts=has_experts)
+        found, again = super()._block_bytes(config, has_experts=has_experts), published_traits(self.job).recomputation
+        if published_traits(self.job).keeps_frozen_inputs and config.recompute.mode == "none":
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
+            unread = tokens * unread_size(self.job, config, layer_shape(self.job, config), has_experts=has_experts)
             found = dataclasses.replace(found, kept=found.kept + unread, whole=found.whole + unread)
         if published_traits(self.job).is_latent:
-            tokens = self.job.seq_len / strategy.cp * strategy.micro_size * DTYPE_BYTES[strategy.param]
-            more = tokens * LATENT_MORE * self.job.shape.num_heads / strategy.tp
-            kept = found.kept + more * (strategy.recompute != "full")
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
+            more = tokens * LATENT_MORE * self.job.shape.num_heads / config.mesh.tp
+            kept = found.kept + more * (config.recompute.mode != "full")
             found = dataclasses.replace(found, kept=kept, whole=found.whole + more)
         if published_traits(self.job).norms_heads:
             shape, each_bytes = self.job.shape, 2.0 * FP32_BYTES * published_traits(self.job).saves_norm_in_fp32
-            heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim / strategy.tp
-            tokens = self.job.seq_len / strategy.cp * strategy.micro_size
-            more = tokens * heads * (DTYPE_BYTES[strategy.param] + each_bytes)
+            heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim / config.mesh.tp
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size
+            more = tokens * heads * (DTYPE_BYTES[param_of(config)] + each_bytes)
             found = dataclasses.replace(
-                found, kept=found.kept + more * (strategy.recompute == "none"), whole=found.whole + more
+                found, kept=found.kept + more * (config.recompute.mode == "none"), whole=found.whole + more
             )
         if published_traits(self.job).widens_stream:
             kept, whole = found.kept + found.stream, found.whole + 2 * found.stream
             found = dataclasses.replace(found, kept=kept, whole=whole, stream=2 * found.stream)
-        if strategy.recompute != "selective" or again is None:
+        if config.recompute.mode != "selective" or again is None:
             return found
         if not again.freed and not has_experts and published_traits(self.job).code is not None:
-            return dataclasses.replace(found, kept=self._saved_bytes(strategy))
+            return dataclasses.replace(found, kept=self._saved_bytes(config))
         if has_experts and again.experts and not again.freed:
-            return dataclasses.replace(found, kept=found.kept - self._unsaved_bytes(strategy))
+            return dataclasses.replace(found, kept=found.kept - self._unsaved_bytes(config))
         if not again.freed:
             return found
-        s, shape, experts = strategy, self.job.shape, self.job.shape.experts if has_experts else None
-        hidden = shape.hidden_size / (s.tp if s.sequence_parallel else 1)
+        s, shape, experts = config, self.job.shape, self.job.shape.experts if has_experts else None
+        hidden = shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
         chosen = experts.num_chosen + experts.num_shared if experts else 0
         sizes = {
             "hidden": hidden,
-            "queries": shape.num_heads * shape.head_dim / s.tp,
-            "keys": 2 * shape.num_kv_heads * shape.head_dim / s.tp,
-            "ffn": (experts.ffn_size * chosen if experts else shape.ffn_size) / s.tp,
+            "queries": shape.num_heads * shape.head_dim / s.mesh.tp,
+            "keys": 2 * shape.num_kv_heads * shape.head_dim / s.mesh.tp,
+            "ffn": (experts.ffn_size * chosen if experts else shape.ffn_size) / s.mesh.tp,
             "routed": experts.num_chosen * hidden if experts else 0.0,
             "inner": 1.0 if published_traits(self.job).fuses_gate else 2.0,
         }
-        tokens = self.job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+        tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
         freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
         return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
 
-    def _saved_bytes(self, s: Strategy) -> float:
+    def _saved_bytes(self, s: ResolvedConfig) -> float:
         """Return what torchtitan's choice of ops saves: wq, wv, w1, attention, the input, and w2 unless compiled.
 
         A compiler drops what no backward reads, as w2's output.
         """
         shape = self.job.shape
-        hidden = (2 - self.job.traits.is_compiled) * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
+        hidden = (
+            (2 - self.job.traits.is_compiled) * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        )
         heads = (2 * shape.num_heads + shape.num_kv_heads) * shape.head_dim + 2 * shape.num_heads  # lse is fp32
         return (
-            self.job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param] * (hidden + (heads + shape.ffn_size) / s.tp)
+            self.job.seq_len
+            / s.mesh.cp
+            * s.batch.micro_size
+            * DTYPE_BYTES[param_of(s)]
+            * (hidden + (heads + shape.ffn_size) / s.mesh.tp)
         )
 
-    def _unsaved_bytes(self, s: Strategy) -> float:
+    def _unsaved_bytes(self, s: ResolvedConfig) -> float:
         """Return the half of experts' wide tensors that is counted as saved, less what their exchange brought."""
         experts = self.job.shape.experts
         if experts is None:
             return 0.0
-        tokens = self.job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param] / s.tp
-        brought = experts.num_chosen * self.job.shape.hidden_size if s.ep > 1 else 0
+        tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)] / s.mesh.tp
+        brought = experts.num_chosen * self.job.shape.hidden_size if self.job.ep > 1 else 0
         return tokens * (experts.num_chosen * experts.ffn_size - brought)
 
-    def _of_device(self, strategy: Strategy, moving_bytes: float) -> dict[str, float]:
+    def _of_device(self, config: ResolvedConfig, moving_bytes: float) -> dict[str, float]:
         """Leave out torch's kernels and its allocator where the code has neither."""
-        found, code = super()._of_device(strategy, moving_bytes), published_traits(self.job).code
+        found, code = super()._of_device(config, moving_bytes), published_traits(self.job).code
         if code is None or not code.is_graphed:
             return found
         return {"overhead": found["overhead"] - CONTEXT_BYTES / 2, "rounding": 0.0}
 
-    def _scale_bytes(self, strategy: Strategy, rank: int) -> float:
+    def _scale_bytes(self, config: ResolvedConfig, rank: int) -> float:
         """Return those of bitsandbytes, which does not quantize scales again unless it is asked to."""
-        return super()._scale_bytes(strategy, rank) * (4 / 64 / SCALE_BYTES if published_traits(self.job).code else 1.0)
+        return super()._scale_bytes(config, rank) * (4 / 64 / SCALE_BYTES if published_traits(self.job).code else 1.0)
 
-    def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
-        traits, states = published_traits(self.job), super()._states(strategy, rank, here)
-        numel, shape = self.compact.rank(strategy, rank).numel, self.job.shape
+    def _states(self, config: ResolvedConfig, rank: int, here: Mapping[str, int]) -> dict[str, float]:
+        traits, states = published_traits(self.job), super()._states(config, rank, here)
+        numel, shape = self.compact.rank(config, rank).numel, self.job.shape
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
-        if self.job.trains_all and traits.unsharded_grad_bytes:
-            waits = traits.reduces_once and strategy.zero_stage >= 2  # until the last micro-batch there are no others
+        if trains_all(config) and traits.unsharded_grad_bytes:
+            waits = traits.reduces_once and config.zero.stage >= 2  # until the last micro-batch there are no others
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
         if traits.widens_stream and not traits.casts_weights:  # the tables too
             states["params"] += 2 * DTYPE_BYTES["bf16"] * shape.vocab_size * shape.hidden_size / (1 + shape.is_tied)
         if traits.packs_experts and shape.experts is not None:
-            folds = [fold for fold in self.compact.rank(strategy, rank).folds if is_of_experts(fold.group)]
+            folds = [fold for fold in self.compact.rank(config, rank).folds if is_of_experts(fold.group)]
             stored = sum(fold.count * fold.group.padded_numel / fold.group.num_shards for fold in folds)
             states["params"] -= stored * (DTYPE_BYTES["bf16"] - PACKED_EXPERT_BYTES)
-        more = (1 - 1 / strategy.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
+        more = (1 - 1 / config.mesh.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
         return {name: size * (1 + more / numel) for name, size in states.items()}
 
-    def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
-        return super()._step_bytes(strategy, folds) if published_traits(self.job).widens_grads else 0.0
+    def _step_bytes(self, config: ResolvedConfig, folds: RankLayerCounts) -> float:
+        return super()._step_bytes(config, folds) if published_traits(self.job).widens_grads else 0.0
 
 
 class PublishedComputeModel(ComputeTimeModel):
     """Time kernels of graphs, attention of other generations, and norms and dropout that are not fused."""
 
-    def attention(self, s: Strategy) -> PassTimes:
+    def attention(self, s: ResolvedConfig) -> PassTimes:
         """Price scores that are stored: batched products, and what passes over the scores."""
         shape, traits = self.job.shape, published_traits(self.job)
         if traits.attention == "flash":
             return super().attention(s).times(LATENT_FLOPS if traits.is_latent else 1.0)
-        scores = self._tokens(s) * self._num_keys * shape.num_heads / s.tp
-        width, forward = DTYPE_BYTES[s.param], 4.0 * scores * shape.head_dim
-        written_out = WIDE_SOFTMAX if s.param == "fp32" else SOFTMAX
+        scores = self._tokens(s) * self._num_keys * shape.num_heads / s.mesh.tp
+        width, forward = DTYPE_BYTES[param_of(s)], 4.0 * scores * shape.head_dim
+        written_out = WIDE_SOFTMAX if param_of(s) == "fp32" else SOFTMAX
         passes = FUSED_SOFTMAX if traits.attention == "fused-softmax" else written_out
         rate = (
             BATCHED_SHARE
-            * self._rate("bf16" if width <= 2 else s.product_dtype)
+            * self._rate("bf16" if width <= 2 else product_dtype(s))
             * min(shape.head_dim / 128, 1.0) ** 0.5
         )
         rate *= alignment_share(shape.head_dim, shape.head_dim, width)
         around = self._streamed(scores * width, [each + DROPOUT * traits.has_dropout for each in passes])
         return PassTimes(forward / rate, 2 * forward / rate).plus(around)
 
-    def _block(self, s: Strategy) -> PassTimes:
+    def _block(self, s: ResolvedConfig) -> PassTimes:
         found, traits = super()._block(s), published_traits(self.job)
-        if s.recompute != "selective":
+        if s.recompute.mode != "selective":
             return found
         if traits.attention != "flash":
-            return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute_every)
+            return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute.every)
         return found if traits.recomputation is None else dataclasses.replace(found, recompute_s=self._again_s(s))
 
-    def _again_s(self, s: Strategy) -> float:
+    def _again_s(self, s: ResolvedConfig) -> float:
         """Return the seconds of what the code's words of recomputation run again, a mean over blocks."""
         shape, again = self.job.shape, published_traits(self.job).recomputation
         if again is None:
@@ -265,55 +271,55 @@ class PublishedComputeModel(ComputeTimeModel):
         widths = {"query": shape.num_heads, "key": shape.num_kv_heads, "value": shape.num_kv_heads}
         for name in again.products:
             if name in widths:
-                linear, part = GemmShape(tokens, widths[name] * shape.head_dim / s.tp, shape.hidden_size), 1.0
+                linear, part = GemmShape(tokens, widths[name] * shape.head_dim / s.mesh.tp, shape.hidden_size), 1.0
             elif name == "out":
-                linear, part = GemmShape(tokens, shape.hidden_size, shape.num_heads * shape.head_dim / s.tp), 1.0
+                linear, part = GemmShape(tokens, shape.hidden_size, shape.num_heads * shape.head_dim / s.mesh.tp), 1.0
             else:
-                linear, part = GemmShape(tokens, ffn / s.tp, shape.hidden_size), 1 - share
-            seconds += part * self._linears([linear], s, s.product_dtype).forward_s
+                linear, part = GemmShape(tokens, ffn / s.mesh.tp, shape.hidden_size), 1 - share
+            seconds += part * self._linears([linear], s, product_dtype(s)).forward_s
         if again.dense and share < 1:
-            seconds += (1 - share) * self._linears(self._ffn_linears(s, ffn, tokens), s, s.product_dtype).forward_s
+            seconds += (1 - share) * self._linears(self._ffn_linears(s, ffn, tokens), s, product_dtype(s)).forward_s
         if again.experts and share > 0:
-            experts = self._linears(self._expert_linears(s), s, s.product_dtype).plus(self._permutation(s))
+            experts = self._linears(self._expert_linears(s), s, product_dtype(s)).plus(self._permutation(s))
             seconds += share * experts.forward_s
         return seconds
 
-    def _streams(self, s: Strategy) -> PassTimes:
-        shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[s.param]
+    def _streams(self, s: ResolvedConfig) -> PassTimes:
+        shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[param_of(s)]
         more = 2 * DROPOUT * traits.has_dropout  # after attention and after the feed-forward
         norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not traits.is_compiled else (0.0, 0.0)
-        hidden = self._tokens(s) / (s.tp if s.sequence_parallel else 1) * shape.hidden_size
+        hidden = self._tokens(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1) * shape.hidden_size
         times = super()._streams(s).plus(self._streamed(hidden * width, [2 * each + more for each in norm]))
         if traits.norms_heads:
-            heads = self._tokens(s) / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+            heads = self._tokens(s) / s.mesh.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
             passes = [each + more_s for each, more_s in zip(HEADS_NORM, norm, strict=True)]
             times = times.plus(self._streamed(heads * width, passes))
         if traits.widens_stream:  # norms and sums in fp32
             times = times.plus(self._streamed(hidden * width, WIDE_STREAM))
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
             return times
-        return times.plus(self._streamed(self._tokens(s) / s.tp * self._ffn_width() * width, FUSED_ACTIVATION))
+        return times.plus(self._streamed(self._tokens(s) / s.mesh.tp * self._ffn_width() * width, FUSED_ACTIVATION))
 
-    def _adapter_passes(self, *, is_output: bool) -> tuple[float, float]:
-        forward, backward = super()._adapter_passes(is_output=is_output)
+    def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
+        forward, backward = super()._adapter_passes(s, is_output=is_output)
         more = 0.0 if is_output or not published_traits(self.job).widens_adapters else ADAPTER_CASTS
         return forward + more, backward + more
 
-    def head(self, strategy: Strategy) -> PassTimes:
+    def head(self, config: ResolvedConfig) -> PassTimes:
         """Pass over the logits for what TRL logs of each step, too."""
-        found = super().head(strategy)
+        found = super().head(config)
         if not published_traits(self.job).logs_entropy:
             return found
-        logits = self._tokens(strategy) * self.job.shape.vocab_size
+        logits = self._tokens(config) * self.job.shape.vocab_size
         return found.plus(PassTimes(self._stream_s(ENTROPY_BYTES * logits)))
 
     def _narrow_bytes(self, dtype: str, wide: float) -> float:
         """Read a factor once more where its largest element must be known before it is cast."""
         return super()._narrow_bytes(dtype, wide) + wide * published_traits(self.job).scales_dynamically
 
-    def _linears(self, linears: Iterable[GemmShape], s: Strategy, dtype: str) -> PassTimes:
+    def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         """Cast weights too, which a step's micro-batches do not share: of fp32 to bf16, and of bf16 to fp8."""
-        linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[s.param]
+        linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[param_of(s)]
         found = super()._linears(linears, s, dtype)
         routed = [each for each in linears if each.is_routed]
         if routed and traits.grouped_share < 1:
@@ -326,10 +332,10 @@ class PublishedComputeModel(ComputeTimeModel):
             found = found.plus(PassTimes(cast_s, cast_s))
         return found
 
-    def step_s(self, strategy: Strategy, numel: float) -> float:
+    def step_s(self, config: ResolvedConfig, numel: float) -> float:
         """Pass over each tensor as often as torch's optimizer does where it is not one kernel."""
         if not published_traits(self.job).steps_by_tensor:
-            return super().step_s(strategy, numel)
+            return super().step_s(config, numel)
         width = DTYPE_BYTES["bf16"] if published_traits(self.job).optimizer_share < NARROW_SHARE else FP32_BYTES
         return self._stream_s(FOREACH_PASSES * width * numel)
 
@@ -338,11 +344,11 @@ class PublishedComputeModel(ComputeTimeModel):
         traits = published_traits(self.job)
         return traits.permutation or (FUSED_EXPERTS if traits.is_compiled else EXPERTS)
 
-    def host(self, strategy: Strategy) -> HostTimes:
+    def host(self, config: ResolvedConfig) -> HostTimes:
         """Take nothing for what a graph launches."""
-        return HostTimes() if published_traits(self.job).is_graphed else super().host(strategy)
+        return HostTimes() if published_traits(self.job).is_graphed else super().host(config)
 
-    def _host_costs(self, s: Strategy) -> HostCosts:
+    def _host_costs(self, s: ResolvedConfig) -> HostCosts:
         traits, found = published_traits(self.job), super()._host_costs(s)
         plain = dataclasses.replace(found, block_s=(0.0, 0.0), param_s=0.0)
         return plain if traits.code is None else host_costs(traits.code, plain, self.job, s)
@@ -360,14 +366,14 @@ class PublishedComputeModel(ComputeTimeModel):
 class PublishedCommModel(CommTimeModel):
     """Gather after the step, reduce once, or over other ranks, where the code does; send tokens as it does."""
 
-    def _block(self, s: Strategy) -> BlockComm:
+    def _block(self, s: ResolvedConfig) -> BlockComm:
         found, again = super()._block(s), published_traits(self.job).recomputation
-        if s.recompute != "selective" or again is None or not again.exchange:
+        if s.recompute.mode != "selective" or again is None or not again.exchange:
             return found
         experts_s = found.recompute.experts_s + found.forward.experts_s
         return dataclasses.replace(found, recompute=dataclasses.replace(found.recompute, experts_s=experts_s))
 
-    def _experts_stride(self, s: Strategy) -> int:
+    def _experts_stride(self, s: ResolvedConfig) -> int:
         return super()._experts_stride(s) if published_traits(self.job).splits_experts else 1
 
     def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
@@ -385,14 +391,16 @@ class PublishedCommModel(CommTimeModel):
         within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
         return min(direct_s, max(over_s, within_s))
 
-    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
-        found = super().data(strategy, pipeline_rank)
-        if strategy.zero_stage not in (1, 2) or published_traits(self.job).defers_gathers:
+    def data(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
+        found = super().data(config, pipeline_rank)
+        if config.zero.stage not in (1, 2) or published_traits(self.job).defers_gathers:
             return found
         step_s = found.step_s + found.first_forward_s
         return dataclasses.replace(found, step_s=step_s, first_forward_s=0.0, alone_forward_s=0.0)
 
-    def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
+    def _calls_of(
+        self, s: ResolvedConfig, layout: Layout, fold: LayerCount, *, is_first: bool
+    ) -> Iterator[PricedCollective]:
         traits, group = published_traits(self.job), fold.group
         shards = traits.optimizer_shards
         if shards is not None and layout.stage.unshard_after_step and group.num_ranks % shards == 0:
@@ -412,9 +420,9 @@ class PublishedTimeModel(TimeModel):
         self.compute = PublishedComputeModel(job)
         self.communication = PublishedCommModel(job, self.compact)
 
-    def _num_optimizer_shards(self, s: Strategy) -> int:
+    def _num_optimizer_shards(self, s: ResolvedConfig) -> int:
         shards = published_traits(self.job).optimizer_shards
-        return shards if shards and s.zero_stage else super()._num_optimizer_shards(s)
+        return shards if shards and s.zero.stage else super()._num_optimizer_shards(s)
 
 
 def largest_share(shape: ModelShape) -> float:
@@ -425,7 +433,7 @@ def largest_share(shape: ModelShape) -> float:
 
 
 class PublishedPricer(Pricer):
-    """Price the strategies of a published run's job."""
+    """Price the candidates of a published run's job."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job

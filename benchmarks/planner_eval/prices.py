@@ -21,9 +21,10 @@ from planner_eval.cases import Case, KnownStates
 from planner_eval.models import PublishedPricer, PublishedTimeModel, published_traits
 from planner_eval.rows import tidied
 from planner_eval.traits import is_after_h100
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.candidates import RECOMPUTES
 from shardwise.planner.hardware import GIB
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, changed, param_of
 from shardwise.planner.model_states import estimate_model_states
 from shardwise.planner.results import Estimate, RankMemory
 from shardwise.schedule.simulate import PipelineSimulator
@@ -73,7 +74,7 @@ def convention_of(written: str | None, case: Case) -> Convention:
     """
     text = (written or "").lower()
     if not text:
-        if case.strategy is not None and case.strategy.recompute == "full" and case.strategy.param == "fp16":
+        if case.config is not None and case.config.recompute.mode == "full" and param_of(case.config) == "fp16":
             return "hardware"
         is_late = case.job is not None and is_after_h100(case.job.cluster.gpu)
         return "causal" if is_late else "all-keys"
@@ -107,7 +108,7 @@ def is_of_first_rank(written: str | None) -> bool:
     return not is_worst and any(mark in text for mark in ("as logged", "as printed", "rank 0", "first rank"))
 
 
-def flops_per_token(job: PlanJob, strategy: Strategy, convention: Convention) -> float:
+def flops_per_token(job: PlanJob, config: ResolvedConfig, convention: Convention) -> float:
     """Return the FLOPs of forward and backward for one token by a convention.
 
     As `hardware`, a full recomputation adds the forward of all blocks, a selective one that of the attention's scores
@@ -115,17 +116,17 @@ def flops_per_token(job: PlanJob, strategy: Strategy, convention: Convention) ->
 
     Args:
         job: the model and its sequence length.
-        strategy: its recomputation counts under `hardware`.
+        config: its recomputation counts under `hardware`.
         convention: `all-keys`, `causal` or `hardware`.
     """
     shape = job.shape
     total = shape.flops_per_token(job.seq_len, is_causal_halved=convention == "causal")
-    if convention != "hardware" or strategy.recompute == "none":
+    if convention != "hardware" or config.recompute.mode == "none":
         return total
     head = 6.0 * shape.vocab_size * shape.hidden_size
     scores = total - 6.0 * shape.num_matmul_params
-    again = (total - head) / 3 if strategy.recompute == "full" else scores / 3
-    return total + again / strategy.recompute_every
+    again = (total - head) / 3 if config.recompute.mode == "full" else scores / 3
+    return total + again / config.recompute.every
 
 
 def memory_gib(rank: RankMemory, kind: MemoryKind, cached_logits_share: float = 0.0) -> float:
@@ -156,47 +157,49 @@ def settled(case: Case, pipelines: PipelineSimulator | None = None) -> Estimate 
         case: the run.
         pipelines: times of schedules that many cases share; None starts with none.
     """
-    if case.job is None or case.strategy is None:
+    if case.job is None or case.config is None:
         return None
     pricer = PublishedPricer(case.job)
     if pipelines is not None:
         pricer.time.pipelines = pipelines
     prices: list[Estimate] = []
-    for strategies in _candidates(case, case.strategy):
-        prices = [pricer.price(each) for each in strategies]
+    for configs in _candidates(case, case.config):
+        prices = [pricer.price(each) for each in configs]
         fitting = [each for each in prices if each.margin_bytes >= 0]
         if fitting:
             return min(fitting, key=lambda each: each.time.step_s)
     return min(prices, key=lambda each: each.memory.worst.peak_bytes)
 
 
-def _candidates(case: Case, strategy: Strategy) -> Iterator[list[Strategy]]:
-    """Yield, for each way to save memory, the mildest first, a strategy for every micro-batch size the run may have
+def _candidates(case: Case, config: ResolvedConfig) -> Iterator[list[ResolvedConfig]]:
+    """Yield, for each way to save memory, the mildest first, a candidate for every micro-batch size the run may have
     had.
     """
-    each = strategy.micro_size * strategy.num_micro_batches
-    sizes = [strategy.micro_size]
+    each = config.batch.micro_size * config.batch.accumulation
+    sizes = [config.batch.micro_size]
     if "micro_batch" in case.guesses and "global_batch" not in case.guesses:
-        least = 2 * strategy.pp if strategy.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
+        least = 2 * config.mesh.pp if config.mesh.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
         sizes = [size for size in (4, 2) if each % size == 0 and each // size >= least] + [1]
     # As few blocks as fit, where the row does not say; frameworks say how many.
-    modes = RECOMPUTES if "recompute" in case.guesses else ((strategy.recompute, strategy.recompute_every),)
-    stages = [strategy.zero_stage]
+    modes = RECOMPUTES if "recompute" in case.guesses else ((config.recompute.mode, config.recompute.every),)
+    stages = [config.zero.stage]
     if "zero_stage" in case.guesses:
         stages.append(3)
-    tiers = [(strategy.activations_tier, strategy.optimizer_tier)]
+    tiers = [(config.tiers.activations, config.tiers.optimizer)]
     if "offload" in case.guesses:
-        tiers += [("host", strategy.optimizer_tier), ("host", "host")]
+        tiers += [("host", config.tiers.optimizer), ("host", "host")]
     for (kept, states), stage, (mode, every) in itertools.product(tiers, stages, modes):
-        sparing = dataclasses.replace(
-            strategy,
-            activations_tier=kept,
-            optimizer_tier=states,
-            zero_stage=stage,
-            recompute=mode,
-            recompute_every=every,
+        sparing = changed(
+            config,
+            {
+                "tiers.activations": kept,
+                "tiers.optimizer": states,
+                "zero.stage": stage,
+                "recompute.mode": mode,
+                "recompute.every": every,
+            },
         )
-        yield [dataclasses.replace(sparing, micro_size=size, num_micro_batches=each // size) for size in sizes]
+        yield [changed(sparing, {"batch.micro_size": size, "batch.accumulation": each // size}) for size in sizes]
 
 
 def predict(
@@ -222,13 +225,13 @@ def predict(
     if price is None:
         return Prediction() if case.states is None else _of_states(case.states)
     if case.longest and price.job.seq_len != case.longest:
-        full = PublishedPricer(dataclasses.replace(price.job, seq_len=case.longest)).price(price.strategy)
+        full = PublishedPricer(dataclasses.replace(price.job, seq_len=case.longest)).price(price.config)
         price = dataclasses.replace(price, memory=full.memory)
     ranks = price.memory.ranks[:1] if of_first_rank else price.memory.ranks
     cached_share = published_traits(price.job).cached_logits_share
     memory = [memory_gib(rank, memory_kind or "allocated", cached_share) for rank in ranks]
     time_s = price.time.step_s * case.tokens_scale
-    flops = flops_per_token(price.job, price.strategy, convention or convention_of(None, case)) * case.trained_share
+    flops = flops_per_token(price.job, price.config, convention or convention_of(None, case)) * case.trained_share
     tokens = price.job.tokens * case.tokens_scale
     return Prediction(
         iteration_time_s=time_s,
@@ -254,13 +257,13 @@ def _bubble_rate(case: Case, price: Estimate) -> float | None:
     """Return the bubble rate by the measured times where there are any, else by the priced ones."""
     if case.op_times is None and case.quantity != "schedule_bubble":
         return price.time.bubble_rate
-    shape, strategy = price.job.shape, price.strategy
+    shape, config = price.job.shape, price.config
     return bubble_rate(
-        case.searched_schedule or strategy.schedule,
-        strategy.pp,
-        strategy.num_micro_batches,
-        strategy.virtual_stages,
-        case.op_times or PublishedTimeModel(price.job).op_times(strategy),
+        case.searched_schedule or config.pipeline.schedule,
+        config.mesh.pp,
+        config.batch.accumulation,
+        config.pipeline.virtual_stages,
+        case.op_times or PublishedTimeModel(price.job).op_times(config),
         deferred_share=deferred_share(shape.hidden_size, shape.num_heads, price.job.seq_len),
     )
 

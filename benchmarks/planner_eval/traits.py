@@ -5,7 +5,7 @@
 ...     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=512
 ... )
 >>> row = {"model": {"seq": 2048}, "parallel": {"attention_kernel": "FA2"}}
->>> traits = traits_of(row, shape, Strategy(tp=2), gpu_of("A100"))
+>>> traits = traits_of(row, shape, changed(BASE, {"mesh.tp": 2}), gpu_of("A100"))
 >>> traits.attention, traits.splits_logits
 ('flash', False)
 """
@@ -21,10 +21,11 @@ from typing import Any, Final, Literal
 from planner_eval import codes as codes
 from planner_eval import words as words
 from planner_eval.recomputation import Recomputation, recomputation_of
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import Attention, FrameworkTraits, ModelShape, Strategy
+from shardwise.planner.job import Attention, FrameworkTraits, ModelShape, param_of
 
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on no run keeps scores whole."""
@@ -115,74 +116,74 @@ class PublishedTraits(FrameworkTraits):
     optimizer_share: float = 1.0
 
 
-def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> PublishedTraits:
+def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> PublishedTraits:
     """Infer how the code of the run worked, from what it says of its kernels and from what code of its time did.
 
     Args:
         row: of the file of cases, tidied.
         shape: of the model.
-        strategy: how the run was split.
+        config: how the run was split.
         gpu: the device that ran it.
     """
     p = row.get("parallel") or {}
     if p.get("framework"):
         is_latent = "mla" in str(row["model"].get("attention")).lower()
         has_norms = "qwen3" in shape.name.lower()
-        found = _named_code(p, shape, strategy, gpu)
+        found = _named_code(p, shape, config, gpu)
         return dataclasses.replace(found, is_latent=is_latent, norms_heads=has_norms)
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
-    attention = words.attention_of(p.get("attention_kernel")) or _attention(strategy, shape, gpu, seq_len)
+    attention = words.attention_of(p.get("attention_kernel")) or _attention(config, shape, gpu, seq_len)
     is_early = attention != "flash" and not kernel
     is_compiled = bool(p.get("compile"))
     is_liger = bool(p.get("liger"))
     group = p.get("zero_group")
-    is_new = strategy.matmul in ("fp8", "fp4")
-    splits_logits = not p.get("gathers_logits", _gathers_logits(kernel, strategy))
-    logits_bytes = _logits_bytes(p, strategy, gpu, splits_logits=splits_logits)
+    is_new = config.precision.linears in ("fp8", "fp4")
+    splits_logits = not p.get("gathers_logits", _gathers_logits(kernel, config))
+    logits_bytes = _logits_bytes(p, config, gpu, splits_logits=splits_logits)
     has_fused_norm = "rms" in kernel or is_compiled or is_liger
-    overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
-    overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
+    overlaps_tensor = config.tensor.sequence_parallel and (is_new or config.pipeline.schedule == "interleaved")
+    overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and config.zero.stage < 3
     return PublishedTraits(
         attention=attention,
         logits_bytes=logits_bytes,
         # Torch's loss frees the narrow logits, but needs wide ones from then on.
         cached_logits_share=DTYPE_BYTES["bf16"] / logits_bytes if logits_bytes == TORCHS_LOSS_BYTES else 0.0,
-        optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
+        optimizer_shards=group if isinstance(group, int) and config.zero.stage in (1, 2) else None,
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
         reduces_once=bool(p.get("fp32_grad_accum_unsharded")),
         whole_embedding=bool(p.get("whole_embedding")),
-        is_compiled=is_compiled or is_liger or is_new or (_splits_model(strategy) and not kernel),
+        is_compiled=is_compiled or is_liger or is_new or (_splits_model(config) and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         defers_gathers=not is_before_h100(gpu),
         reduces_in_place=True,
         is_own=False,
-        frees_outputs=strategy.schedule == "interleaved",
+        frees_outputs=config.pipeline.schedule == "interleaved",
         widens_grads=not is_new and _keeps_master(p),
-        optimizer_share=1.0 if _keeps_master(p) else 2.0 * DTYPE_BYTES[strategy.param] / (3.0 * FP32_BYTES),
-        params_share=_params_share(str(p.get("precision")), strategy, gpu),
-        overlaps_data=_overlaps_data(strategy, gpu) and not is_early,
+        optimizer_share=1.0 if _keeps_master(p) else 2.0 * DTYPE_BYTES[param_of(config)] / (3.0 * FP32_BYTES),
+        params_share=_params_share(str(p.get("precision")), config, gpu),
+        overlaps_data=_overlaps_data(config, gpu) and not is_early,
         overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and not has_fused_norm,
-        has_dropout=is_early and strategy.param != "fp32",
+        has_dropout=is_early and param_of(config) != "fp32",
         splits_logits=splits_logits,
-        selective=_selective(p, strategy.zero_stage),
+        selective=_selective(p, config.zero.stage),
         fuses_gate=is_compiled or is_liger or is_new,
         # Code that sharded parameters in fp16 hooked into each layer of the model; later code, in bf16, wraps blocks.
-        moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
+        moves_tensors=config.zero.stage == 3 and param_of(config) == "fp16",
         expert_imbalance=1.0,  # benchmarks send as many tokens to each expert
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
-        recomputation=recomputation_of(p.get("recompute") or _usual_words(p, strategy), ""),
+        recomputation=recomputation_of(p.get("recompute") or _usual_words(p, config), ""),
     )
 
 
-def _usual_words(p: Mapping[str, Any], strategy: Strategy) -> str | None:
-    return "per op" if compiles_blocks(p, strategy.zero_stage) else None
+def _usual_words(p: Mapping[str, Any], config: ResolvedConfig) -> str | None:
+    return "per op" if compiles_blocks(p, config.zero.stage) else None
 
 
-def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> PublishedTraits:
+def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> PublishedTraits:
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
@@ -198,7 +199,7 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
-        keeps_frozen_inputs=codes.lora_of(p.get("lora")).base == "nf4" and codes.is_of_early_2024(written),
+        keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
         packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
@@ -206,13 +207,13 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         is_graphed=code.is_graphed or bool(p.get("cuda_graphs")),
         reduces_in_place=True,
         is_own=False,
-        frees_outputs=strategy.schedule == "interleaved",
-        widens_grads=not codes.is_narrow(p) and strategy.zero_stage < 3 and code.name == "hf",
+        frees_outputs=config.pipeline.schedule == "interleaved",
+        widens_grads=not codes.is_narrow(p) and config.zero.stage < 3 and code.name == "hf",
         optimizer_share=codes.optimizer_share(p, code),
         params_share=codes.params_share(p),
-        overlaps_tensor=code.name == "megatron" and strategy.sequence_parallel,
+        overlaps_tensor=code.name == "megatron" and config.tensor.sequence_parallel,
         saves_norm_in_fp32=shape.ffn == "gated" and not is_fused and not codes.has_torchs_norm(p, code),
-        selective=_selective({"recompute": codes.recompute_words(p)}, strategy.zero_stage),
+        selective=_selective({"recompute": codes.recompute_words(p)}, config.zero.stage),
         fuses_gate=is_fused,
         expert_imbalance=1.0,
         recomputation=recomputation_of(
@@ -222,7 +223,7 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         ),
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
         splits_experts=str(p.get("etp")) != "1",
-        permutation=codes.permutation_of(p, code, strategy),
+        permutation=codes.permutation_of(p, code),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code),
     )
 
@@ -243,17 +244,19 @@ def _selective(p: Mapping[str, Any], zero_stage: int) -> Literal["half", "all-bu
     return "half" if is_usual or re.search(r"\bop\b|selectiveac", written) else "all-but-scores"
 
 
-def _gathers_logits(kernel: str, strategy: Strategy) -> bool:
+def _gathers_logits(kernel: str, config: ResolvedConfig) -> bool:
     """Say whether each tp rank takes the loss of all logits, as torch's own loss does.
 
     Code whose kernels are chosen one by one does. The codes that brought interleaving, split sequences and fp8 do not:
     their loss is split by vocabulary.
     """
-    is_of_megatron = strategy.schedule == "interleaved" or strategy.cp > 1 or strategy.matmul is not None
+    is_of_megatron = (
+        config.pipeline.schedule == "interleaved" or config.mesh.cp > 1 or config.precision.linears != "keep"
+    )
     return bool(kernel) and not is_of_megatron
 
 
-def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: GpuSpec, *, splits_logits: bool) -> float:
+def _logits_bytes(p: Mapping[str, Any], config: ResolvedConfig, gpu: GpuSpec, *, splits_logits: bool) -> float:
     """Return the bytes of each logit at the peak of the loss, all its copies together.
 
     Torch's loss holds logits widened, their log-softmax and its gradient; code that splits the model holds the narrow
@@ -265,13 +268,13 @@ def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: GpuSpec, *, spl
         return 0.0
     if p.get("narrow_loss"):
         return NUM_OF_NARROW_LOSS * narrow
-    is_model_split = _splits_model(strategy)
+    is_model_split = _splits_model(config)
     kernel = str(p.get("attention_kernel") or "").lower()
     # FlashAttention comes with a fused loss; codes that can split the model do not take it.
-    is_data_alone = strategy.zero_stage >= 2 and not is_model_split
+    is_data_alone = config.zero.stage >= 2 and not is_model_split
     has_fused_loss = is_data_alone and "flash" in kernel and p.get("liger") is None
     # Where blocks are gathered one by one they are compiled one by one; the loss came in with the next devices.
-    compiles_loss = bool(p.get("compile")) and (is_after_h100(gpu) or not compiles_blocks(p, strategy.zero_stage))
+    compiles_loss = bool(p.get("compile")) and (is_after_h100(gpu) or not compiles_blocks(p, config.zero.stage))
     if has_fused_loss or compiles_loss:
         return 2.0 * narrow
     if is_model_split and splits_logits:
@@ -284,7 +287,7 @@ def _keeps_master(p: Mapping[str, Any]) -> bool:
     return p.get("fp32_master") is not False
 
 
-def _params_share(precision: str, strategy: Strategy, gpu: GpuSpec) -> float:
+def _params_share(precision: str, config: ResolvedConfig, gpu: GpuSpec) -> float:
     """Return the share of half precision's bytes that parameters take: fp8 code that splits the model stores them in
     fp8.
 
@@ -293,16 +296,16 @@ def _params_share(precision: str, strategy: Strategy, gpu: GpuSpec) -> float:
     """
     is_of_blocks = "mx" in precision.lower()
     takes_any_layout = is_after_h100(gpu) and not is_of_blocks
-    return 0.5 if strategy.matmul == "fp8" and strategy.zero_stage == 1 and takes_any_layout else 1.0
+    return 0.5 if config.precision.linears == "fp8" and config.zero.stage == 1 and takes_any_layout else 1.0
 
 
-def _overlaps_data(strategy: Strategy, gpu: GpuSpec) -> bool:
+def _overlaps_data(config: ResolvedConfig, gpu: GpuSpec) -> bool:
     """Say whether gathers and reductions overlap; codes that split models in stages 0 and 1 do so only after A100."""
-    return not (is_before_h100(gpu) and _splits_model(strategy) and strategy.zero_stage < 2)
+    return not (is_before_h100(gpu) and _splits_model(config) and config.zero.stage < 2)
 
 
-def _splits_model(strategy: Strategy) -> bool:
-    return strategy.tp > 1 or strategy.pp > 1
+def _splits_model(config: ResolvedConfig) -> bool:
+    return config.mesh.tp > 1 or config.mesh.pp > 1
 
 
 def is_before_h100(gpu: GpuSpec) -> bool:
@@ -315,16 +318,16 @@ def is_after_h100(gpu: GpuSpec) -> bool:
     return "fp4" in gpu.peak_flops_per_s
 
 
-def _attention(strategy: Strategy, shape: ModelShape, gpu: GpuSpec, seq_len: int) -> Attention:
+def _attention(config: ResolvedConfig, shape: ModelShape, gpu: GpuSpec, seq_len: int) -> Attention:
     """Guess the kernel: scores were written out before bf16 was usual, and where only full recomputation saved the
     memory.
     """
     if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
         return "flash"
-    if strategy.param == "fp32":
+    if param_of(config) == "fp32":
         return "unfused"  # flash and kernels of fused softmax take half precision alone
     is_late = "fp8" in gpu.peak_flops_per_s  # no code kept scores when such devices came
-    if "v100" in gpu.name or (strategy.param == "fp16" and not is_late):
+    if "v100" in gpu.name or (param_of(config) == "fp16" and not is_late):
         return "fused-softmax"
-    is_full = strategy.recompute == "full" and not strategy.sequence_parallel
+    is_full = config.recompute.mode == "full" and not config.tensor.sequence_parallel
     return "fused-softmax" if is_full and "a100" in gpu.name else "flash"

@@ -20,7 +20,7 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import plan_view
 from shardwise.planner.request import ask, read_model
 from shardwise.planner.search import search
-from shardwise.train.imported_plan import named_batch, strategy_for
+from shardwise.train.imported_plan import named_batch, split_for
 from shardwise.train.metrics import StepRecord
 from shardwise.train.progress import Header, Progress, render
 from shardwise.train.rank_watch import RanksMemory
@@ -35,7 +35,7 @@ def plan_picture() -> str:
     cluster = parse_cluster("a100-40:8")
     asked = ask(read_model("llama-7b"), cluster, global_batch=named_batch(str(YOURS), cluster.num_gpus))
     pricer = Pricer(asked.job)
-    yours = pricer.price(strategy_for(str(YOURS), asked.job))
+    yours = pricer.price(split_for(str(YOURS), asked.job).config)
     plan = search(asked.job, asked.space, pricer=pricer)
     reasons = reasons_of(plan, pricer, yours=yours)
     view = plan_view(plan, reasons, yours=yours, notes=asked.notes)

@@ -2,7 +2,7 @@
 
     python -m device.orders "stage 3" pipeline      # cases whose names have a word; all without one
     python -m device.orders --seeds 3              # random orders too, three of them
-    python -m device.orders --faults               # with faults planted: each must be seen
+    python -m device.orders --faults               # with faults planted: each must be seen; after the cases, if any
     python -m device.orders --list
 
 Prints a JSON line a case. A difference is a race: on a GPU the numbers would depend on who is faster.
@@ -131,6 +131,7 @@ CASES = (
     ),
     Case("pp and tp, stage 3", 4, zero(3, mesh={"pp": 2, "tp": 2}), "deep", num_micro_batches=4, has_echoes=False),
     Case("optimizer on the host", 2, zero(2, tiers={"optimizer": "host"})),
+    Case("parameters on the host", 2, zero(3, tiers={"params": "host"}, precision={"param": "bf16"})),
     Case("everything on the host", 2, zero(3, tiers=HOST)),
     Case("NVMe", 2, zero(3, tiers={"params": "nvme", "optimizer": "nvme", "nvme_path": "."})),
     Case("activations on the host", 2, zero(3, recompute={"mode": "full"}, tiers={"activations": "host"}), "decoder"),
@@ -294,7 +295,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--quick", action="store_true", help="two orders of each case")
     parser.add_argument("--seeds", type=int, default=1, help="random orders of each case")
-    parser.add_argument("--faults", action="store_true", help="plant faults whose names have a word")
+    parser.add_argument("--faults", action="store_true", help="plant faults, after the cases that are named")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     chosen = [case for case in CASES if not options.words or any(word in case.name for word in options.words)]
@@ -308,18 +309,15 @@ def main() -> int:
     more: tuple[tuple[Order, int], ...] = tuple(("random", seed) for seed in range(1, options.seeds))
     orders = ORDERS[1:2] + ORDERS[-1:] if options.quick else ORDERS + more
     with working_folder():
-        if options.faults:
-            for fault in FAULTS:
-                if not options.words or any(word in fault.name for word in options.words):
-                    (case,) = [case for case in CASES if case.name == fault.case]
-                    with fault.plant():
-                        verdict = judge(case, scheduler, ORDERS, is_enough=1)
-                    print(json.dumps(asdict(replace(verdict, name=fault.name))), flush=True)
-            return 0
-        for case in chosen:
+        for case in chosen if options.words or not options.faults else ():
             if case.has_echoes == (rank is None):
                 print(json.dumps(asdict(judge(case, scheduler, orders))), flush=True)
-    if rank is None:
+        for fault in FAULTS if options.faults else ():
+            (case,) = [case for case in CASES if case.name == fault.case]
+            with fault.plant():
+                verdict = judge(case, scheduler, ORDERS, is_enough=1)
+            print(json.dumps(asdict(replace(verdict, name=fault.name))), flush=True)
+    if rank is None and not options.faults:
         for num_ranks in sorted({case.world_size for case in chosen if not case.has_echoes}):
             names = [case.name for case in chosen if not case.has_echoes and case.world_size == num_ranks]
             flags = ["--quick"] if options.quick else ["--seeds", str(options.seeds)]

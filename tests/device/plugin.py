@@ -47,10 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """In tests of exchanges attention is torch's operators: Triton's interpreter takes ten times as long."""
+    """In tests of exchanges attention is torch's operators where these can: Triton's interpreter takes far longer.
+
+    What is left on the streams of a test's engines is done after it, or their memory would be looked through for ever.
+    """
     is_dense = item.path.name == "test_context_cuda.py" and "sparse" not in item.name
     with attention_backend("dense") if is_dense else nullcontext():
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            SCHEDULER.finish_all()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,6 +6,7 @@ rank gets is written once it is there. No host waits, as with NCCL.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from device.virtual.cuda_names import Device
 from device.virtual.operators import Region, below_autograd, is_on_device
@@ -245,19 +247,38 @@ def join() -> None:
 def stand_for_nccl() -> None:
     """Let process groups of NCCL be of gloo, with functions that move what is on the virtual device."""
     Transport().install()
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # which registers it
     plain_init, plain_new = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        plain_init("cpu:gloo,cuda:gloo" if backend is None else backend.replace("nccl", "gloo"), *args, **kwargs)
+        # C++ of torch's calls some by itself, and gloo would read device addresses. Those of one rank change nothing.
+        is_alone = int(kwargs.get("world_size", os.environ.get("WORLD_SIZE", "1"))) == 1
+        backend = (backend or "cpu:gloo,cuda:nccl").replace("nccl", "fake" if is_alone else "gloo")
+        plain_init(backend, *args, **kwargs)
         if dist.get_world_size() > 1:
             Device.scheduler.go_on_by_itself()
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return plain_new(ranks, timeout, backend and backend.replace("nccl", "gloo"), *args, **kwargs)
 
+    plain_wrap = DistributedDataParallel.__init__
+
+    def wrap(module: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        plain_wrap(module, *args, **kwargs)
+        if dist.get_world_size(module.process_group) == 1:
+            module.register_comm_hook(None, lambda state, bucket: sum_alone(bucket))
+
+    DistributedDataParallel.__init__ = wrap
     dist.init_process_group, dist.new_group = init_process_group, new_group
     dist.get_backend_config = lambda group=None: "cpu:gloo,cuda:nccl"
     dist.is_nccl_available = lambda: True
+
+
+def sum_alone(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of DDP's among one rank: the stand-in for NCCL has no result to give it."""
+    summed: torch.futures.Future[Tensor] = torch.futures.Future(devices=[bucket.buffer().device])
+    summed.set_result(bucket.buffer())
+    return summed
 
 
 def start_ranks(num_ranks: int, module: str, arguments: Sequence[str] = ()) -> list[subprocess.Popen[str]]:
@@ -267,7 +288,7 @@ def start_ranks(num_ranks: int, module: str, arguments: Sequence[str] = ()) -> l
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return [
         subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(num_ranks)

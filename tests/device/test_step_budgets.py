@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from device.virtual import reason_to_skip
+from harness.warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
 
@@ -23,11 +25,13 @@ NUM_COMPARING = 20
 
 
 @pytest.fixture(scope="module")
-def budgets() -> dict[str, dict[str, Any]]:
+def budgets(warm_programs: WarmPython) -> dict[str, dict[str, Any]]:
     """What `device.budgets` prints, by name."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent / "src")))}
-    command = [sys.executable, "-W", "ignore", "-m", "device.budgets"]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    environ["PYTHONWARNINGS"] = "ignore"
+    command = [sys.executable, "-m", "device.budgets"]
+    with mock.patch.object(subprocess, "Popen", warm_programs.popen()):
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     return {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
 

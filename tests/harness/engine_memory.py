@@ -1,4 +1,4 @@
-"""What a rank of the real engine holds under a strategy of the planner's, simulated; and strategies drawn at random.
+"""What a rank of the real engine holds under a candidate of the planner's, simulated; and candidates drawn at random.
 
 >>> sample = drawn(seed=0, num_samples=1)[0]
 >>> simulation = sample.simulated(pipeline_rank=0)
@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from harness.planner_configs import differences
 from shardwise import Simulation, simulate
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
-from shardwise.planner.configs import config_of
+from shardwise.planner.configs import written
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import MemoryEstimate
 from shardwise.schedule import RECIPES
@@ -39,36 +40,35 @@ _TIERS: Final = (
 
 @dataclass(frozen=True)
 class Sample:
-    """A strategy of a small decoder."""
+    """A candidate of a small decoder."""
 
     shape: DecoderConfig
     seq_len: int
-    strategy: Strategy
+    config: ResolvedConfig
 
     def estimated(self) -> MemoryEstimate:
         """What the planner says of a GPU's ranks."""
-        return MemoryModel(job_of(self.shape, self.seq_len, "any GPU")).estimate(self.strategy)
+        return MemoryModel(job_of(self.shape, self.seq_len, "any GPU")).estimate(self.config)
 
     def simulated(self, pipeline_rank: int) -> Simulation:
         """The first rank at a place of the pipeline."""
-        s, tokens = self.strategy, torch.zeros(self.strategy.micro_size, self.seq_len, dtype=torch.int64)
+        s, tokens = self.config, torch.zeros(self.config.batch.micro_size, self.seq_len, dtype=torch.int64)
         return simulate(
             lambda: Decoder(self.shape),
             engine_config(s),
             lambda: (tokens, tokens),
-            rank=pipeline_rank * s.num_ranks // s.pp,
-            world_size=s.num_ranks,
+            rank=pipeline_rank * world_size(s) // s.mesh.pp,
+            world_size=world_size(s),
             loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
         )
 
     def __str__(self) -> str:
-        """The shape, and what of the strategy is not as by default."""
-        shape, default = self.shape, Strategy()
-        given = {field.name: getattr(self.strategy, field.name) for field in fields(Strategy)}
-        changed = [f"{name}={value}" for name, value in given.items() if value != getattr(default, name)]
+        """The shape, and what of the candidate is not as by default."""
+        shape = self.shape
+        changes = [f"{key}={value}" for key, value in differences(self.config).items()]
         sizes = f"{shape.num_layers}x{shape.hidden_size}x{shape.ffn_size}, vocab {shape.vocab_size}"
         tied = ", tied" if shape.tie_embeddings else ""
-        return f"{sizes}{tied}, seq {self.seq_len}: {', '.join(changed)}"
+        return f"{sizes}{tied}, seq {self.seq_len}: {', '.join(changes)}"
 
 
 def job_of(shape: DecoderConfig, seq_len: int, device: str = "cpu") -> PlanJob:
@@ -78,10 +78,10 @@ def job_of(shape: DecoderConfig, seq_len: int, device: str = "cpu") -> PlanJob:
     return PlanJob(shape=ModelShape.of_decoder(shape), seq_len=seq_len, global_batch=8, cluster=cluster)
 
 
-def engine_config(strategy: Strategy) -> Config:
-    """The engine's config of a strategy, with a GPU's collectives, for a model that is made elsewhere."""
+def engine_config(config: ResolvedConfig) -> Config:
+    """The engine's config of a candidate, with a GPU's collectives, for a model that is made elsewhere."""
     any_model = job_of(preset("tiny"), seq_len=8)
-    return config_of(any_model, strategy, Config.from_dict({"run": {"device": "cuda"}}))
+    return written(any_model, config).override(["run.device=cuda"])
 
 
 def drawn(seed: int, num_samples: int) -> list[Sample]:
@@ -89,11 +89,11 @@ def drawn(seed: int, num_samples: int) -> list[Sample]:
     source, samples = random.Random(seed), list[Sample]()
     while len(samples) < num_samples:
         sample = _draw(source)
-        s = sample.strategy
-        if s.transport == "ulysses" and sample.shape.num_heads % (s.tp * s.cp):
+        s = sample.config
+        if s.context.transport == "ulysses" and sample.shape.num_heads % (s.mesh.tp * s.mesh.cp):
             continue
         try:
-            engine_config(s).resolve(s.num_ranks)
+            engine_config(s).resolve(world_size(s))
             sample.estimated()
         except ConfigError:
             continue  # such as more stages than the model has units
@@ -121,26 +121,31 @@ def _draw(source: random.Random) -> Sample:
         max_seq_len=seq_len,
         tie_embeddings=one_of((True, False)),
     )
-    strategy = Strategy(
-        pp=pp,
-        tp=tp,
-        cp=cp,
-        dp_shard=one_of((1, 2, 4)),
-        dp_replicate=one_of((1, 1, 1, 2)),
-        zero_stage=zero_stage,
-        micro_size=one_of((1, 2, 4)),
-        num_micro_batches=one_of((1, 2, 3, 5)),
-        schedule=schedule,
-        virtual_stages=one_of((1, 1, 2)) if schedule == "gpipe" else RECIPES[schedule].min_virtual_stages,
-        gather=one_of(("batch", "micro-batch")) if pp > 1 and zero_stage == 3 else "batch",
-        sequence_parallel=tp > 1 and one_of((True, False)),
-        transport=one_of(("ring", "all-gather", "ulysses")) if cp > 1 else "ring",
-        chunk_tokens=one_of((None, None, None, seq_len // 2, seq_len // 4)),
-        recompute=recompute,
-        recompute_every=one_of((1, 1, 2)) if recompute != "none" else 1,
-        param=one_of(("bf16", "bf16", "fp32")),
-        reduce=one_of(("param", "fp32")),
-        accumulate=one_of(("fp32", "param")),
-        **tiers,
+    config = changed(
+        BASE,
+        {
+            "mesh.pp": pp,
+            "mesh.tp": tp,
+            "mesh.cp": cp,
+            "mesh.dp_shard": one_of((1, 2, 4)),
+            "mesh.dp_replicate": one_of((1, 1, 1, 2)),
+            "zero.stage": zero_stage,
+            "batch.micro_size": one_of((1, 2, 4)),
+            "batch.accumulation": one_of((1, 2, 3, 5)),
+            "pipeline.schedule": schedule,
+            "pipeline.virtual_stages": one_of((1, 1, 2))
+            if schedule == "gpipe"
+            else RECIPES[schedule].min_virtual_stages,
+            "pipeline.gather": one_of(("batch", "micro-batch")) if pp > 1 and zero_stage == 3 else "batch",
+            "tensor.sequence_parallel": tp > 1 and one_of((True, False)),
+            "context.transport": one_of(("ring", "all-gather", "ulysses")) if cp > 1 else "ring",
+            "context.chunk_tokens": one_of((None, None, None, seq_len // 2, seq_len // 4)),
+            "recompute.mode": recompute,
+            "recompute.every": one_of((1, 1, 2)) if recompute != "none" else 1,
+            "precision.param": one_of(("bf16", "bf16", "fp32")),
+            "precision.reduce": one_of(("param", "fp32")),
+            "precision.accumulate": one_of(("fp32", "param")),
+            **tiers,
+        },
     )
-    return Sample(shape, seq_len, strategy)
+    return Sample(shape, seq_len, config)

@@ -127,12 +127,17 @@ def split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), [text for text in settings if "=" in text]
 
 
-def show_dry_run(config: Config, world_size: int, ranks: Sequence[int] | Literal["stages"] = (0,)) -> int:
-    """Simulate `ranks` of the job of a `config` on `world_size` ranks, print what they hold and send, and return 0."""
+def show_dry_run(
+    config: Config, world_size: int, ranks: Sequence[int] | Literal["stages"] = (0,), limit_s: float = 30.0
+) -> int:
+    """Simulate `ranks` of the job of a `config` on `world_size` ranks, print what they hold and send, and return 0.
+
+    After `limit_s` seconds the planner estimates what they hold.
+    """
     from shardwise.verify.dry_run import dry_run, render
 
     with progress("reading the config") as announce:
-        run = dry_run(config, world_size, ranks, announce)
+        run = dry_run(config, world_size, ranks, announce, limit_s)
     Terminal().print(render(run))
     return 0
 

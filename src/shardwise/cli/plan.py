@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -110,7 +110,7 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--budget", type=Amount(0.0, min_open=True), metavar="USD", help="of the run: how many tokens it buys")
 @click.option("--best", type=Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
-    "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
+    "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for exact memory, then estimates; 0: none"
 )
 @click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
 @click.option("--top", type=Count(1), help="layouts to show (default: 3, with --more 5)")
@@ -231,8 +231,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import cost_dict, cost_view, page_dict, plan_dict, plan_view
         from shardwise.planner.request import PlanRequest, Question, is_split, read_model
-        from shardwise.planner.search import Limits, search, settle
-        from shardwise.verify.finalists import simulate_finalists
+        from shardwise.planner.search import Limits, search
 
         source_model, own = read_model(model), arguments.compare
         batch = arguments.global_batch or source_model.global_batch or (own and _batch_of(own, cluster.num_gpus))
@@ -255,9 +254,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
             arguments.cluster = f"{arguments.cluster.partition(':')[0]}:{plan.job.cluster.num_gpus}"
         pricer = Pricer(plan.job)
         yours, note = _yours(pricer, own, model if is_split(source_model) else None)
-        shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
-        wanted = (*shown, *plan.near_misses)
-        plan = settle(plan, simulate_finalists(wanted, asked.base, arguments.simulate, say))
+        plan = _settled(arguments, plan, say)
         say("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
     of_run = (plan, arguments.tokens, arguments.budget, sizes)
@@ -267,8 +264,8 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         num_shown=arguments.top,
         is_whole=arguments.more,
         yours=yours,
-        notes=(*asked.notes, *notes, *note, *expert_notes(plan, pricer), *filter(None, [asked.plan_only])),
-        verdict=(ruling := verdict(plan, reasons, pricer, examples) if examples or asked.job.lora.rank else None),
+        notes=(*asked.notes, *notes, *note, *expert_notes(plan), *filter(None, [asked.plan_only])),
+        verdict=(ruling := verdict(plan, reasons, pricer, examples) if examples or asked.base.lora.rank else None),
     )
     answer = plan_dict(plan, reasons, yours) | cost_dict(*of_run)
     answer |= {} if ruling is None else {"fine_tuning": ruling.values}
@@ -277,8 +274,22 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
     try:
         _give(arguments, Group(view, cost_view(*of_run), *_footer(arguments, plan.winner, asked.plan_only)), answer)
     finally:
-        _write_config(arguments, plan, asked.base, pricer)
+        _write_config(arguments, plan, pricer)
     return 0 if plan.winner is not None else 1
+
+
+def _settled(arguments: SimpleNamespace, plan: SearchResult, say: Callable[[str], None]) -> SearchResult:
+    """Return the plan with the exact memory of what will be shown; say meanwhile what was found."""
+    from shardwise.planner.results import layout_words
+    from shardwise.planner.search import settle
+    from shardwise.runtime.format import format_s
+    from shardwise.verify.finalists import simulate_finalists
+
+    price = plan.winner
+    found = "" if price is None else f"{layout_words(price.config)}, {format_s(price.time.step_s)} a step; "
+    shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
+    wanted = (*shown, *plan.near_misses)
+    return settle(plan, simulate_finalists(wanted, arguments.simulate, lambda doing: say(f"{found}{doing}")))
 
 
 def _batch_of(own_config: str, num_gpus: int) -> int | None:
@@ -289,31 +300,31 @@ def _batch_of(own_config: str, num_gpus: int) -> int | None:
 
 def _footer(arguments: SimpleNamespace, winner: Estimate | None, plan_only: str) -> Iterator[Text]:
     """Yield the lines that are printed nearest to the prompt."""
-    from shardwise.planner.results import layout_words
-
     if winner is None:
         return
     if arguments.more:
-        yield Text(f" best  {layout_words(winner.strategy)}", style="bold")
+        yield Text(f" best  {winner.layout}", style="bold")
     if arguments.write is None and not plan_only:
         more = "" if arguments.more else "; --more tells more"
         yield Text(f" --write plan.toml makes it a config for shardwise train{more}", style="dim")
 
 
 def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate | None, tuple[str, ...]]:
-    """Return the price of the user's own strategy, or notes on why it has none here.
+    """Return the price of the user's own config, or notes on why it has none here.
 
     Args:
         own: the file that was given to compare; a mistake in it is an error.
-        model: the model's file, where it also has a strategy; that it does not fit the cluster is a note.
+        model: the model's file, where it also says how the job is split; that it does not fit the cluster is a note.
     """
     source = own or model
     if source is None:
         return None, ()
-    from shardwise.train.imported_plan import strategy_for
+    from shardwise.planner.pricer import Pricer
+    from shardwise.train.imported_plan import split_for
 
     try:
-        return pricer.price(strategy_for(source, pricer.job)), ()
+        asked = split_for(source, pricer.job)
+        return (pricer if asked.job is pricer.job else Pricer(asked.job)).price(asked.config), ()
     except ConfigError as error:
         name = Path(source).name if len(source) < _LONG_NAME else "the layout of your flags"
         if own is not None:
@@ -322,29 +333,27 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
         return None, (f"{name} itself has no price here: {str(error).removeprefix(f'{name}: ')}",)
 
 
-def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pricer: Pricer) -> None:
+def _write_config(arguments: SimpleNamespace, plan: SearchResult, pricer: Pricer) -> None:
     price = plan.winner
     if price is None or arguments.write is None:
         return
-    from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
-    from shardwise.planner.results import layout_words
+    from shardwise.planner.configs import ALWAYS_WRITTEN, to_toml, written
     from shardwise.report.planned import HERE, PlanNote
     from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job
 
     job, cluster = plan.job, plan.job.cluster
-    config = config_of(job, price.strategy, base)
+    config = written(job, price.config)
     if arguments.cluster is None:
         config = config.override([f"run.num_procs={cluster.num_gpus}"])
     if config.checkpoint.every is None:
         config = config.override([f"checkpoint.every={max(1, round(_SAVED_S / price.time.step_s))}"])
     check_job(config, cluster.num_gpus)
-    strategy = price.strategy
-    times = pricer.time.op_times(strategy)
-    note = PlanNote(arguments.cluster or HERE, strategy.pp, strategy.num_micro_batches, times)
+    times = pricer.time.op_times(price.config)
+    note = PlanNote(arguments.cluster or HERE, price.config.mesh.pp, price.config.batch.accumulation, times)
     head = (
         f"{_WRITTEN_BY}: {job.shape.name} on {cluster.num_gpus:,} x {cluster.gpu.name}\n"
-        f"# {layout_words(strategy)}; {format_s(price.time.step_s)} a step\n{note.line}\n"
+        f"# {price.layout}; {format_s(price.time.step_s)} a step\n{note.line}\n"
     )
     always = ALWAYS_WRITTEN if config.model.path is None else ALWAYS_WRITTEN - {"model.preset"}
     write_asked(arguments.write, f"{head}\n{to_toml(config, always)}")
@@ -380,7 +389,7 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
             arguments.explain, model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments
         )
         pricer = Pricer(asked.job)
-        price = pricer.price(asked.strategy)
+        price = pricer.price(asked.config)
         missing = missing_memory(price.memory, cluster, arguments.margin)
         suggestions = () if missing is None else tuple(suggest(price, missing, pricer, arguments.margin))
     view = explain_view(price, pricer, margin_share=arguments.margin, notes=asked.notes, suggestions=suggestions)
@@ -434,12 +443,12 @@ def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
 
 def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence[str]) -> int:
     ranks = parse_ranks(arguments.ranks)
-    # torch takes seconds to import.
-    from shardwise.train.setup import job_config
-    from shardwise.verify.dry_run import dry_run_size
+    with progress("starting torch"):  # seconds
+        from shardwise.train.setup import job_config
+        from shardwise.verify.dry_run import dry_run_size
 
-    config = job_config(path, assignments)
-    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks)
+        config = job_config(path, assignments)
+    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks, arguments.simulate)
 
 
 def parse_ranks(text: str | None) -> list[int] | Literal["stages"]:

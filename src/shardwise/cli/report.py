@@ -103,5 +103,5 @@ def _priced(path: Path, cluster: Cluster) -> dict[str, Any]:
 
     asked = read_explained(str(path), None, cluster)
     pricer = Pricer(asked.job)
-    price = pricer.price(asked.strategy)
+    price = pricer.price(asked.config)
     return {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer)}

@@ -117,10 +117,11 @@ def _start(path: str | None, assignments: Sequence[str], resume: str | None) -> 
 
 
 def _dry_run(path: str | None, assignments: Sequence[str], resume: str | None, world_size: int | None) -> int:
-    from shardwise.train.checkpoints import keep_global_batch
-    from shardwise.verify.dry_run import dry_run_size
+    with progress("starting torch"):  # seconds
+        from shardwise.train.checkpoints import keep_global_batch
+        from shardwise.verify.dry_run import dry_run_size
 
-    config, source = _job(path, assignments, resume, None)
+        config, source = _job(path, assignments, resume, None)
     num_ranks = dry_run_size(config, world_size)
     return show_dry_run(config if source is None else keep_global_batch(config, num_ranks), num_ranks)
 

@@ -174,13 +174,14 @@ def encode_rows(
     is_measured = errors is not None and errors.is_on and not is_fake(sent)
     at_once = part_numel(values.device) if is_measured else codec.at_once(values.device)
     for start, stop in _columns(values, at_once):
-        part = exact = values[..., start:stop]
-        kept = None if residual is None else residual[..., start:stop]
-        if is_measured and kept is not None:
-            exact = part.float() + kept
-        codec.encode(part, sent, start, kept)
+        columns = exact = values[..., start:stop]
+        rounded = None if residual is None else residual[..., start:stop]
+        if is_measured and rounded is not None:
+            exact = columns.float() + rounded
+        codec.encode(columns, sent, start, rounded)
         if is_measured and errors is not None:
-            decoded = codec.decode(sent, torch.empty(part.shape, dtype=torch.float32, device=part.device), start)
+            decoded = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)  # its rows are contiguous
+            codec.decode(sent, decoded, start)
             errors.add("reduce", exact, decoded)
 
 

@@ -11,17 +11,18 @@ direction between two ranks, no order of sends and receives deadlocks, so none n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from shardwise.comm.collectives import Comm, CommFactory, CommResources, Launch
 from shardwise.comm.mesh import DOWN, HOST, UP
 from shardwise.comm.records import RECEIVE, SEND, CommLog, RankGroup
 from shardwise.layout.mesh_shape import PIPELINE_AXES, MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.device import P2PStreamKey, Streams, kind_of
+from shardwise.runtime.device import End, P2PStreamKey, Streams, kind_of
 
 
 class P2PTransfer:
@@ -78,23 +79,20 @@ class P2PChannel:
             buffers: contiguous; must not change until they are sent. Empty ones are not sent.
             name: for counts and messages, the same at both ends.
         """
-        launches = []
-        moved = [buffer for buffer in buffers if buffer.numel() > 0]
-        for buffer in moved:
-            call = self.comm_log.add_message(SEND, name, self._group, buffer)
-            with self._comm.launch(call, P2PStreamKey(SEND, self._peer)) as launch:
-                launch.add(*self._comm.post_send(buffer, self._peer, self._tag))
-            launches.append(launch)
-        return P2PTransfer(launches, moved)
+        return self._start(SEND, self._comm.post_send, buffers, name)
 
     def receive(self, buffers: Sequence[Tensor], name: str) -> P2PTransfer:
         """Start to fill tensors of the sizes that the other end sends; returns at once. Arguments as for `send`."""
-        launches = []
-        moved = [buffer for buffer in buffers if buffer.numel() > 0]
+        return self._start(RECEIVE, self._comm.post_receive, buffers, name)
+
+    def _start(
+        self, op: End, post: Callable[[Tensor, int, int], list[Work]], buffers: Sequence[Tensor], name: str
+    ) -> P2PTransfer:
+        launches, moved = [], [buffer for buffer in buffers if buffer.numel() > 0]
         for buffer in moved:
-            call = self.comm_log.add_message(RECEIVE, name, self._group, buffer)
-            with self._comm.launch(call, P2PStreamKey(RECEIVE, self._peer)) as launch:
-                launch.add(*self._comm.post_receive(buffer, self._peer, self._tag))
+            call = self.comm_log.add_message(op, name, self._group, buffer)
+            with self._comm.launch(call, P2PStreamKey(op, self._peer)) as launch:
+                launch.add(*post(buffer, self._peer, self._tag))
             launches.append(launch)
         return P2PTransfer(launches, moved)
 

@@ -57,7 +57,6 @@ class CodeShape(NamedTuple):
 
     Attributes:
         ADDS: values have a residual; or a sum is added to what is there.
-        IS_WIDE: sums run in fp64.
     """
 
     CODES: str
@@ -72,10 +71,10 @@ def encode_launch(codec: WireCodec, values: Tensor, sent: Tensor, start: int, re
     """Return the launch of `KernelCodec.encode`; the arguments are those, and `sent` is what it writes."""
     rows = _three_dims(values)
     outer, inner, numel = rows.shape
-    kept = rows if residual is None else _three_dims(residual)
+    residual_rows = rows if residual is None else _three_dims(residual)
     arguments = (
         ValueRows(rows, *rows.stride()[:2]),
-        ValueRows(kept, *kept.stride()[:2]),
+        ValueRows(residual_rows, *residual_rows.stride()[:2]),
         _code_rows(codec, sent.view(outer * inner, -1), start, numel),
         _counts(outer * inner, numel, inner),
         _shape(codec, adds=residual is not None),
@@ -129,12 +128,12 @@ def _encode_blocks(values: tl.tuple, residual: tl.tuple, sent: tl.tuple, counts:
     is_there = (blocks < counts.num_blocks)[:, None]
     row, column = blocks // counts.in_row, blocks % counts.in_row
     outer, inner = row // counts.num_inner, row % counts.num_inner
-    place = tl.arange(0, _BLOCK)[None, :]
-    at = values.at + (outer * values.outer + inner * values.inner + column * _BLOCK)[:, None] + place
-    exact = tl.load(at, mask=is_there, other=0.0).to(tl.float32)
-    kept = residual.at + (outer * residual.outer + inner * residual.inner + column * _BLOCK)[:, None] + place
+    in_block = tl.arange(0, _BLOCK)[None, :]
+    values_at = values.at + (outer * values.outer + inner * values.inner + column * _BLOCK)[:, None] + in_block
+    exact = tl.load(values_at, mask=is_there, other=0.0).to(tl.float32)
+    residual_at = residual.at + (outer * residual.outer + inner * residual.inner + column * _BLOCK)[:, None] + in_block
     if shape.ADDS:
-        exact += tl.load(kept, mask=is_there, other=0.0).to(tl.float32)
+        exact += tl.load(residual_at, mask=is_there, other=0.0).to(tl.float32)
     # As whole numbers, magnitudes have the same order, and a NaN is above them all.
     largest = tl.max(exact.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     scales = tl.div_rn(largest, tl.full([shape.BLOCKS], shape.LARGEST, tl.float32))
@@ -147,7 +146,7 @@ def _encode_blocks(values: tl.tuple, residual: tl.tuple, sent: tl.tuple, counts:
         rounded = exact - _values_of(codes, shape) * scales[:, None]
         # An overflow is never part of a step.
         rounded = tl.where(tl.abs(rounded) < _INFINITY, rounded, 0.0)
-        tl.store(kept, rounded.to(residual.at.dtype.element_ty), mask=is_there)
+        tl.store(residual_at, rounded.to(residual.at.dtype.element_ty), mask=is_there)
 
 
 @triton.jit

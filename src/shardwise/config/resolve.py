@@ -253,8 +253,24 @@ class Config(Section):
         return Config.model_construct(self.model_fields_set, **{**dict(self), **sections})
 
 
+if TYPE_CHECKING:
+
+    class _Mesh(MeshConfig):
+        dp_replicate: int
+        dp_shard: int
+
+    class _Batch(BatchConfig):
+        global_size: int
+        micro_size: int
+        accumulation: int
+
+
 class ResolvedConfig(Config):
     """A config whose mesh and batch are known, as `Config.resolve` returns it; it determines a run."""
+
+    if TYPE_CHECKING:
+        mesh: _Mesh
+        batch: _Batch
 
     TAKEN_FROM: ClassVar[type[Config]] = Config  # public functions take what has all that one has, by `of`
 

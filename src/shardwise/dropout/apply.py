@@ -50,7 +50,8 @@ def key_dropouts(
     must_be_keyed: bool = False,
     compiled: Collection[str] = (),
     shares: str = "",
-    stage_units: Mapping[str, bool] | None = None,
+    stage_units: Collection[str] = (),
+    absent_ids: Collection[int] = (),
 ) -> list[Undo]:
     """Make a model's dropouts, and all else that draws in its forwards, draw keyed numbers.
 
@@ -66,42 +67,33 @@ def key_dropouts(
             the mode that replaces these would be seen by compiled code, which would be compiled twice.
         shares: what ranks share of a forward, as a key of the config says it; "" where each has its own. There a draw
             that is not seen is an error.
-        stage_units: whether this rank computes a unit of the model, by name, where other ranks compute some of them.
+        stage_units: names of the model's units, where other ranks compute some of them.
+        absent_ids: of the modules that this rank does not run.
 
     Returns:
         functions that undo it; call them in reverse order.
     """
-    zones = zones or {}
-    undo: list[Undo] = []
-    on_thread = _OnThread()
-    outside = DropoutSite(weakref.ref(model), _OUTSIDE, draws, None, False, on_thread)
+    zones, undo = zones or {}, list[Undo]()
+    outside = DropoutSite(weakref.ref(model), _OUTSIDE, draws, None, False, on_thread := _OnThread())
     kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
     watch = _DrawWatch(outside, shares, kinds)
     if not compiled:
         checkpoints = CheckpointStates(model, functools.partial(_resumption, on_thread))
         draws.around += (functools.partial(replaced_checkpoints, checkpoints.first), watch.opened)
         undo.append(draws.stop)
-    stage_units = stage_units or {}
     others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
-    absent, own = (
-        {id(each) for name in names for each in model.get_submodule(name).modules()}
-        for names in ([name for name in stage_units if stage_units[name] is is_own] for is_own in (False, True))
-    )
     for name, module in model.named_modules():
-        if id(module) in absent - own:
-            continue
         module_class = type(module)
         is_plain = module_class.forward is nn.Dropout.forward
         may_drop = name in zones or may_drop_by_function(module)
-        if not is_plain and (not may_drop or any(_is_around(name, name_compiled) for name_compiled in compiled)):
+        is_left = not may_drop or any(_is_around(name, unit) for unit in compiled)
+        if id(module) in absent_ids or (is_left and not is_plain):
             continue
         if module_class not in kinds:
             kinds[module_class] = _keyed_module(module_class) if is_plain else _keyed_functions(module_class)
-        module.__dict__[_SITE] = DropoutSite(
-            weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread, **others
-        )
-        if not is_plain:
-            watch.sites.append(module.__dict__[_SITE])
+        site = DropoutSite(weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread, **others)
+        module.__dict__[_SITE] = site
+        watch.sites += [] if is_plain else [site]
         watch.has_modules |= is_plain
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[module_class]))
@@ -190,14 +182,13 @@ class _DrawWatch:
     # to do (transformers' checkpointed layers ask whether the forward of a module's class is the one that checkpoints).
     def _unwatch(self) -> None:
         """Leave the modules as they are while no forward draws by function."""
-        modules, kinds = self._modules(), {*self._kinds.values()}
+        modules = [module for site in self.sites if (module := site.module()) is not None]
         is_over = all(site.is_quiet and site.streams == () for site in (self._outside, *self.sites))
-        if is_over and not any(kinds.isdisjoint(type(module).__mro__) for _, module in modules):
-            for _, module in modules:
-                if type(module) in kinds:
+        if is_over and not any({*self._kinds.values()}.isdisjoint(type(module).__mro__) for module in modules):
+            for module in modules:
+                del module.__dict__[_SITE]
+                if type(module) in self._kinds.values():  # a unit of a pipeline has got another class since
                     swap_class(module, type(module).__mro__[1])
-                else:  # it has got another class around that one since, as a unit of a pipeline
-                    del module.__dict__[_SITE]
             self._outside.draws.unwatch(self.opened, self._begin_again, self.has_modules)
 
     def _begin_again(self) -> None:
@@ -205,18 +196,14 @@ class _DrawWatch:
         self._refuse_late_draws()
 
     def _watch_modules(self) -> None:
-        for site, module in self._modules():
-            module_class, module.__dict__[_SITE] = type(module), site
-            if not {*self._kinds.values()}.isdisjoint(module_class.__mro__):
-                continue
-            if module_class not in self._kinds:
-                self._kinds[module_class] = _keyed_functions(module_class)
-            swap_class(module, self._kinds[module_class])
+        for site, module in ((site, site.module()) for site in self.sites):
+            if module is not None:
+                module_class, module.__dict__[_SITE] = type(module), site
+                if {*self._kinds.values()}.isdisjoint(module_class.__mro__):
+                    self._kinds[module_class] = self._kinds.get(module_class) or _keyed_functions(module_class)
+                    swap_class(module, self._kinds[module_class])
         self._outside.draws.watch(self.opened)
         self._watch_sites()
-
-    def _modules(self) -> list[tuple[DropoutSite, nn.Module]]:
-        return [(site, module) for site in self.sites if (module := site.module()) is not None]
 
     def _watch_sites(self) -> None:
         self._outside.first_step = None

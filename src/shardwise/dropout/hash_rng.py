@@ -221,7 +221,7 @@ def _keyed_dropout(values: Tensor, rows: Tensor, columns: Tensor, key: int, p: f
 
         triton_dropout.drop_launch(close, dropped, rows, columns, key, p).run()
     else:
-        source, result = (each.view(rows.numel(), columns.numel()) for each in (close, dropped))
+        source, result = (tensor.view(rows.numel(), columns.numel()) for tensor in (close, dropped))
         for chunk, numbers in _drawn_numbers(rows, columns, key):
             # A product with 0 or 1 and one with the scale, as in torch's own dropout: a zero keeps its sign.
             torch.mul(source[chunk], numbers.lt_(keep_threshold(p)), out=result[chunk]).mul_(1.0 / (1.0 - p))

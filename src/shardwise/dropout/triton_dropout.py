@@ -41,12 +41,10 @@ class Tile(NamedTuple):
 
 
 def drop_launch(values: Tensor, out: Tensor, rows: Tensor, columns: Tensor, key: int, p: float) -> KernelLaunch:
-    """Return the launch that writes into `out` what a dropout of rate p keeps of `values`, scaled.
+    """Return the launch that writes into `out` what a dropout of rate p keeps of `values`, scaled; both are contiguous.
 
     Args:
-        values: contiguous, as `out` is.
         rows: int64 hashes of all indices but the last, and `columns`, int32, those of the last one.
-        key: of 63 bits.
     """
     num_rows, num_columns = rows.numel(), columns.numel()
     width = min(triton.next_power_of_2(num_columns), _MOST_COLUMNS)

@@ -37,6 +37,7 @@ from shardwise.engine.whole_values import check_of_graphs
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.offload.activations import ActivationStore, build_store
 from shardwise.offload.tiers import Tiers
 from shardwise.optim.schedules import own_scheduler
@@ -282,6 +283,7 @@ def _alter_modules(
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
     compiled = layout.units if config.compile.enabled else ()
+    stages = layout.pipeline.units if layout.pipeline is not None else ()
     keyed = key_dropouts(
         model,
         draws,
@@ -289,7 +291,8 @@ def _alter_modules(
         must_be_keyed=tensor is not None,
         compiled=compiled,
         shares=_shared_forward(config),
-        stage_units=layout.pipeline.computes if layout.pipeline is not None else None,
+        stage_units=[unit for units in stages for unit in units],
+        absent_ids=_absent_ids(model, layout.pipeline) if layout.pipeline is not None else (),
     )
     _undo_at_end(cleanup, keyed)
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
@@ -297,6 +300,13 @@ def _alter_modules(
     check_graph = check_of_graphs(model, tensor, layout.units) if tensor is not None else None
     _undo_at_end(cleanup, replace_forwards(model, layout, config, activations, check_graph))
     return sequences, activations
+
+
+def _absent_ids(model: nn.Module, pipeline: PipelineLayout) -> set[int]:
+    """Return the ids of the modules that are in units of other ranks alone."""
+    units = [(stage in pipeline.held, unit) for stage, names in enumerate(pipeline.units) for unit in names]
+    modules = [(is_held, id(module)) for is_held, unit in units for module in model.get_submodule(unit).modules()]
+    return {module for _, module in modules} - {module for is_held, module in modules if is_held}
 
 
 def _shared_forward(config: ResolvedConfig) -> str:

@@ -86,7 +86,7 @@ class PipelineRunner:
             pipes, pipeline.placement, pipeline.index, (RecordedOutputs, *forward.types), describe
         )
         queue = WeightGradQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
-        self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, parts.timeline, queue)
+        self._compute = StageCompute(forward, pipeline.num_stages - 1, inlets, outlets, parts.timeline, queue)
         self._evaluations: dict[int, Sequence[Action]] = {}
         self._is_out_of_step = False
 

@@ -54,12 +54,6 @@ class PipelineLayout:
         return self.stages_on(self.index)
 
     @property
-    def computes(self) -> dict[str, bool]:
-        """Say of each unit, by its name, whether this rank computes it."""
-        own = {unit for stage in self.held for unit in self.units[stage]}
-        return {unit: unit in own for units in self.units for unit in units}
-
-    @property
     def has_last(self) -> bool:
         """Say whether this rank has the last stage, which computes the loss."""
         return self.num_stages - 1 in self.held

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
@@ -106,7 +106,7 @@ def _entries(facts: ModelFacts, config: ResolvedConfig, trained: Collection[str]
     if not facts.params:
         raise ConfigError("no-parameters", f"{facts.kind} has no parameters; there is nothing to train or shard")
     return [
-        replace(
+        _stored(
             entry,
             requires_grad=entry.requires_grad or entry.name in trained,
             is_wide=config.precision.param in entry.wide_in,
@@ -115,6 +115,11 @@ def _entries(facts: ModelFacts, config: ResolvedConfig, trained: Collection[str]
         )
         for entry in facts.params
     ]
+
+
+def _stored(entry: ParamEntry, **values: Any) -> ParamEntry:
+    # Planners ask for thousands of layouts, in which no entry changes.
+    return replace(entry, **values) if any(getattr(entry, name) != values[name] for name in values) else entry
 
 
 def _pipeline_layout(facts: ModelFacts, config: ResolvedConfig, index: int) -> PipelineLayout:

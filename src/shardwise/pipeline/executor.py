@@ -62,33 +62,25 @@ class _MicrobatchState:
     gradients: list[Tensor | None] = field(default_factory=list)  # of the received tensors, kept until they are sent
 
 
+@dataclass(eq=False)
 class StageCompute:
     """Computes the stages of a rank.
 
-    Args:
-        forward: runs one stage of the model.
-        num_stages: how many stages the whole pipeline has.
+    Attributes:
+        stage_forward: runs one stage of the model.
+        last: the last stage of the whole pipeline.
         inlets: by stage, the boundary to the stage before; the first stage has none.
         outlets: by stage, the boundary to the next stage; the last stage has none.
         queue: of deferred weight gradients, where the schedule splits backwards; else None.
     """
 
-    def __init__(
-        self,
-        forward: StageForward,
-        num_stages: int,
-        inlets: Mapping[int, BoundaryEnd],
-        outlets: Mapping[int, BoundaryEnd],
-        timeline: Timeline,
-        queue: WeightGradQueue | None,
-    ) -> None:
-        self._forward = forward
-        self._last = num_stages - 1
-        self._inlets = inlets
-        self._outlets = outlets
-        self._timeline = timeline
-        self._queue = queue
-        self._in_flight: dict[tuple[int, int], _MicrobatchState] = {}
+    stage_forward: StageForward
+    last: int
+    inlets: Mapping[int, BoundaryEnd]
+    outlets: Mapping[int, BoundaryEnd]
+    timeline: Timeline
+    queue: WeightGradQueue | None
+    _in_flight: dict[tuple[int, int], _MicrobatchState] = field(default_factory=dict)
 
     def handlers(self, events: StageEvents) -> dict[ActionKind, Handler]:
         """Begin a step, or an evaluation, of the micro-batches of `events`; return what does each kind of action."""
@@ -111,21 +103,21 @@ class StageCompute:
 
     def run_forward(self, stage: int, micro_batch: int, events: StageEvents) -> None:
         """Run a stage's forward of a micro-batch."""
-        inlet, outlet = self._inlets.get(stage), self._outlets.get(stage)
+        inlet, outlet = self.inlets.get(stage), self.outlets.get(stage)
         received = None
         if inlet is not None:
             received = inlet.take(micro_batch)  # see [Note: Receives are posted ahead]
-            self._timeline.restart()
-        self._forward.begin(stage, received)
+            self.timeline.restart()
+        self.stage_forward.begin(stage, received)
         try:
             with self._splitting():
                 output = events.forward(stage, micro_batch)
         finally:
-            self._forward.end()
+            self.stage_forward.end()
         record = _MicrobatchState(leaves_with_gradient(received), [], output)
         if torch.is_grad_enabled():
             self._in_flight[stage, micro_batch] = record
-            if stage == self._last:
+            if stage == self.last:
                 record.roots = [output]
             else:
                 # [Note: Edges in place of outputs]
@@ -133,7 +125,7 @@ class StageCompute:
                 # several micro-batches between forward and backward, and tensors would hold the memory of their
                 # outputs; an edge holds the graph alone. The output lives until it has been sent.
                 record.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
-        elif stage != self._last:
+        elif stage != self.last:
             self._in_flight[stage, micro_batch] = record  # kept until the output is sent
         if outlet is not None and outlet.is_local:
             self._send_output(stage, micro_batch, outlet)
@@ -145,11 +137,11 @@ class StageCompute:
             micro_batch: its number in the step; its forward has run.
             events: called before and after, and for the gradient of the loss.
         """
-        record, inlet, outlet = self._in_flight[stage, micro_batch], self._inlets.get(stage), self._outlets.get(stage)
+        record, inlet, outlet = self._in_flight[stage, micro_batch], self.inlets.get(stage), self.outlets.get(stage)
         gradients: Sequence[Tensor | None] = ()
         if outlet is not None:
             gradients = outlet.take(micro_batch)
-            self._timeline.restart()
+            self.timeline.restart()
         events.before_backward(stage, micro_batch)
         if outlet is None:
             (loss,) = record.roots
@@ -164,8 +156,8 @@ class StageCompute:
                 torch.autograd.backward([root for root, _ in given], [gradient for _, gradient in given])
         del given, gradients
         events.after_backward(stage, micro_batch)
-        if self._queue is not None:
-            self._queue.collect((stage, micro_batch))  # see [Note: Weight gradients and reductions]
+        if self.queue is not None:
+            self.queue.collect((stage, micro_batch))  # see [Note: Weight gradients and reductions]
         record.gradients = [leaf.grad for leaf in record.received]
         record.received = []
         if inlet is None:
@@ -179,24 +171,24 @@ class StageCompute:
         Args:
             micro_batch: its number in the step; its `run_backward` has run.
         """
-        assert self._queue is not None, "only schedules that split backwards have these"
+        assert self.queue is not None, "only schedules that split backwards have these"
         events.before_weight_gradients(stage, micro_batch)
-        self._queue.drain((stage, micro_batch))
+        self.queue.drain((stage, micro_batch))
         events.after_backward(stage, micro_batch)
 
     def send(self, action: Action) -> None:
         """Start to send a stage's output of a micro-batch, or the gradients of what it received."""
         stage, micro_batch = _place(action)
         if action.payload is Payload.ACTIVATION:
-            self._send_output(stage, micro_batch, self._outlets[stage])
+            self._send_output(stage, micro_batch, self.outlets[stage])
         else:
-            self._send_gradients(stage, micro_batch, self._inlets[stage])
+            self._send_gradients(stage, micro_batch, self.inlets[stage])
 
     def receive(self, action: Action) -> None:
         """Post the receive of what a stage needs of a micro-batch; it is waited for where it is used."""
         stage, micro_batch = _place(action)
-        on_end = self._timeline.leave_open()
-        ends = self._inlets if action.payload is Payload.ACTIVATION else self._outlets
+        on_end = self.timeline.leave_open()
+        ends = self.inlets if action.payload is Payload.ACTIVATION else self.outlets
         # [Note: Receives are posted ahead]
         # The schedule posts a receive one computation before its use (`insert_transfers`), so the message is under way
         # while that computes. Neither posting nor sending waits: a rank waits in `take`, and in `finish` after its row.
@@ -210,8 +202,8 @@ class StageCompute:
         Raises:
             RuntimeError: the schedule has left some uncomputed.
         """
-        if self._queue is not None:
-            self._queue.check_empty()
+        if self.queue is not None:
+            self.queue.check_empty()
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -227,9 +219,9 @@ class StageCompute:
     def abandon(self) -> None:
         """Forget the micro-batches in flight and the deferred gradients."""
         self._in_flight.clear()
-        self._forward.end()
-        if self._queue is not None:
-            self._queue.clear()
+        self.stage_forward.end()
+        if self.queue is not None:
+            self.queue.clear()
 
     def _send_output(self, stage: int, micro_batch: int, outlet: BoundaryEnd) -> None:
         record = self._in_flight[stage, micro_batch]
@@ -242,11 +234,11 @@ class StageCompute:
         inlet.send(micro_batch, self._in_flight.pop((stage, micro_batch)).gradients)
 
     def _ends(self) -> Iterable[BoundaryEnd]:
-        return (*self._inlets.values(), *self._outlets.values())
+        return (*self.inlets.values(), *self.outlets.values())
 
     def _splitting(self) -> AbstractContextManager[Any]:
-        is_split = self._queue is not None and torch.is_grad_enabled()
-        return self._queue.splitting() if is_split and self._queue is not None else nullcontext()
+        is_split = self.queue is not None and torch.is_grad_enabled()
+        return self.queue.splitting() if is_split and self.queue is not None else nullcontext()
 
 
 def _place(action: Action) -> tuple[int, int]:

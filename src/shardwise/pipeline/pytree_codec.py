@@ -113,8 +113,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     # Most are of these types: to look a type up takes longer.
-    kind = type(value)
-    children = value if kind in (tuple, list) else value.values() if kind is dict else (_open(value) or ((), None))[0]
+    if type(value) is dict:
+        value = [*value.values()]
+    children = value if type(value) in (tuple, list) else (_open(value) or ((), None))[0]
     return [tensor for child in children for tensor in tensors_in(child)]
 
 

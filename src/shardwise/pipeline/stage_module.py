@@ -31,7 +31,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -124,8 +124,6 @@ class StageForward:
         self._start, self._stop = 0, len(self._names)
         self._num_calls: dict[int, int] = {}
         self._guessed: str | None = None
-        self._plain_code: set[CodeType] = set()  # that is around units, and no forward of an autograd function
-        self._top: CodeType | None = None  # that calls the model's own forward
         self._received: Any = None
         self._like_known: Any = None  # what units of the class at the boundary return
         self._passes = _Passes()
@@ -155,7 +153,7 @@ class StageForward:
         self._start, self._stop = self._range_of[stage]
         value = self._hooks.begin(self._own, self._stop == len(self._names), received)
         self._received, self._like_known, self._is_on = value, None, True
-        self._passes = _Passes(torch.is_grad_enabled(), repeated=self._passes.repeated)
+        self._passes.begin(torch.is_grad_enabled())
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
@@ -254,7 +252,7 @@ class StageForward:
                 self._check_ended()
             return output
 
-        self._top = staged.__code__
+        self._passes = _Passes(top=staged.__code__)
         return functools.wraps(forward)(staged)
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
@@ -384,7 +382,7 @@ class StageForward:
             CutError: it does not.
         """
         is_cut = index == self._start - 1 or index == self._stop - 1 < len(self._names) - 1
-        if is_cut and self._passes.tracks and is_in_function(inspect.currentframe(), self._top, self._plain_code):
+        if is_cut and self._passes.tracks and self._passes.is_in_function(inspect.currentframe()):
             raise CutError(
                 "cut-inside-function",
                 f"{self._names[index]}, with which a stage ends, runs inside the forward of a torch.autograd.Function, "
@@ -418,7 +416,7 @@ class StageForward:
         raise self._not_sent(f"argument {name} of {self._names[index]}")
 
     def _has_placeholders(self, value: Any) -> bool:
-        return any(type(each) is not Tensor and self._placeholders.is_one(each) for each in tensors_in(value))
+        return any(map(self._placeholders.is_one, tensors_in(value)))
 
     def _not_sent(self, what: str) -> CutError:
         sent = (
@@ -507,11 +505,23 @@ class _Passes:
         tracks: the stage's forward has a backward.
         noted: what they returned in the first passes that are under way.
         repeated: what a second pass returns of it, in the same order.
+        top: code that calls the model's own forward.
+        plain: code around units that is no forward of an autograd function.
     """
 
     tracks: bool = False
     noted: list[list[_Answer]] = field(default_factory=list)
     repeated: Iterator[_Answer] | None = None
+    top: CodeType | None = None
+    plain: set[CodeType] = field(default_factory=set)
+
+    def begin(self, tracks: bool) -> None:
+        """Begin a forward."""
+        self.tracks, self.noted = tracks, []
+
+    def is_in_function(self, frame: FrameType | None) -> bool:
+        """Say whether a frame of the forward is inside that of a function of autograd's."""
+        return is_in_function(frame, self.top, self.plain)
 
     @contextmanager
     def repeating(self, noted: list[_Answer]) -> Iterator[None]:
@@ -539,7 +549,7 @@ def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
 
 def _key_of(kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Return what decides on the shapes that a unit returns: its kind, and the shapes of what it is given."""
-    if not kwargs and all(isinstance(each, Tensor) for each in args):  # as mostly; a pytree takes longer
+    if not kwargs and all(isinstance(value, Tensor) for value in args):  # as mostly; a pytree takes longer
         return kind, tuple(map(_fingerprint, args))
     leaves, structure = pytree.tree_flatten((args, kwargs))
     return kind, structure, tuple(map(_fingerprint, leaves))

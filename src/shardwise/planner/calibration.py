@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from shardwise.config.resolve import Dtype, LoraConfig
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.config.resolve import Dtype, ResolvedConfig
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, param_of, product_dtype
 from shardwise.planner.profile import BlockTime, HeadTime
 
 
@@ -49,7 +49,7 @@ class PassTimes:
         return self.forward_s, self.backward_input_s, self.backward_weight_s, self.recompute_s
 
 
-Price = Callable[[PlanJob, Strategy], PassTimes]
+Price = Callable[[PlanJob, ResolvedConfig], PassTimes]
 Point = tuple[tuple[float, ...], tuple[float, ...]]
 
 
@@ -70,26 +70,28 @@ class Corrections:
         self._price_block, self._price_head = price_block, price_head
         self._block_factors, self._head_factors = cache(self._of_blocks), cache(self._of_heads)
 
-    def block(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
-        """Return the corrected `times` of a block under a strategy, for `tokens` of a micro-batch on a rank."""
-        shape, dtype = self._job.shape, strategy.param
-        if self._profile is None or shape.experts is not None or strategy.matmul not in (None, dtype):
+    def block(self, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
+        """Return the corrected `times` of a block under a candidate, for `tokens` of a micro-batch on a rank."""
+        shape, dtype = self._job.shape, param_of(config)
+        if self._profile is None or shape.experts is not None or product_dtype(config) != dtype:
             return times
-        return _scaled(times, self._block_factors(dtype), tokens, _num_weights(shape) / strategy.tp)
+        return _scaled(times, self._block_factors(dtype), tokens, _num_weights(shape) / config.mesh.tp)
 
-    def head(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
+    def head(self, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
         """Return the corrected `times` of the last norm, the head and the loss; the arguments are those of `block`."""
         if self._profile is None:
             return times
-        width = self._job.shape.vocab_size * self._job.shape.hidden_size / strategy.tp
-        return _scaled(times, self._head_factors(strategy.param), tokens, width)
+        width = self._job.shape.vocab_size * self._job.shape.hidden_size / config.mesh.tp
+        return _scaled(times, self._head_factors(param_of(config)), tokens, width)
 
     def _of_blocks(self, dtype: Dtype) -> LogInterpolator | None:
         points = []
         for block in () if self._profile is None else self._profile.blocks:
             if block.dtype == dtype:
                 shape = _shape(block, block.num_heads, block.num_kv_heads, block.head_dim, block.ffn_size)
-                priced = self._price_block(self._measured_job(shape, block.seq_len), Strategy(param=dtype))
+                priced = self._price_block(
+                    self._measured_job(shape, block.seq_len), changed(BASE, {"precision.param": dtype})
+                )
                 points.append(_point(block, priced, block.seq_len, _num_weights(shape)))
         return LogInterpolator(points) if points else None
 
@@ -98,7 +100,9 @@ class Corrections:
         for head in () if self._profile is None else self._profile.heads:
             if head.dtype == dtype:
                 shape = _shape(head, 1, 1, head.hidden_size, head.hidden_size, head.vocab_size)
-                priced = self._price_head(self._measured_job(shape, head.num_tokens), Strategy(param=dtype))
+                priced = self._price_head(
+                    self._measured_job(shape, head.num_tokens), changed(BASE, {"precision.param": dtype})
+                )
                 points.append(_point(head, priced, head.num_tokens, head.hidden_size * head.vocab_size))
         return LogInterpolator(points) if points else None
 
@@ -107,7 +111,7 @@ class Corrections:
         profile = self._job.cluster.profile
         kernels = None if profile is None else replace(profile, blocks=(), heads=())
         cluster = replace(self._job.cluster, profile=kernels)
-        return replace(self._job, shape=shape, seq_len=seq_len, global_batch=1, cluster=cluster, lora=LoraConfig())
+        return replace(self._job, shape=shape, seq_len=seq_len, global_batch=1, cluster=cluster)
 
 
 def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width: float) -> Point:

@@ -1,16 +1,16 @@
-"""List what the planner may choose from: candidates of parallelism, and for each the placements of its states.
+"""List what the planner may choose from: resolved configs that the engine runs, each made of `PlanJob.base`.
 
-A parallelism candidate says what is computed where and when: mesh, micro-batch, schedule, how sequences are split, what
-is recomputed. A placement candidate says where states are stored: ZeRO stage, size of the shard group, tiers. Both are
-generated one after the other, and only those that the engine runs.
+The walk has an order of keys. A `Family` has what is computed and exchanged inside blocks: how tokens and heads are
+split, the micro-batch, what is recomputed. Its members differ in the pipeline over which blocks are laid. Last come the
+placements of states: ZeRO stage, size of the shard group, tiers.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.planner.job import ModelShape
 >>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=16, cluster=parse_cluster("h100:8"))
->>> space = SearchSpace(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
->>> [(each.tp, each.num_micro_batches) for each in candidates(job, space)]
+>>> space = SearchSpace(pins={"mesh.pp": (1,), "mesh.cp": (1,), "recompute.mode": ("none",), "batch.micro_size": (1,)})
+>>> [(each.mesh.tp, each.batch.accumulation) for each in candidates(job, space)]
 [(1, 2), (2, 4), (4, 8), (8, 16)]
 """
 
@@ -19,18 +19,53 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import TiersConfig, ZeroConfig
+from shardwise.config.resolve import ResolvedConfig, TiersConfig, ZeroConfig
+from shardwise.config.sections import ContextConfig, PipelineConfig
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 from shardwise.optim.rules import num_states
-from shardwise.planner.configs import KEYS
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, changed, num_data_ranks, param_of, world_size
+from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 
+Values = Mapping[str, Any]
+"""Values of keys of the config."""
+
+PLANNED: Final = (
+    "mesh.pp",
+    "mesh.dp_replicate",
+    "mesh.dp_shard",
+    "mesh.cp",
+    "mesh.tp",
+    "zero.stage",
+    "batch.micro_size",
+    "batch.accumulation",
+    "pipeline.schedule",
+    "pipeline.virtual_stages",
+    "pipeline.gather",
+    "tensor.sequence_parallel",
+    "context.transport",
+    "context.heads_over",
+    "recompute.mode",
+    "recompute.every",
+    "tiers.params",
+    "tiers.grads",
+    "tiers.optimizer",
+    "tiers.activations",
+    "tiers.params_on_device",
+    "tiers.grads_on_device",
+    "tiers.optimizer_on_device",
+)
+"""The keys that the planner chooses, unless they are pinned."""
+_NO_PIPELINE: Final = MappingProxyType({f"pipeline.{key}": value for key, value in PipelineConfig()})
+_NO_CONTEXT: Final = MappingProxyType(
+    {f"context.{key}": value for key, value in ContextConfig() if key != "chunk_tokens"}
+)
 ZERO: Final = tuple(ZeroConfig(stage=number) for number in range(len(STAGES)))
 """The config's section with each stage."""
 _GRADS_AWAY: Final = TiersConfig(grads="host")
@@ -53,83 +88,32 @@ _MIN_TOKENS: Final = 128
 _CROWDED_SHARE: Final = 0.2
 
 
-class ParallelismCandidate(NamedTuple):
-    """Choose what is computed where and when; fields are those of `Strategy`, and `num_data_ranks` of both dp axes."""
-
-    pp: int
-    num_data_ranks: int
-    cp: int
-    tp: int
-    sequence_parallel: bool
-    transport: str
-    heads_over: int | None
-    micro_size: int
-    num_micro_batches: int
-    schedule: str
-    virtual_stages: int
-    recompute: str
-    recompute_every: int
-
-    @property
-    def inner(self) -> tuple[Any, ...]:
-        """Return the fields that decide how long a rank computes and communicates inside blocks."""
-        split = (self.cp, self.tp, self.sequence_parallel, self.transport, self.heads_over)
-        return *split, self.micro_size, self.recompute, self.recompute_every
-
-
-class PlacementCandidate(NamedTuple):
-    """Choose where states are stored; fields are those of `Strategy`."""
-
-    zero_stage: int
-    dp_shard: int
-    gather: str
-    params_tier: str
-    grads_tier: str
-    optimizer_tier: str
-    activations_tier: str
-
-    @property
-    def tiers(self) -> tuple[str, str, str, str]:
-        """Return the tiers of parameters, gradients, optimizer and activations."""
-        return self.params_tier, self.grads_tier, self.optimizer_tier, self.activations_tier
-
-    @property
-    def is_on_device(self) -> bool:
-        """Say whether everything is stored on the device."""
-        return set(self.tiers) == {"device"}
-
-
 def _no_pins() -> Mapping[str, tuple[Any, ...]]:
     return MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """Say which strategies a search may try.
+    """Say which candidates a search may try.
 
     Attributes:
-        base: every strategy has its precision, chunk of tokens and expert ranks.
-        pins: by field of the strategy, the values that are allowed, whether or not they would be tried otherwise.
-        offloads: whether states may be stored off the devices; None allows it only where the devices are crowded.
-
-    Raises:
-        ConfigError: a pin is of no field that the planner chooses.
+        pins: allowed values, by key of the config; keys that are missing here are free.
+        offloads: whether states may be stored off the devices; None where they take much of them.
     """
 
-    base: Strategy = field(default_factory=Strategy)
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=_no_pins)
     offloads: bool | None = None
 
     def __post_init__(self) -> None:
         for name in self.pins:
-            if name not in KEYS.values():
+            if name not in PLANNED:
                 raise ConfigError(
                     "key-not-planned",
-                    f"{name} is nothing that the planner chooses; it chooses {', '.join(KEYS.values())}",
+                    f"{name} is nothing that the planner chooses; it chooses {', '.join(PLANNED)}",
                 )
 
     def of(self, name: str, default: Sequence[Any]) -> Sequence[Any]:
-        """Return the values to try of the field `name`: its pin, else `default`."""
+        """Return the values to try of the key `name`: its pin, else `default`."""
         return self.pins.get(name, default)
 
     def allows(self, name: str, value: Any) -> bool:
@@ -137,70 +121,101 @@ class SearchSpace:
         return name not in self.pins or value in self.pins[name]
 
 
-def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidate]:
-    """Yield every parallelism candidate of a job that the engine runs; all GPUs of the cluster take part."""
-    num_gpus = job.cluster.num_gpus
-    for tp in _tensor_sizes(job, space):
-        for cp, transport, heads_over in _contexts(job, space, tp):
+@dataclass(frozen=True)
+class Family:
+    """Hold candidates that compute and exchange the same inside blocks, and differ in the pipeline.
+
+    Attributes:
+        base: what all of them have.
+        pipelines: the least share of a bubble and the other keys of each, the least share first.
+    """
+
+    base: ResolvedConfig
+    pipelines: tuple[tuple[float, Values], ...]
+
+    def least_bubble_share(self, index: int) -> float:
+        """Return the least time of a member's bubble, as a share of what a rank computes."""
+        return self.pipelines[index][0]
+
+    def member(self, index: int) -> ResolvedConfig:
+        """Return a candidate, whose states are on the devices, shared by all data ranks."""
+        return changed(self.base, self.pipelines[index][1])
+
+
+def families(job: PlanJob, space: SearchSpace, base: ResolvedConfig | None = None) -> Iterator[Family]:
+    """Yield every candidate of a job that the engine runs, by family; all GPUs of the cluster take part.
+
+    Args:
+        base: what candidates have of keys that are not planned; None takes the job's.
+    """
+    base, num_gpus, bubble_of = base or job.base, job.cluster.num_gpus, cache(least_bubble_share)
+    for tp in _tensor_sizes(job, space, base):
+        for context in _contexts(job, space, tp):
+            cp = context["mesh.cp"]
             sequence_parallel = _sequence_parallel(job, space, tp, cp)
             if sequence_parallel is None:
                 continue
-            split = (cp, tp, sequence_parallel, transport, heads_over)
+            split = {"mesh.tp": tp, **context, "tensor.sequence_parallel": sequence_parallel}
+            by_micro_size: dict[int, list[tuple[float, Values]]] = {}
             for pp in _pipeline_sizes(job, space, num_gpus // (tp * cp)):
-                num_data_ranks = num_gpus // (tp * cp * pp)
-                if job.global_batch % num_data_ranks:
+                data_ranks = num_gpus // (tp * cp * pp)
+                if job.global_batch % data_ranks:
                     continue
-                each_batch = job.global_batch // num_data_ranks
+                each_batch = job.global_batch // data_ranks
+                mesh = {"mesh.pp": pp, "mesh.dp_shard": data_ranks, "mesh.dp_replicate": 1}
+                schedules = list(_schedules(job, space, pp, base))
                 for micro_size in _micro_sizes(job, space, each_batch, cp):
-                    for schedule, virtual_stages in _schedules(job, space, pp):
-                        for recompute, every in _recomputes(space):
-                            work = (micro_size, each_batch // micro_size, schedule, virtual_stages, recompute, every)
-                            yield ParallelismCandidate._make((pp, num_data_ranks, *split, *work))
+                    count = each_batch // micro_size
+                    by_micro_size.setdefault(micro_size, []).extend(
+                        (
+                            bubble_of(schedule["pipeline.schedule"], pp, count, schedule["pipeline.virtual_stages"]),
+                            {**mesh, "batch.accumulation": count, **schedule},
+                        )
+                        for schedule in schedules
+                    )
+            for micro_size, pipelines in by_micro_size.items():
+                members = tuple(sorted(pipelines, key=lambda one: one[0]))
+                for mode, every in _recomputes(space) if members else ():
+                    work = {"batch.micro_size": micro_size, "recompute.mode": mode, "recompute.every": every}
+                    yield Family(changed(base, split | work), members)
+
+
+def candidates(job: PlanJob, space: SearchSpace, base: ResolvedConfig | None = None) -> Iterator[ResolvedConfig]:
+    """Yield the members of all families; the arguments are those of `families`."""
+    for family in families(job, space, base):
+        yield from map(family.member, range(len(family.pipelines)))
 
 
 def why_none(job: PlanJob, space: SearchSpace) -> str:
     """Say why a job has no candidate: a pin without which there is one, or else batch and cluster."""
     none = f"no layout of {job.cluster.num_gpus} GPUs goes with"
-    for key, name in KEYS.items():
-        if name not in space.pins:
+    for key in PLANNED:
+        if key not in space.pins:
             continue
-        fewer = replace(space, pins={other: values for other, values in space.pins.items() if other != name})
-        if next(candidates(job, fewer), None) is not None:
-            values = ",".join(str(pin).lower() for pin in space.pins[name])
+        fewer = replace(space, pins={other: values for other, values in space.pins.items() if other != key})
+        if next(families(job, fewer), None) is not None:
+            values = ",".join(str(pin).lower() for pin in space.pins[key])
             beside = " beside what else is pinned" if len(space.pins) > 1 else ""
             return f"{none} {key}={values}{beside}; give another value, or leave it out"
     fix = "give a batch that more numbers divide, or pin less"
     return f"{none} a global batch of {job.global_batch} and what is pinned; {fix}"
 
 
-def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> tuple[PlacementCandidate, ...]:
-    """Return every way to store the states of a candidate, those off the devices last.
-
-    Args:
-        space: the pins, and whether states may leave the devices.
-    """
-    tried = []
-    for tiers in _all_tiers(job, space, candidate):
-        is_away = tiers[:3] != ("device", "device", "device")
-        for stage in space.of("zero_stage", range(len(STAGES))):
-            for gather in _gathers(space, candidate, stage):
-                for dp_shard in _shard_sizes(job, space, candidate, stage, is_away):
-                    placement = PlacementCandidate(stage, dp_shard, gather, *tiers)
-                    if _is_legal(space, candidate, placement):
-                        tried.append(placement)
-    return tuple(tried)
-
-
-def strategy_at(candidate: ParallelismCandidate, placement: PlacementCandidate, base: Strategy) -> Strategy:
-    """Return the strategy of a parallelism candidate and a placement.
-
-    Args:
-        base: its precision, chunk of tokens and expert ranks are taken.
-    """
-    values = candidate._asdict() | placement._asdict()
-    num_data_ranks = values.pop("num_data_ranks")
-    taken = {name: getattr(base, name) for name in ("param", "reduce", "accumulate", "matmul", "chunk_tokens", "ep")}
-    return Strategy(**values, **taken, dp_replicate=num_data_ranks // placement.dp_shard)
+def placements(job: PlanJob, space: SearchSpace, config: ResolvedConfig) -> Iterator[Values]:
+    """Yield every way to store the states of a candidate, as changes of it, those off the devices last."""
+    for tiers in _all_tiers(job, space, config):
+        is_away = (tiers["params"], tiers["grads"], tiers["optimizer"]) != ("device",) * 3
+        of_tiers: dict[str, Any] = {f"tiers.{name}": tier for name, tier in tiers.items()}
+        of_tiers["tiers.nvme_path"] = (config.tiers.nvme_path or "nvme") if "nvme" in tiers.values() else None
+        for stage in space.of("zero.stage", range(len(STAGES))):
+            if not _is_legal(space, config, stage, tiers):
+                continue
+            for gather in _gathers(space, config, stage):
+                for dp_shard in _shard_sizes(job, space, config, stage, is_away):
+                    mesh = {"mesh.dp_shard": dp_shard, "mesh.dp_replicate": num_data_ranks(config) // dp_shard}
+                    near = _secondary_shard(config, stage, tiers["params"], dp_shard * config.mesh.cp)
+                    zero = {"zero.stage": stage, "zero.secondary_shard": near}
+                    yield {**zero, **mesh, "pipeline.gather": gather, **of_tiers}
 
 
 def divisors(number: int) -> list[int]:
@@ -213,66 +228,64 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // divisor for divisor in low)})
 
 
-def is_legal(job: PlanJob, strategy: Strategy) -> bool:
-    """Say whether the engine runs a strategy on all GPUs of the job, and no other strategy is the same."""
-    if strategy.num_ranks != job.cluster.num_gpus or strategy.global_batch != job.global_batch:
+def is_legal(job: PlanJob, config: ResolvedConfig) -> bool:
+    """Say whether the engine runs a config on all GPUs of the job, and no other candidate is the same."""
+    if world_size(config) != job.cluster.num_gpus or config.batch.global_size != job.global_batch:
         return False
-    pins = {name: (getattr(strategy, name),) for name in KEYS.values()}
-    names = ("param", "reduce", "accumulate", "chunk_tokens")
-    space = SearchSpace(base=strategy, pins={key: value for key, value in pins.items() if key not in names})
-    return any(placements(job, space, candidate) for candidate in candidates(job, space))
+    leaves = {key: key.split(".") for key in PLANNED}
+    space = SearchSpace(pins={key: (getattr(getattr(config, name), leaf),) for key, (name, leaf) in leaves.items()})
+    return any(any(placements(job, space, candidate)) for candidate in candidates(job, space, config))
 
 
-def are_states_crowded(job: PlanJob, base: Strategy) -> bool:
+def are_states_crowded(job: PlanJob, base: ResolvedConfig) -> bool:
     """Say whether the states take much of the devices' memory, even where all devices share them."""
-    _, moments = num_states(job.optimizer)
-    state_bytes = (8.0 if base.param in ("bf16", "fp16") else 12.0) + 4.0 * moments
+    _, moments = num_states(base.optimizer.name)
+    state_bytes = (8.0 if param_of(base) in ("bf16", "fp16") else 12.0) + 4.0 * moments
     return state_bytes * job.shape.num_params / job.cluster.num_gpus > _CROWDED_SHARE * job.cluster.gpu.memory_bytes
 
 
-def _tensor_sizes(job: PlanJob, space: SearchSpace) -> list[int]:
+def _tensor_sizes(job: PlanJob, space: SearchSpace, base: ResolvedConfig) -> list[int]:
     shape, gpu = job.shape, job.cluster.gpu
     domain = max(job.cluster.gpus_per_node, gpu.link_domain if gpu.link_bytes_per_s else 1)
     ffn_sizes = {shape.ffn_size} if shape.experts is None else {shape.experts.ffn_size}
     return [
         tp
-        for tp in space.of("tp", [degree for degree in divisors(shape.num_heads) if degree <= domain])
+        for tp in space.of("mesh.tp", [degree for degree in divisors(shape.num_heads) if degree <= domain])
         if shape.num_heads % tp == 0
         and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
         and all(size % tp == 0 for size in ffn_sizes)
         and job.cluster.num_gpus % tp == 0
-        and (tp == 1 or job.lora.base == "keep")  # a packed matrix cannot be split
+        and (tp == 1 or base.lora.base == "keep")  # a packed matrix cannot be split
     ]
 
 
-def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[tuple[int, str, int | None]]:
-    """Yield (cp, transport, heads_over): how sequences are split; with cp above 1, each rank needs two equal parts of
-    them.
-    """
+def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[Values]:
+    """Yield how sequences are split; with mesh.cp above 1, each rank needs two equal parts of them."""
     domain = max(1, job.cluster.gpus_per_node // tp)
     most = min(job.cluster.num_gpus // tp, job.seq_len // _MIN_TOKENS)
+    is_pinned = "context.heads_over" in space.pins
     sizes = [1, *(size for size in (2**power for power in range(1, 12)) if size <= most)]
-    for cp in space.of("cp", sizes):
+    for cp in space.of("mesh.cp", sizes):
         if (job.cluster.num_gpus // tp) % cp or (cp > 1 and job.seq_len % (2 * cp)):
             continue
         if cp == 1:
-            if space.allows("transport", "ring") and space.allows("heads_over", None):
-                yield 1, "ring", None
+            if space.allows("context.transport", "ring") and space.allows("context.heads_over", None):
+                yield {"mesh.cp": 1, **_NO_CONTEXT}
             continue
-        for transport in space.of("transport", ("ring", "all-gather", "ulysses")):
+        for transport in space.of("context.transport", ("ring", "all-gather", "ulysses")):
             if transport == "ulysses":
-                if _exchanges(job, tp, cp) and space.allows("heads_over", None):
-                    yield cp, transport, None
+                if _exchanges(job, tp, cp) and space.allows("context.heads_over", None):
+                    yield {"mesh.cp": cp, "context.transport": transport, "context.heads_over": None}
                 continue
             teams = [
                 degree
                 for degree in divisors(cp)
-                if 1 < degree < cp and (degree <= domain or "heads_over" in space.pins) and _exchanges(job, tp, degree)
+                if 1 < degree < cp and (degree <= domain or is_pinned) and _exchanges(job, tp, degree)
             ]
             tried = [None, *(teams[-1:] if transport == "ring" else [])]
-            for team in space.of("heads_over", tried):
+            for team in space.of("context.heads_over", tried):
                 if team is None or team in teams:
-                    yield cp, transport, team
+                    yield {"mesh.cp": cp, "context.transport": transport, "context.heads_over": team}
 
 
 def _exchanges(job: PlanJob, tp: int, size: int) -> bool:
@@ -284,30 +297,32 @@ def _exchanges(job: PlanJob, tp: int, size: int) -> bool:
 def _sequence_parallel(job: PlanJob, space: SearchSpace, tp: int, cp: int) -> bool | None:
     """Return True wherever possible, as it saves memory at equal bytes on the wire; None where pins forbid all."""
     can_be = tp > 1 and job.seq_len % (tp * cp) == 0
-    wanted = can_be if space.allows("sequence_parallel", can_be) else not can_be
-    return wanted if space.allows("sequence_parallel", wanted) and (can_be or not wanted) else None
+    wanted = can_be if space.allows("tensor.sequence_parallel", can_be) else not can_be
+    return wanted if space.allows("tensor.sequence_parallel", wanted) and (can_be or not wanted) else None
 
 
 def _pipeline_sizes(job: PlanJob, space: SearchSpace, num_ranks: int) -> list[int]:
     most = min(num_ranks, job.shape.num_layers + 2)  # the embedding and the head may be stages of their own
     sizes = [size for size in divisors(num_ranks) if size <= most]
-    return [size for size in space.of("pp", sizes) if size in sizes]
+    return [size for size in space.of("mesh.pp", sizes) if size in sizes]
 
 
 def _micro_sizes(job: PlanJob, space: SearchSpace, each_batch: int, cp: int) -> list[int]:
     most = min(_MAX_MICRO_SIZE, max(1, _MAX_TOKENS * cp // job.seq_len))
-    sizes = [size for size in divisors(each_batch) if space.allows("num_micro_batches", each_batch // size)]
-    return [size for size in sizes if size in space.of("micro_size", range(1, most + 1))]
+    sizes = [size for size in divisors(each_batch) if space.allows("batch.accumulation", each_batch // size)]
+    return [size for size in sizes if size in space.of("batch.micro_size", range(1, most + 1))]
 
 
-def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str, int]]:
+def _schedules(job: PlanJob, space: SearchSpace, pp: int, base: ResolvedConfig) -> Iterator[Values]:
     if pp == 1:
-        if space.allows("virtual_stages", 1):
-            yield "1f1b", 1
+        if space.allows("pipeline.virtual_stages", 1):
+            yield _NO_PIPELINE
         return
     num_layers = job.shape.num_layers
-    splits_weights = not job.traits.is_compiled and space.base.chunk_tokens is None
-    for schedule in space.of("schedule", [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]):
+    splits_weights = not job.traits.is_compiled and base.context.chunk_tokens is None
+    for schedule in space.of(
+        "pipeline.schedule", [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]
+    ):
         recipe = RECIPES[schedule]
         if recipe.splits_backward and not splits_weights:
             continue
@@ -316,84 +331,90 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         if recipe.is_interleaved:
             tried = range(2, min(most, _MAX_VIRTUAL_STAGES) + 1)
             numbers = [v for v in tried if v in (2, 4) or 0 in (num_layers % (pp * v), (num_layers + 2) % (pp * v))]
-        for virtual_stages in space.of("virtual_stages", numbers):
+        for virtual_stages in space.of("pipeline.virtual_stages", numbers):
             if recipe.min_virtual_stages <= virtual_stages <= min(most, recipe.max_virtual_stages or most):
-                yield schedule, virtual_stages
+                yield {"pipeline.schedule": schedule, "pipeline.virtual_stages": virtual_stages}
 
 
 def _recomputes(space: SearchSpace) -> list[tuple[str, int]]:
-    if "recompute_every" in space.pins:
-        modes = space.of("recompute", ("none", "selective", "full"))
-        pairs = [(mode, every) for mode in modes for every in space.pins["recompute_every"]]
+    if "recompute.every" in space.pins:
+        modes = space.of("recompute.mode", ("none", "selective", "full"))
+        pairs = [(mode, every) for mode in modes for every in space.pins["recompute.every"]]
         return [(mode, every) for mode, every in pairs if mode != "none" or every == 1]
-    return [(mode, every) for mode, every in RECOMPUTES if space.allows("recompute", mode)]
+    return [(mode, every) for mode, every in RECOMPUTES if space.allows("recompute.mode", mode)]
 
 
-def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> list[tuple[str, str, str, str]]:
+def _all_tiers(job: PlanJob, space: SearchSpace, config: ResolvedConfig) -> list[dict[str, str]]:
     """Return the tiers to try of parameters, gradients, optimizer and activations, the device first."""
-    names = ("params_tier", "grads_tier", "optimizer_tier", "activations_tier")
+    names = ("params", "grads", "optimizer", "activations")
     ladder = [("device", "device", "device")]
-    offloads = are_states_crowded(job, space.base) if space.offloads is None else space.offloads
+    offloads = are_states_crowded(job, config) if space.offloads is None else space.offloads
     if offloads:
         ladder += [("device", "device", "host"), ("device", "host", "host"), ("host", "host", "host")]
         if job.cluster.host.nvme_bytes:
             ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]
     # A block's input is a small part of what selective recomputation keeps, so moving it is tried only where pinned.
-    activations = ["device", "host"] if candidate.recompute == "full" and offloads else ["device"]
+    activations = ["device", "host"] if config.recompute.mode == "full" and offloads else ["device"]
     tried = [(*states, activations_tier) for states in ladder for activations_tier in activations]
-    if any(name in space.pins for name in names):
+    if any(f"tiers.{name}" in space.pins for name in names):
         options = [
-            space.of(name, sorted({combination[index] for combination in tried})) for index, name in enumerate(names)
+            space.of(f"tiers.{name}", sorted({combination[index] for combination in tried}))
+            for index, name in enumerate(names)
         ]
         tried = sorted(set(product(*options)), key=lambda each: (sum(tier != "device" for tier in each), each))
-    return tried
+    return [dict(zip(names, tiers, strict=True)) for tiers in tried]
 
 
-def _gathers(space: SearchSpace, candidate: ParallelismCandidate, stage: int) -> Sequence[str]:
-    if candidate.pp == 1 or not STAGES[stage].unshard_for_use:
-        return [way for way in ("batch",) if space.allows("gather", way)]
-    return space.of("gather", ("batch", "micro-batch"))
+def _gathers(space: SearchSpace, config: ResolvedConfig, stage: int) -> Sequence[str]:
+    if config.mesh.pp == 1 or not STAGES[stage].unshard_for_use:
+        return [way for way in ("batch",) if space.allows("pipeline.gather", way)]
+    return space.of("pipeline.gather", ("batch", "micro-batch"))
 
 
-def _shard_sizes(
-    job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate, stage: int, is_away: bool
-) -> list[int]:
+def _shard_sizes(job: PlanJob, space: SearchSpace, config: ResolvedConfig, stage: int, is_away: bool) -> list[int]:
     """Return the sizes to try of the group that shares states: a node's ranks, those of some nodes, all."""
-    every = divisors(candidate.num_data_ranks)
-    if (near := job.zero.secondary_shard) and STAGES[stage].unshard_for_use:
-        every = [size for size in every if size * candidate.cp <= near or size * candidate.cp % near == 0]
-    if "dp_shard" in space.pins or "dp_replicate" in space.pins:
+    data_ranks, cp = num_data_ranks(config), config.mesh.cp
+    every = divisors(data_ranks)
+    if (near := config.zero.secondary_shard) and STAGES[stage].unshard_for_use:
+        every = [size for size in every if size * cp <= near or size * cp % near == 0]
+    if "mesh.dp_shard" in space.pins or "mesh.dp_replicate" in space.pins:
         return [
             size
             for size in every
-            if space.allows("dp_shard", size) and space.allows("dp_replicate", candidate.num_data_ranks // size)
+            if space.allows("mesh.dp_shard", size) and space.allows("mesh.dp_replicate", data_ranks // size)
         ]
     if stage == 0:
         return every[-1:]
     if len(every) > 3:
-        in_node = max(1, job.cluster.gpus_per_node // (candidate.cp * candidate.tp))
+        in_node = max(1, job.cluster.gpus_per_node // (cp * config.mesh.tp))
         sizes = {in_node, 4 * in_node, 32 * in_node}
-        every = sorted(
-            {max(divisor for divisor in every if divisor <= size) for size in sizes} | {candidate.num_data_ranks}
-        )
-    return [
-        size for size in every if size * candidate.cp > 1 or (is_away and candidate.num_data_ranks * candidate.cp == 1)
-    ]
+        every = sorted({max(divisor for divisor in every if divisor <= size) for size in sizes} | {data_ranks})
+    return [size for size in every if size * cp > 1 or (is_away and data_ranks * cp == 1)]
 
 
-def _is_legal(space: SearchSpace, candidate: ParallelismCandidate, placement: PlacementCandidate) -> bool:
-    """Say no to what the engine refuses, and to what it runs as another stage's strategy."""
-    is_away, stage = placement.tiers[:3] != ("device", "device", "device"), STAGES[placement.zero_stage]
+def _secondary_shard(config: ResolvedConfig, stage: int, params_tier: str, num_shards: int) -> int:
+    """Return `zero.secondary_shard`, or 0 where it would do nothing, which the engine refuses."""
+    near = config.zero.secondary_shard
+    if STAGES[stage].unshard_for_use:
+        return near if params_tier == "device" else 0
+    encodes = config.precision.reduce not in ("param", "fp32")
+    return near if near and encodes and num_shards % near == 0 else 0
+
+
+def _is_legal(space: SearchSpace, config: ResolvedConfig, number: int, tiers: Mapping[str, str]) -> bool:
+    """Say no to what the engine refuses, and to what it runs as another stage's candidate."""
+    states, stage = (tiers["params"], tiers["grads"], tiers["optimizer"]), STAGES[number]
+    is_away = states != ("device", "device", "device")
     if is_away and stage.optimizer is not Placement.SHARD:
         return False
-    if placement.params_tier != "device" and not stage.unshard_for_use:
+    if tiers["params"] != "device" and not stage.unshard_for_use:
         return False
-    if placement.activations_tier != "device" and candidate.recompute == "none":
+    if tiers["activations"] != "device" and config.recompute.mode == "none":
         return False  # only the inputs of blocks that run again are moved
-    if "zero_stage" in space.pins:
+    if "zero.stage" in space.pins:
         return True
-    if is_away and candidate.num_data_ranks * candidate.cp == 1:  # nothing is split: stages differ in what may be away
-        least = 3 if placement.params_tier != "device" else 2 if placement.grads_tier != "device" else 1
-        return placement.zero_stage == least
-    tiers = _GRADS_AWAY if placement.grads_tier != "device" else None
-    return effective_stage(ZERO[placement.zero_stage], 2, tiers, is_scheduled=candidate.pp > 1) is stage
+    if is_away and num_data_ranks(config) * config.mesh.cp == 1:  # nothing is split: stages differ in what may be away
+        least = 3 if tiers["params"] != "device" else 2 if tiers["grads"] != "device" else 1
+        return number == least
+    grads_away = _GRADS_AWAY if tiers["grads"] != "device" else None
+    return effective_stage(ZERO[number], 2, grads_away, is_scheduled=config.mesh.pp > 1) is stage

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.context.traffic import AttentionSizes, bytes_of_heads, bytes_of_ring
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.collectives import NetworkModel, Op
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, is_of_experts
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, param_of, world_size
 
 OVERLAP_SLOWDOWN: Final = 0.25
 """How much longer kernels take beside a collective, which takes cores and memory bandwidth from them: 38 % at most in
@@ -153,7 +154,7 @@ def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
 
 
 class CommTimeModel:
-    """Price what the strategies of a job exchange, and keep what several of them share.
+    """Price what the candidates of a job exchange, and keep what several of them share.
 
     Args:
         compact: the job's folded layouts, where others have them too; None builds them.
@@ -169,57 +170,58 @@ class CommTimeModel:
         self.dispatch_network = NetworkModel(replace(job.cluster, gpu=gpu), collisions=0.0)
         self._blocks: dict[tuple[object, ...], BlockComm] = {}
 
-    def block(self, strategy: Strategy) -> BlockComm:
+    def block(self, config: ResolvedConfig) -> BlockComm:
         """Price the collectives of one block on one rank, in one micro-batch.
 
         Collectives are those of `shardwise.tensor.mappings` and `shardwise.context.traffic`; dispatching to experts and
         back are two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
         """
-        s = strategy
-        split = (s.tp, s.cp, s.ep, s.micro_size, s.sequence_parallel, s.param)
-        key = (*split, s.transport, s.heads_over, s.recompute, s.recompute_every)
+        s = config
+        split = (s.mesh.tp, s.mesh.cp, self.job.ep, s.batch.micro_size, s.tensor.sequence_parallel, param_of(s))
+        key = (*split, s.context.transport, s.context.heads_over, s.recompute.mode, s.recompute.every)
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
 
-    def embedding(self, strategy: Strategy) -> BlockComm:
+    def embedding(self, config: ResolvedConfig) -> BlockComm:
         """Price the embedding: each tp rank looks up its part of the vocabulary, and the results are summed."""
-        op: Op = "reduce_scatter" if strategy.sequence_parallel else "all_reduce"
-        back_s = self._tensor_s("all_gather", strategy) if strategy.sequence_parallel else 0.0
+        op: Op = "reduce_scatter" if config.tensor.sequence_parallel else "all_reduce"
+        back_s = self._tensor_s("all_gather", config) if config.tensor.sequence_parallel else 0.0
         return BlockComm(
-            forward=TokenExchange(tensor_s=self._tensor_s(op, strategy)), backward=TokenExchange(tensor_s=back_s)
+            forward=TokenExchange(tensor_s=self._tensor_s(op, config)), backward=TokenExchange(tensor_s=back_s)
         )
 
-    def head(self, strategy: Strategy) -> BlockComm:
+    def head(self, config: ResolvedConfig) -> BlockComm:
         """Price the head and the loss: the input is gathered, its gradient summed; between, three numbers a token."""
-        s = strategy
+        s = config
         tokens_bytes = 4.0 * self._tokens(s)
-        forward_s = 3 * self.network.collective_s("all_reduce", tokens_bytes, s.tp)
+        forward_s = 3 * self.network.collective_s("all_reduce", tokens_bytes, s.mesh.tp)
         backward_s = self._tensor_s("all_reduce", s)
-        if s.sequence_parallel:
+        if s.tensor.sequence_parallel:
             forward_s += self._tensor_s("all_gather", s)
             backward_s = self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s)
         return BlockComm(forward=TokenExchange(tensor_s=forward_s), backward=TokenExchange(tensor_s=backward_s))
 
-    def transfer_s(self, strategy: Strategy) -> float:
+    def transfer_s(self, config: ResolvedConfig) -> float:
         """Return the seconds of one micro-batch's activation from a stage to the next, or of its gradient back."""
-        s = strategy
-        if s.pp == 1:
+        s = config
+        if s.mesh.pp == 1:
             return 0.0
-        num_bytes = self._activation_bytes(s) / (s.tp if s.sequence_parallel else 1)
+        num_bytes = self._activation_bytes(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1)
         # A ring goes as fast as its slowest rank, which is why it reaches a share of its links; a stage waits for one.
         num_bytes *= self.job.cluster.gpu.fitted.network_share
-        return self.network.collective_s("send", num_bytes, s.pp, s.num_ranks // s.pp)
+        return self.network.collective_s("send", num_bytes, s.mesh.pp, world_size(s) // s.mesh.pp)
 
-    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
+    def data(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
         """Price a step's gathers and reductions over the ranks that share parameters.
 
         Where a rank has several stages, the first's parameters are needed, and the last's gradients reduced, while the
         others compute: each takes groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv
         2104.04473, figure 4).
         """
-        s, profile = strategy, self.job.cluster.profile
+        s, profile = config, self.job.cluster.profile
         measured = None if profile is None else profile.hidden_share
+        stages_per_rank = self.compact.stages.of(s).placement.stages_per_rank
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"forward": 0.0, "backward": 0.0}
         for call in self.data_calls(s, pipeline_rank):
@@ -234,27 +236,29 @@ class CommTimeModel:
             last_backward_s=seconds["last backward"],
             alone_forward_s=alone["forward"],
             alone_backward_s=alone["backward"],
-            num_micro_batches=s.num_micro_batches,
-            num_hiding=min(s.num_micro_batches, s.pp) if s.virtual_stages > 1 else 1,
+            num_micro_batches=s.batch.accumulation,
+            num_hiding=min(s.batch.accumulation, s.mesh.pp) if stages_per_rank > 1 else 1,
             may_hide=self.job.traits.overlaps_data,
             hidden_share=HIDDEN_SHARE if measured is None else measured,
         )
 
-    def data_calls(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[PricedCollective, ...]:
+    def data_calls(self, config: ResolvedConfig, pipeline_rank: int = 0) -> tuple[PricedCollective, ...]:
         """Return a step's collectives over the ranks that share parameters: those that `Layout.bytes_on_wire` counts.
 
         Those of the first group run alone, as the forward needs it first and the backward reduces it last.
         """
-        folds = self.compact.rank(strategy, pipeline_rank)
+        folds = self.compact.rank(config, pipeline_rank)
         return tuple(
             call
             for index, fold in enumerate(folds.folds)
-            for call in self._calls_of(strategy, folds.layout, fold, is_first=index == 0)
+            for call in self._calls_of(config, folds.layout, fold, is_first=index == 0)
         )
 
-    def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
+    def _calls_of(
+        self, s: ResolvedConfig, layout: Layout, fold: LayerCount, *, is_first: bool
+    ) -> Iterator[PricedCollective]:
         group, stage = fold.group, layout.stage_of(fold.group)
-        near = s.tp * (s.ep if is_of_experts(group) else 1)
+        near = s.mesh.tp * (self.job.ep if is_of_experts(group) else 1)
         far = near * group.num_shards
         widths = layout.precision_of(group)
         param_bytes = group.num_shards * layout.gather_bytes(group)
@@ -265,17 +269,17 @@ class CommTimeModel:
             is_alone = is_first and (op != "all_gather" or moment != "backward")
             return PricedCollective(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_alone)
 
-        uses = layout.num_unshards(group, s.num_micro_batches)
-        if (uses == 1 and s.num_micro_batches > 1) or (stage.unshard_after_step and group.trainable):
+        uses = layout.num_unshards(group, s.batch.accumulation)
+        if (uses == 1 and s.batch.accumulation > 1) or (stage.unshard_after_step and group.trainable):
             yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
         elif uses:
-            back, sharers = uses // s.num_micro_batches // 2, group.num_shards
-            forth = uses // s.num_micro_batches - back
+            back, sharers = uses // s.batch.accumulation // 2, group.num_shards
+            forth = uses // s.batch.accumulation - back
             if layout.secondary_bytes(group):
                 sharers = layout.stage.secondary_shard
                 if group.trainable:
                     yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
-                    forth -= s.num_micro_batches == 1  # of several, the first's counts twice, once among the sharers
+                    forth -= s.batch.accumulation == 1  # of several, the first's counts twice, once among the sharers
             yield call("all_gather", param_bytes, sharers, near, "forward", forth)
             yield call("all_gather", param_bytes, sharers, near, "backward", back)
         if not group.trainable:
@@ -284,8 +288,8 @@ class CommTimeModel:
             is_whole = stage.optimizer is Placement.REPLICATE
             numel = group.padded_numel if is_whole else group.shard_numel
             master_bytes = numel * DTYPE_BYTES[widths.master]
-            yield call("all_reduce", master_bytes, holders, s.num_ranks // s.pp, "last backward")
-        each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
+            yield call("all_reduce", master_bytes, holders, world_size(s) // s.mesh.pp, "last backward")
+        each_time = layout.num_reduces(s.batch.accumulation) == s.batch.accumulation > 1
         for over, total in layout.sums_of(group).items():
             stride = far if over == "replicas" else near
             moment: Moment = "backward" if each_time and over == "shards" else "last backward"
@@ -299,21 +303,21 @@ class CommTimeModel:
                 op: Op = "all_reduce" if total.is_for_all else "reduce_scatter"
                 yield call(op, whole_bytes, total.num_ranks, stride, moment)
 
-    def _block(self, s: Strategy) -> BlockComm:
+    def _block(self, s: ResolvedConfig) -> BlockComm:
         pass_s = self._tensor_pass_s(s)
         hidden = (TENSOR_CHUNKS - 1) / TENSOR_CHUNKS if self.job.traits.overlaps_tensor else 0.0
         forward_s, backward_s = self._context_passes(s)
         experts_s = self._experts_s(s)
-        repeats = 1.0 / s.recompute_every if s.recompute == "full" else 0.0
+        repeats = 1.0 / s.recompute.every if s.recompute.mode == "full" else 0.0
         # Beside the gradients of inputs, in every code; what runs again gathers anyway.
-        regathered_s = (1 - repeats) * 2 * self._tensor_s("all_gather", s) if s.sequence_parallel else 0.0
+        regathered_s = (1 - repeats) * 2 * self._tensor_s("all_gather", s) if s.tensor.sequence_parallel else 0.0
         tensor_s = pass_s + regathered_s
         forward = TokenExchange(
             tensor_s=pass_s,
             context_s=forward_s,
             experts_s=experts_s,
             hidden_tensor=hidden,
-            hidden_context=1.0 if s.transport == "ring" and (s.heads_over or 1) < s.cp else 0.0,
+            hidden_context=1.0 if s.context.transport == "ring" and (s.context.heads_over or 1) < s.mesh.cp else 0.0,
         )
         return BlockComm(
             forward=forward,
@@ -328,68 +332,68 @@ class CommTimeModel:
             ),
         )
 
-    def _tensor_pass_s(self, s: Strategy) -> float:
+    def _tensor_pass_s(self, s: ResolvedConfig) -> float:
         """Return the seconds of a forward, or of a backward without what it gathers again."""
-        if s.tp == 1:
+        if s.mesh.tp == 1:
             return 0.0
-        if s.sequence_parallel:
+        if s.tensor.sequence_parallel:
             return 2 * (self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s))
         return 2 * self._tensor_s("all_reduce", s)
 
-    def _tensor_s(self, op: Op, s: Strategy) -> float:
-        return self.network.collective_s(op, self._activation_bytes(s), s.tp)
+    def _tensor_s(self, op: Op, s: ResolvedConfig) -> float:
+        return self.network.collective_s(op, self._activation_bytes(s), s.mesh.tp)
 
-    def _context_passes(self, s: Strategy) -> tuple[float, float]:
+    def _context_passes(self, s: ResolvedConfig) -> tuple[float, float]:
         """Return the seconds of the exchange forward and backward."""
-        if s.cp == 1:
+        if s.mesh.cp == 1:
             return 0.0, 0.0
-        shape, over = self.job.shape, s.heads_over or (s.cp if s.transport == "ulysses" else 1)
-        num_tokens, heads = self.job.seq_len // s.cp, shape.num_heads // s.tp
-        kv_heads = max(1, shape.num_kv_heads // s.tp)
-        element_bytes = DTYPE_BYTES[s.param]
-        sizes = AttentionSizes(s.micro_size, heads, kv_heads, shape.head_dim, element_bytes)
+        shape, over = self.job.shape, s.mesh.cp if s.context.transport == "ulysses" else s.context.heads_over or 1
+        num_tokens, heads = self.job.seq_len // s.mesh.cp, shape.num_heads // s.mesh.tp
+        kv_heads = max(1, shape.num_kv_heads // s.mesh.tp)
+        element_bytes = DTYPE_BYTES[param_of(s)]
+        sizes = AttentionSizes(s.batch.micro_size, heads, kv_heads, shape.head_dim, element_bytes)
         forward_s = backward_s = 0.0
         if over > 1:
             sent = bytes_of_heads(num_tokens, over, sizes)
             to_whole = over / (over - 1)
-            forward_s += 2 * self.network.collective_s("all_to_all", sent.forward * to_whole / 2, over, s.tp)
-            backward_s += 2 * self.network.collective_s("all_to_all", sent.backward * to_whole / 2, over, s.tp)
-        ring = s.cp // over
+            forward_s += 2 * self.network.collective_s("all_to_all", sent.forward * to_whole / 2, over, s.mesh.tp)
+            backward_s += 2 * self.network.collective_s("all_to_all", sent.backward * to_whole / 2, over, s.mesh.tp)
+        ring = s.mesh.cp // over
         if ring > 1:
             head_sizes = AttentionSizes(
-                s.micro_size, heads // over, max(1, kv_heads // over), shape.head_dim, element_bytes
+                s.batch.micro_size, heads // over, max(1, kv_heads // over), shape.head_dim, element_bytes
             )
             sent = bytes_of_ring(num_tokens * over, ring, head_sizes)
-            forward_s += self._around_s(s, sent.forward, ring, s.tp * over)
-            backward_s += self._around_s(s, sent.backward, ring, s.tp * over)
+            forward_s += self._around_s(s, sent.forward, ring, s.mesh.tp * over)
+            backward_s += self._around_s(s, sent.backward, ring, s.mesh.tp * over)
         return forward_s, backward_s
 
-    def _around_s(self, s: Strategy, sent_bytes: float, num_ranks: int, stride: int) -> float:
+    def _around_s(self, s: ResolvedConfig, sent_bytes: float, num_ranks: int, stride: int) -> float:
         """Return the seconds until keys and values reach all ranks, each having sent `sent_bytes`."""
-        if s.transport == "all-gather":
+        if s.context.transport == "all-gather":
             whole_bytes = sent_bytes * num_ranks / (num_ranks - 1)
             return self.network.collective_s("all_gather", whole_bytes, num_ranks, stride)
         steps = num_ranks - 1
         return steps * self.network.collective_s("send", sent_bytes / steps, num_ranks, stride)
 
-    def _experts_s(self, s: Strategy) -> float:
+    def _experts_s(self, s: ResolvedConfig) -> float:
         """Return the seconds of one pass of an average block; some layers may be dense."""
         shape = self.job.shape
-        if shape.experts is None or s.ep == 1:
+        if shape.experts is None or self.job.ep == 1:
             return 0.0
-        of_tokens = self._activation_bytes(s) / (s.tp if s.sequence_parallel else 1)
-        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, s.ep, self._experts_stride(s))
+        of_tokens = self._activation_bytes(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, self.job.ep, self._experts_stride(s))
         return 2 * one_s * shape.num_expert_layers / shape.num_layers
 
-    def _experts_stride(self, s: Strategy) -> int:
-        return s.tp
+    def _experts_stride(self, s: ResolvedConfig) -> int:
+        return s.mesh.tp
 
     def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
         """Return the seconds in which tokens go to the ranks of their experts, or come back: a copy for each expert."""
         return self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
 
-    def _tokens(self, s: Strategy) -> float:
-        return self.job.seq_len / s.cp * s.micro_size
+    def _tokens(self, s: ResolvedConfig) -> float:
+        return self.job.seq_len / s.mesh.cp * s.batch.micro_size
 
-    def _activation_bytes(self, s: Strategy) -> float:
-        return DTYPE_BYTES[s.param] * self._tokens(s) * self.job.shape.hidden_size
+    def _activation_bytes(self, s: ResolvedConfig) -> float:
+        return DTYPE_BYTES[param_of(s)] * self._tokens(s) * self.job.shape.hidden_size

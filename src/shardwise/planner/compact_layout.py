@@ -6,34 +6,23 @@ layers nor that of data-parallel ranks.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
-from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
-from shardwise.layout.facts import ParamEntry
-from shardwise.layout.layout import TIERS, Layout, assign_tiers, states_of
-from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import ROOT, GroupSpec, aligned_to_blocks, build_groups, whole_below
+from shardwise.config.resolve import ResolvedConfig, Tier
+from shardwise.layout.facts import ModelFacts, ParamEntry
+from shardwise.layout.layout import TIERS, Layout
+from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import PrecisionPolicy, precision_policy
-from shardwise.layout.zero_stages import STAGES, ZeroStage, effective_stage
+from shardwise.layout.resolve import layout_of
+from shardwise.layout.tensor_plan import TensorLayout, TensorPlan
+from shardwise.layout.tp_sharding import ParamSplit
+from shardwise.layout.zero_stages import STAGES
 from shardwise.optim.rules import matrix_state_names
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.stages import (
-    SkeletonParam,
-    StageLayouts,
-    StageTable,
-    block_params,
-    embedding_params,
-    head_params,
-    is_adapter,
-    norm_params,
-    with_adapters,
-)
+from shardwise.planner.job import ModelShape, PlanJob, SectionNumbers, changed, trains_all
+from shardwise.planner.stages import StageLayouts, StageTable, UnitKind, is_adapter, params_of, with_adapters
 
 _LAST = "last"
 _EXPERTS = ":experts"
@@ -69,223 +58,159 @@ class RankLayerCounts:
 
 
 class CompactLayout:
-    """Build the folded Layouts of a job's strategies, and keep what several of them share."""
+    """Build the folded Layouts of a job's candidates, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, stages: StageTable | None = None) -> None:
         self.job = job
         self.stages = stages or StageTable(job)
-        self._templates: dict[tuple[Any, ...], tuple[GroupSpec, ...]] = {}
+        self._units: dict[tuple[Any, ...], _Unit] = {}
+        self._numbers = SectionNumbers()
         self._ranks: dict[tuple[Any, ...], RankLayerCounts] = {}
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
 
-    def at_rest(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[str, int]:
+    def at_rest(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
         """Return the bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
-        key = self.key(strategy, pipeline_rank)
-        if key not in self._at_rest:
-            self._at_rest[key] = self._bytes_at_rest(strategy, pipeline_rank, None)
-        return self._at_rest[key]
+        key = self.key(config, pipeline_rank)
+        found = self._at_rest.get(key)
+        if found is None:
+            found = self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, None)
+        return found
 
-    def by_tier(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
+    def by_tier(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
         """Return `at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
-        if (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier) == ("device",) * 3:
-            return {"device": self.at_rest(strategy, pipeline_rank)}
-        by_tier = {tier: self._bytes_at_rest(strategy, pipeline_rank, tier) for tier in TIERS}
+        if (config.tiers.params, config.tiers.grads, config.tiers.optimizer) == ("device",) * 3:
+            return {"device": self.at_rest(config, pipeline_rank)}
+        by_tier = {tier: self._bytes_at_rest(config, pipeline_rank, tier) for tier in TIERS}
         return {tier: totals for tier, totals in by_tier.items() if any(totals.values())}
 
-    def on_wire(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[str, int]:
+    def on_wire(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
         """Return the bytes that a rank sends in a step, by collective, as `Layout.bytes_on_wire`."""
-        rank = self.rank(strategy, pipeline_rank)
-        return rank.total(lambda group: rank.layout.group_bytes_on_wire(group, strategy.num_micro_batches))
+        rank = self.rank(config, pipeline_rank)
+        return rank.total(lambda group: rank.layout.group_bytes_on_wire(group, config.batch.accumulation))
 
-    def rank(self, strategy: Strategy, pipeline_rank: int = 0) -> RankLayerCounts:
+    def rank(self, config: ResolvedConfig, pipeline_rank: int = 0) -> RankLayerCounts:
         """Return the folded groups of one rank of the pipeline."""
-        key = self.key(strategy, pipeline_rank)
-        if key not in self._ranks:
-            self._ranks[key] = self._fold(strategy, pipeline_rank)
-        return self._ranks[key]
+        key = self.key(config, pipeline_rank)
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = self._fold(config, pipeline_rank)
+        return found
 
-    def key(self, strategy: Strategy, pipeline_rank: int) -> tuple[Any, ...]:
+    def key(self, config: ResolvedConfig, pipeline_rank: int) -> tuple[Any, ...]:
         """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
-        s, layers = strategy, self.stages.of(strategy).held_by(pipeline_rank)
-        axes = (s.pp > 1, s.dp_replicate, s.dp_shard, s.cp, s.tp, s.ep, s.zero_stage, s.gather)
-        shares = (s.params_on_device, s.grads_on_device, s.optimizer_on_device)
-        return (*axes, layers, s.params_tier, s.grads_tier, s.optimizer_tier, *shares, s.param, s.reduce, s.accumulate)
+        mesh, layers = config.mesh, self.stages.of(config).held_by(pipeline_rank)
+        axes = (mesh.pp > 1, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp)
+        number = self._numbers.of
+        sections = number(config.zero), number(config.tiers), number(config.precision), number(config.lora)
+        return *axes, layers, config.pipeline.gather, config.optimizer.name, *sections
 
-    def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
-        rank = self.rank(strategy, pipeline_rank)
+    def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
+        rank = self.rank(config, pipeline_rank)
         return rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
 
-    def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
-        s, stages = strategy, self.stages.of(strategy)
-        mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), self._stage(s)
-        policy = self._policy(s)
-        held_folds = [
-            LayerCount(_placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)
-        ]
-        folds = tuple(self._tiered(s, tiers, held_folds, pipeline_rank))
-        groups = tuple(fold.group for fold in folds)
-        states = states_of(stage, policy, OptimizerConfig(name=self.job.optimizer), groups)
-        pipeline = None
-        if s.pp > 1:
-            gathers_once = s.gather == "batch" or not STAGES[s.zero_stage].unshard_for_use
-            pipeline = PipelineLayout(stages.placement, (), {}, gathers_once, index=pipeline_rank)
+    def _fold(self, config: ResolvedConfig, pipeline_rank: int) -> RankLayerCounts:
+        stages, tiers = self.stages.of(config), config.tiers
+        # Of a share, each rank's first blocks stay on the device, so none stands for others.
+        is_unfolded = bool(tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device)
+        every = range(stages.placement.num_stages)
+        held = every if is_unfolded else stages.placement.stages_of(pipeline_rank)
+        counts, members = {ROOT: 1}, list(_root(self.job.shape, stages))
+        for stage in held:
+            for name, kind, count in _blocks_of(stages, stage, is_alone=config.mesh.pp == 1):
+                for unit in [f"{name}.{index}" for index in range(count)] if is_unfolded else [name]:
+                    counts[unit] = 1 if is_unfolded else count
+                    members.append(((stage,), unit, kind))
+        units = [(used_by, self._unit(config, unit, kind)) for used_by, unit, kind in members]
+        entries = tuple(entry for _, unit in units for entry in unit.entries)
+        pipeline = tensor = None
+        if config.mesh.pp > 1:
+            stages_of = {entry.name: used_by for used_by, unit in units for entry in unit.entries}
+            gathers_once = config.pipeline.gather == "batch" or not STAGES[config.zero.stage].unshard_for_use
+            pipeline = PipelineLayout(stages.placement, (), stages_of, gathers_once, index=pipeline_rank)
+        if config.mesh.tp > 1:
+            splits = {name: split for _, unit in units for name, split in unit.splits.items()}
+            tensor = TensorLayout(TensorPlan(), splits, config.mesh.tp, config.tensor.sequence_parallel)
+        names = tuple(dict.fromkeys(entry.unit for entry in entries if entry.unit != ROOT))
+        facts = ModelFacts(self.job.shape.name, names, entries)
+        return self._counted(layout_of(facts, _legal(config), tensor, pipeline), counts)
+
+    def _unit(self, config: ResolvedConfig, name: str, kind: UnitKind) -> _Unit:
+        key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
+        if key not in self._units:
+            params = params_of(self.job.shape, kind, expert_ranks=self.job.ep)
+            params = with_adapters(params, config.lora) if name != ROOT else params
+            has_matrices = name != ROOT and bool(matrix_state_names(config.optimizer.name))
+            entries = [
+                ParamEntry(
+                    f"{name}.{param.name}",
+                    (),
+                    name + _EXPERTS * param.is_of_experts,
+                    param.stored_shape,
+                    requires_grad=trains_all(config) or is_adapter(param),
+                    is_opaque=param.is_packed,
+                    is_matrix=has_matrices and len(param.shape) > 1,
+                )
+                for param in params
+            ]
+            splits = {f"{name}.{param.name}": param.split(config.mesh.tp) for param in params}
+            self._units[key] = _Unit(tuple(entries), splits)
+        return self._units[key]
+
+    def _counted(self, layout: Layout, counts: Mapping[str, int]) -> RankLayerCounts:
+        """Count the groups; experts, whose groups are their own, are of their block's unit, and on `ep` times fewer
+        ranks.
+        """
+        ep, groups = self.job.ep, []
+        for group in layout.groups:
+            if is_of_experts(group):
+                num_ranks, num_shards = max(1, group.num_ranks // ep), max(1, group.num_shards // ep)
+                group = replace(group, unit=group.unit.removesuffix(_EXPERTS))
+                group = replace(group, num_ranks=num_ranks, num_shards=num_shards)
+            groups.append(group)
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
-        return RankLayerCounts(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
+        layout = replace(layout, units=units, groups=tuple(groups), elsewhere=())
+        return RankLayerCounts(layout, tuple(LayerCount(group, counts[group.unit]) for group in groups))
 
-    def _tiered(
-        self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int
-    ) -> Iterator[LayerCount]:
-        """Yield the folds with the tiers of their states; a fold of which a share stays on the device becomes several.
 
-        What several pipeline ranks hold is stored in the tier that it has on the first of them.
-        """
-        if (tiers.params, tiers.grads, tiers.optimizer) == ("device",) * 3:
-            yield from held
-            return
-        if not (tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device):
-            yield from (LayerCount(assign_tiers((fold.group,), tiers)[0], fold.count) for fold in held)
-            return
-        rank_of = self.stages.of(strategy).placement.rank_of
-        holders = [min(map(rank_of, fold.group.stages)) if strategy.pp > 1 else pipeline_rank for fold in held]
-        own_folds = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
-        # A block may have two groups.
-        runs = [list(run) for _, run in groupby(own_folds, key=lambda fold: fold.group.unit)]
-        unfolded = [
-            replace(fold.group, name=f"{fold.group.name}.{index}")
-            for run in runs
-            for index in range(run[0].count)
-            for fold in run
-        ]
-        assigned = {group.name: group.tiers for group in assign_tiers(unfolded, tiers)}
-        for fold, holder in zip(held, holders, strict=True):
-            if holder != pipeline_rank:
-                of_holder = self.rank(strategy, holder).folds
-                first = next(other for other in of_holder if other.group.name == fold.group.name)
-                yield LayerCount(replace(fold.group, tiers=first.group.tiers), fold.count)
-                continue
-            counts = Counter(assigned[f"{fold.group.name}.{index}"] for index in range(fold.count))
-            yield from (LayerCount(replace(fold.group, tiers=tiers_of), count) for tiers_of, count in counts.items())
-
-    def _held(self, strategy: Strategy, stages: StageLayouts, pipeline_rank: int) -> Iterable[LayerCount]:
-        """Yield the templates of what a pipeline rank holds: the root's first, the last block at the end."""
-        held_stages = stages.placement.stages_of(pipeline_rank)
-        for group in self._root(strategy, stages):
-            if not set(group.stages).isdisjoint(held_stages):
-                yield LayerCount(group, 1)
-        for stage in held_stages:
-            kinds = enumerate(stages.kinds[stage])
-            runs = [(bool(is_of_experts), count, str(stage)) for is_of_experts, count in kinds if count]
-            if strategy.pp == 1 and runs:  # what the last block was gathered for in the forward serves its backward
-                has_experts, count, name = runs.pop()
-                runs += [(has_experts, count - 1, name), (has_experts, 1, _LAST)]
-            for has_experts, count, name in runs:
-                groups = self._block(strategy, f"{'experts' if has_experts else 'dense'}.{name}", stage, has_experts)
-                yield from (LayerCount(group, count) for group in groups if count)
-
-    def _block(self, strategy: Strategy, name: str, stage: int, has_experts: bool) -> tuple[GroupSpec, ...]:
-        below = self._keep_whole_below(strategy)
-        key = (strategy.tp, strategy.ep, name, stage, below)
-        if key not in self._templates:
-            params = with_adapters(
-                block_params(self.job.shape, has_experts=has_experts, expert_ranks=strategy.ep), self.job.lora
-            )
-            parts = {
-                suffix: [param for param in params if param.is_of_experts is bool(suffix)] for suffix in ("", _EXPERTS)
-            }
-            self._templates[key] = tuple(
-                replace(group, name=group.name + suffix, stages=(stage,))
-                for suffix, group_params in parts.items()
-                for group in self._templates_of(group_params, strategy, name, below)
-            )
-        return self._templates[key]
-
-    def _keep_whole_below(self, strategy: Strategy) -> int:
-        return whole_below(self.job.zero.keep_whole_below, self._stage(strategy), self._policy(strategy))
-
-    def _stage(self, s: Strategy) -> ZeroStage:
-        zero, num_shards = self.job.zero.model_copy(update={"stage": s.zero_stage}), s.dp_shard * s.cp
-        near = zero.secondary_shard
-        if near and num_shards % near and not STAGES[s.zero_stage].unshard_for_use:
-            zero = zero.model_copy(update={"secondary_shard": 0})
-        return effective_stage(zero, num_shards, _tiers_of(s), is_scheduled=s.pp > 1)
-
-    def _policy(self, s: Strategy) -> PrecisionPolicy:
-        return precision_policy(
-            PrecisionConfig(
-                param=s.param,
-                reduce=s.reduce,
-                accumulate=s.accumulate,
-                states=self.job.states,
-                gather=self.job.gather_codec,
-                reduce_feedback=self.job.reduce_feedback,
-            )
-        )
-
-    def _root(self, strategy: Strategy, stages: StageLayouts) -> tuple[GroupSpec, ...]:
-        """Return the groups of what is in no block: one without a pipeline, else one for each set of stages that use
-        it.
-        """
-        shape, last = self.job.shape, stages.head_stage
-        below = self._keep_whole_below(strategy)
-        key = (strategy.tp, strategy.pp > 1, stages.norm_stage, last, below)
-        if key in self._templates:
-            return self._templates[key]
-        tied = tuple(sorted({0, last})) if shape.is_tied else (0,)
-        tables = embedding_params(shape)
-        members = [((tied if index == 0 else (0,)), param) for index, param in enumerate(tables)]
-        members += [((stages.norm_stage,), param) for param in norm_params(shape)]
-        members += [] if shape.is_tied else [((last,), param) for param in head_params(shape)]
-        by_stages: dict[tuple[int, ...], list[SkeletonParam]] = {}
-        for used_by, param in members:
-            by_stages.setdefault(used_by if strategy.pp > 1 else (0,), []).append(param)
-        self._templates[key] = tuple(
-            replace(group, name=f"{ROOT}@{'+'.join(map(str, used_by))}{group.name.removeprefix(ROOT)}", stages=used_by)
-            for used_by, params in sorted(by_stages.items())
-            for group in self._templates_of(params, strategy, ROOT, below)
-        )
-        return self._templates[key]
-
-    def _templates_of(
-        self, params: Sequence[SkeletonParam], strategy: Strategy, unit: str, below: int
-    ) -> tuple[GroupSpec, ...]:
-        """Return the groups of some parameters on one data rank: trained ones, frozen ones, those kept whole."""
-        trains_all, has_matrices = self.job.trains_all, unit != ROOT and bool(matrix_state_names(self.job.optimizer))
-        entries = [
-            ParamEntry(
-                param.name,
-                (),
-                unit,
-                param.stored_shape,
-                requires_grad=trains_all or is_adapter(param),
-                is_opaque=param.is_packed,
-                is_matrix=has_matrices and len(param.shape) > 1,
-            )
-            for param in params
-        ]
-        splits = {param.name: param.split(strategy.tp) for param in params} if strategy.tp > 1 else None
-        units = () if unit == ROOT else (unit,)
-        groups = build_groups(entries, units, 1, 1, self.job.zero.replicate_frozen, splits, keep_whole_below=below)
-        return aligned_to_blocks(groups, self._policy(strategy))
+@dataclass(frozen=True)
+class _Unit:
+    entries: tuple[ParamEntry, ...]
+    splits: Mapping[str, ParamSplit]
 
 
 def is_of_experts(group: GroupSpec) -> bool:
     """Say whether a group's parameters are of experts, which `ep` ranks split."""
-    return group.name.endswith(_EXPERTS)
+    return _EXPERTS in group.name
 
 
-def _placed(group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:
-    """Give a template the ranks of a mesh; experts are on `ep` times fewer."""
-    share = ep if is_of_experts(group) else 1
-    num_ranks, num_shards = mesh.size_along(GRADIENT_AXES) // share, mesh.size_along(SHARD_AXES) // share
-    return replace(group, num_ranks=max(1, num_ranks), num_shards=max(1, num_shards))
+def _root(shape: ModelShape, stages: StageLayouts) -> Iterator[tuple[tuple[int, ...], str, UnitKind]]:
+    """Yield what is in no block, with the stages that use it."""
+    last = stages.head_stage
+    yield tuple(sorted({0, last})) if shape.is_tied else (0,), ROOT, "tokens"
+    yield (0,), ROOT, "positions"
+    yield (stages.norm_stage,), ROOT, "norm"
+    if not shape.is_tied:
+        yield (last,), ROOT, "head"
 
 
-def _tiers_of(s: Strategy) -> TiersConfig:
-    return TiersConfig(
-        params=s.params_tier,
-        grads=s.grads_tier,
-        optimizer=s.optimizer_tier,
-        params_on_device=s.params_on_device,
-        grads_on_device=s.grads_on_device,
-        optimizer_on_device=s.optimizer_on_device,
-    )
+def _blocks_of(stages: StageLayouts, stage: int, *, is_alone: bool) -> Iterator[tuple[str, UnitKind, int]]:
+    """Yield the equal blocks of a stage: their name, their kind, their number.
+
+    Without a pipeline the last one is apart: what it was gathered for in the forward serves its backward.
+    """
+    kinds: tuple[UnitKind, ...] = ("dense", "experts")
+    runs = [(kind, count) for kind, count in zip(kinds, stages.kinds[stage], strict=True) if count]
+    for kind, count in runs:
+        is_last = is_alone and kind == runs[-1][0]
+        if count > is_last:
+            yield f"{kind}.{stage}", kind, count - is_last
+        if is_last:
+            yield f"{kind}.{stage}.{_LAST}", kind, 1
+
+
+def _legal(config: ResolvedConfig) -> ResolvedConfig:
+    """Return a config without secondary shards that the engine would refuse, as changes of a candidate may have."""
+    near, num_shards = config.zero.secondary_shard, config.mesh.dp_shard * config.mesh.cp
+    if near and num_shards % near and not STAGES[config.zero.stage].unshard_for_use:
+        return changed(config, {"zero.secondary_shard": 0})
+    return config

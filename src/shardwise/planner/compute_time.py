@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
+from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.optim.rules import NUM_ITERATIONS, num_states
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.host_time import (
@@ -29,7 +29,7 @@ from shardwise.planner.host_time import (
     HostTimes,
     host_times,
 )
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, SectionNumbers, param_of, product_dtype, trains_all
 from shardwise.planner.profile import AttentionTime, MatmulTime
 from shardwise.planner.stages import PACKED_BYTES, SkeletonParam, block_params, is_adapter, packed_params, with_adapters
 
@@ -111,6 +111,7 @@ class ComputeTimeModel:
         self._products: dict[tuple[float, float, float, float, str, bool, bool], float] = {}
         self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
+        self._numbers = SectionNumbers()
         gpu = job.cluster.gpu
         self._corrections = Corrections(
             job, lambda job, s: ComputeTimeModel(job).block(s), lambda job, s: ComputeTimeModel(job).head(s)
@@ -119,43 +120,44 @@ class ComputeTimeModel:
         if job.cluster.profile is not None and job.cluster.profile.stream_bytes_per_s:
             self._bandwidth = job.cluster.profile.stream_bytes_per_s
 
-    def block(self, strategy: Strategy) -> PassTimes:
+    def block(self, config: ResolvedConfig) -> PassTimes:
         """Price one micro-batch of one block: the mean over blocks where only some have experts."""
-        s = strategy
-        linears = (s.tp, s.cp, s.ep, s.micro_size, s.sequence_parallel, s.recompute, s.recompute_every)
-        key = (*linears, s.product_dtype, s.param, s.accumulate, s.num_micro_batches > 1, s.zero_stage >= 3)
+        s = config
+        linears = (s.mesh.tp, s.mesh.cp, s.batch.micro_size, s.tensor.sequence_parallel, s.batch.accumulation > 1)
+        number = self._numbers.of
+        key = (*linears, s.zero.stage >= 3, number(s.recompute), number(s.precision), number(s.lora))
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
 
-    def waits_for_launches(self, strategy: Strategy) -> bool:
+    def waits_for_launches(self, config: ResolvedConfig) -> bool:
         """Say whether the kernels of a block's forward are shorter than the host takes to launch them."""
-        return self.block(strategy).forward_s <= self.host(strategy).forward_s
+        return self.block(config).forward_s <= self.host(config).forward_s
 
-    def host(self, strategy: Strategy) -> HostTimes:
+    def host(self, config: ResolvedConfig) -> HostTimes:
         """Return what the host takes for a block of a micro-batch and for the ends; 0 where it is the device itself."""
         shape, cluster = self.job.shape, self.job.cluster
         if cluster.gpu.is_cpu:
             return HostTimes()
         return host_times(
-            self._host_costs(strategy),
+            self._host_costs(config),
             experts_share=shape.num_expert_layers / shape.num_layers,
-            again_share=(strategy.recompute == "full") / strategy.recompute_every,
+            again_share=(config.recompute.mode == "full") / config.recompute.every,
             speed_share=GRACE_SHARE if cluster.gpu.name.startswith(("gh", "gb")) else 1.0,
         )
 
-    def _host_costs(self, s: Strategy) -> HostCosts:
+    def _host_costs(self, s: ResolvedConfig) -> HostCosts:
         """Return the costs of our own code."""
-        is_compiled, num_adapted = self.job.traits.is_compiled, self._num_adapted
+        is_compiled, num_adapted = self.job.traits.is_compiled, len(self._adapters_of(s.lora, has_experts=False)) // 2
         forward, backward = COMPILED_LAUNCHES if is_compiled else EAGER_LAUNCHES
         launches = (
             forward + num_adapted * ADAPTER_LAUNCHES[0],
-            backward + num_adapted * ADAPTER_LAUNCHES[1] - (0 if self.job.trains_all else NUM_PRODUCTS),
+            backward + num_adapted * ADAPTER_LAUNCHES[1] - (0 if trains_all(s) else NUM_PRODUCTS),
         )
         profile = self.job.cluster.profile
         # What `doctor` measures of a product without work is its launch.
         speed_share = (profile.call_s / LAUNCH_S if profile is not None else 0.0) or 1.0
-        engine_s = _BLOCK_S[s.zero_stage] + _PARAM_S * _NUM_BLOCK_PARAMS * (s.zero_stage > 1)
+        engine_s = _BLOCK_S[s.zero.stage] + _PARAM_S * _NUM_BLOCK_PARAMS * (s.zero.stage > 1)
         return HostCosts(
             launches=launches,
             launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else LAUNCH_S),
@@ -164,34 +166,36 @@ class ComputeTimeModel:
             param_s=_STEP_PARAM_S,
         )
 
-    def head(self, strategy: Strategy) -> PassTimes:
+    def head(self, config: ResolvedConfig) -> PassTimes:
         """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
-        shape, traits, width = self.job.shape, self.job.traits, _WIDTHS[strategy.param]
-        tokens = self._tokens(strategy)
-        linear = GemmShape(tokens, shape.vocab_size / strategy.tp, shape.hidden_size, is_frozen=not self.job.trains_all)
-        products = self._linears([linear], strategy, strategy.param)
-        logits = tokens * shape.vocab_size / (strategy.tp if traits.splits_logits else 1)
+        shape, traits, width = self.job.shape, self.job.traits, _WIDTHS[param_of(config)]
+        tokens = self._tokens(config)
+        linear = GemmShape(
+            tokens, shape.vocab_size / config.mesh.tp, shape.hidden_size, is_frozen=not trains_all(config)
+        )
+        products = self._linears([linear], config, param_of(config))
+        logits = tokens * shape.vocab_size / (config.mesh.tp if traits.splits_logits else 1)
         if (traits.logits_bytes or 0.0) <= 2 * width:
             moved_bytes = (2 * width, 2 * width)
         else:
             # The log-softmax and its gradient are fp32's, and are cast to and from what is narrower.
             casts = 0.0 if width == _WIDTHS["fp32"] else width + _WIDTHS["fp32"]
             moved_bytes = (_LOSS_BYTES[0] + casts, _LOSS_BYTES[1] + casts)
-        return self._corrections.head(products.plus(self._streamed(logits, moved_bytes)), strategy, tokens)
+        return self._corrections.head(products.plus(self._streamed(logits, moved_bytes)), config, tokens)
 
-    def embedding(self, strategy: Strategy) -> PassTimes:
+    def embedding(self, config: ResolvedConfig) -> PassTimes:
         """Price the lookup, and the sum of its gradients."""
-        wide = self._tokens(strategy) * self.job.shape.hidden_size * _WIDTHS[strategy.param]
+        wide = self._tokens(config) * self.job.shape.hidden_size * _WIDTHS[param_of(config)]
         forward, backward = _EMBEDDING
-        return PassTimes(self._stream_s(forward * wide), 0.0, self._stream_s(backward * wide) * self.job.trains_all)
+        return PassTimes(self._stream_s(forward * wide), 0.0, self._stream_s(backward * wide) * trains_all(config))
 
-    def step_s(self, strategy: Strategy, numel: float) -> float:
+    def step_s(self, config: ResolvedConfig, numel: float) -> float:
         """Return the seconds of the optimizer's step over `numel` elements that are stored on the device."""
         profile = self.job.cluster.profile
         measured = profile.step_bytes_per_s if profile is not None else 0.0
-        _, moments = num_states(self.job.optimizer)
+        _, moments = num_states(config.optimizer.name)
         # Gradient, master and states are read, all but the gradient written, in fp32.
-        width = 4.0 * (3 + 2 * moments) + (0.0 if strategy.param == "fp32" else _STEP_CAST_BYTES)
+        width = 4.0 * (3 + 2 * moments) + (0.0 if param_of(config) == "fp32" else _STEP_CAST_BYTES)
         return numel * width / (measured or self._bandwidth)
 
     def orthogonalize_s(self, shape: Sequence[int]) -> float:
@@ -201,20 +205,20 @@ class ComputeTimeModel:
         products = ((m, m, n), (m, m, m), (m, n, m))
         return NUM_ITERATIONS * sum(self._product_s(*product, "bf16", count) for product in products)
 
-    def _tokens(self, strategy: Strategy) -> float:
-        return self.job.seq_len * strategy.micro_size / strategy.cp
+    def _tokens(self, config: ResolvedConfig) -> float:
+        return self.job.seq_len * config.batch.micro_size / config.mesh.cp
 
-    def _block(self, s: Strategy) -> PassTimes:
+    def _block(self, s: ResolvedConfig) -> PassTimes:
         shape = self.job.shape
         attention, streams = self.attention(s), self._streams(s)
-        products = self._linears(self._attention_linears(s), s, s.product_dtype)
+        products = self._linears(self._attention_linears(s), s, product_dtype(s))
         expert_share = shape.num_expert_layers / shape.num_layers
         for has_experts, share in ((False, 1 - expert_share), (True, expert_share)):
             if share > 0:
                 linears = (
                     self._expert_linears(s) if has_experts else self._ffn_linears(s, shape.ffn_size, self._tokens(s))
                 )
-                kernels = self._linears(linears, s, s.product_dtype).plus(self._adapters(s, has_experts=has_experts))
+                kernels = self._linears(linears, s, product_dtype(s)).plus(self._adapters(s, has_experts=has_experts))
                 kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
                 products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
         kernels = products.plus(attention).plus(streams)
@@ -224,87 +228,80 @@ class ComputeTimeModel:
             "none": 0.0,
             "full": corrected.forward_s,
             "selective": streamed_s,
-        }[s.recompute]
-        return replace(corrected, recompute_s=again / s.recompute_every)
+        }[s.recompute.mode]
+        return replace(corrected, recompute_s=again / s.recompute.every)
 
     # --- matrix products -------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _num_adapted(self) -> int:
-        """Return the number of a dense block's layers that have adapters."""
-        return len(self._adapters_of(has_experts=False)) // 2
-
-    def _attention_linears(self, s: Strategy) -> list[GemmShape]:
-        shape, tokens, is_frozen = self.job.shape, self._tokens(s), not self.job.trains_all
-        kv_heads = max(shape.num_kv_heads / s.tp, 1)
-        width = (shape.num_heads / s.tp + 2 * kv_heads) * shape.head_dim
+    def _attention_linears(self, s: ResolvedConfig) -> list[GemmShape]:
+        shape, tokens, is_frozen = self.job.shape, self._tokens(s), not trains_all(s)
+        kv_heads = max(shape.num_kv_heads / s.mesh.tp, 1)
+        width = (shape.num_heads / s.mesh.tp + 2 * kv_heads) * shape.head_dim
         return [
             GemmShape(tokens, width, shape.hidden_size, is_frozen=is_frozen),
-            GemmShape(tokens, shape.hidden_size, shape.num_heads / s.tp * shape.head_dim, is_frozen=is_frozen),
+            GemmShape(tokens, shape.hidden_size, shape.num_heads / s.mesh.tp * shape.head_dim, is_frozen=is_frozen),
         ]
 
     def _ffn_linears(
-        self, s: Strategy, ffn_size: float, tokens: float, count: float = 0.0, *, is_frozen: bool | None = None
+        self, s: ResolvedConfig, ffn_size: float, tokens: float, count: float = 0.0, *, is_frozen: bool | None = None
     ) -> list[GemmShape]:
         """Return the layers of a feed-forward, or of `count` experts side by side, each over so many tokens."""
-        shape, inner = self.job.shape, ffn_size / s.tp
-        is_frozen, is_routed = not self.job.trains_all if is_frozen is None else is_frozen, count > 0
+        shape, inner = self.job.shape, ffn_size / s.mesh.tp
+        is_frozen, is_routed = not trains_all(s) if is_frozen is None else is_frozen, count > 0
         wide = inner * (shape.num_ffn_matrices - 1)
         return [
             GemmShape(tokens, wide, shape.hidden_size, count or 1.0, is_frozen, is_routed),
             GemmShape(tokens, shape.hidden_size, inner, count or 1.0, is_frozen, is_routed),
         ]
 
-    def _expert_linears(self, s: Strategy) -> list[GemmShape]:
+    def _expert_linears(self, s: ResolvedConfig) -> list[GemmShape]:
         """Return the router and the experts; those of the fullest rank count, as the others wait for it."""
         experts, tokens = self.job.shape.experts, self._tokens(s)
         if experts is None:
             return []
-        num_local = max(experts.num_experts / s.ep, 1)
+        num_local = max(experts.num_experts / self.job.ep, 1)
         tokens_of_expert = (
-            tokens * experts.num_chosen / num_local * (self.job.traits.expert_imbalance if s.ep > 1 else 1.0)
+            tokens * experts.num_chosen / num_local * (self.job.traits.expert_imbalance if self.job.ep > 1 else 1.0)
         )
-        adapters = self._adapters_of(has_experts=True)
+        adapters = self._adapters_of(s.lora, has_experts=True)
         # PEFT adds an adapter's product to the experts' weights, whose gradients are computed for it.
-        is_frozen = not (self.job.trains_all or any(one.is_of_experts for one in adapters))
-        router = GemmShape(tokens, experts.num_experts, self.job.shape.hidden_size, is_frozen=not self.job.trains_all)
+        is_frozen = not (trains_all(s) or any(one.is_of_experts for one in adapters))
+        router = GemmShape(tokens, experts.num_experts, self.job.shape.hidden_size, is_frozen=not trains_all(s))
         routed = self._ffn_linears(s, experts.ffn_size, tokens_of_expert, num_local, is_frozen=is_frozen)
         shared = experts.num_shared * experts.ffn_size
         return [router, *routed, *(self._ffn_linears(s, shared, tokens) if shared else [])]
 
-    def _adapters_of(self, *, has_experts: bool) -> list[SkeletonParam]:
+    def _adapters_of(self, lora: LoraConfig, *, has_experts: bool) -> list[SkeletonParam]:
         params = block_params(self.job.shape, has_experts=has_experts)
-        return [adapter for adapter in with_adapters(params, self.job.lora) if is_adapter(adapter)]
+        return [adapter for adapter in with_adapters(params, lora) if is_adapter(adapter)]
 
-    def _adapters(self, s: Strategy, *, has_experts: bool) -> PassTimes:
+    def _adapters(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         """Price the adapters of a block, of which there are none where all weights train."""
-        tokens, width, times = self._tokens(s), _WIDTHS[s.param], PassTimes()
-        for adapter in self._adapters_of(has_experts=has_experts):
+        tokens, width, times = self._tokens(s), _WIDTHS[param_of(s)], PassTimes()
+        for adapter in self._adapters_of(s.lora, has_experts=has_experts):
             if adapter.is_of_experts:
-                experts_s = self._stream_s(_EXPERTS_ADAPTER * width * self._expert_numel / (s.ep * s.tp))
+                experts_s = self._stream_s(_EXPERTS_ADAPTER * width * self._expert_numel / (self.job.ep * s.mesh.tp))
                 times = times.plus(PassTimes(experts_s, experts_s))
                 continue
-            outputs, inputs = adapter.split(s.tp).local_shape
-            times = times.plus(self._linears([GemmShape(tokens, outputs, inputs)], s, s.param))
-            passes = self._adapter_passes(is_output=".lora_B" in adapter.name)
+            outputs, inputs = adapter.split(s.mesh.tp).local_shape
+            times = times.plus(self._linears([GemmShape(tokens, outputs, inputs)], s, param_of(s)))
+            passes = self._adapter_passes(s, is_output=".lora_B" in adapter.name)
             times = times.plus(self._streamed(tokens * max(outputs, inputs) * width, passes))
         return times
 
-    def _adapter_passes(self, *, is_output: bool) -> tuple[float, float]:
+    def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
         """Return the passes over the output of an adapter's second matrix, or over the input of its first."""
         if self.job.traits.is_compiled:
             return _FUSED_ADAPTER if is_output else _FUSED_ADAPTER[::-1]
         if is_output:
             return _ADAPTER_OUTPUT
-        dropout = _ADAPTER_DROPOUT if self.job.lora.dropout else (0.0, 0.0)
+        dropout = _ADAPTER_DROPOUT if s.lora.dropout else (0.0, 0.0)
         return _ADAPTER_INPUT[0] + dropout[0], _ADAPTER_INPUT[1] + dropout[1]
 
-    def _unpacking(self, s: Strategy, *, has_experts: bool) -> PassTimes:
+    def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         """Price what unpacks the packed weights of a block for each product with them."""
-        numel = sum(
-            math.prod(param.shape) for param in packed_params(self.job.shape, self.job.lora, has_experts=has_experts)
-        )
-        return self._streamed(numel * (PACKED_BYTES + _WIDTHS[s.param]), (1.0, 1.0))
+        numel = sum(math.prod(param.shape) for param in packed_params(self.job.shape, s.lora, has_experts=has_experts))
+        return self._streamed(numel * (PACKED_BYTES + _WIDTHS[param_of(s)]), (1.0, 1.0))
 
     @property
     def _expert_numel(self) -> float:
@@ -312,19 +309,19 @@ class ComputeTimeModel:
         experts = self.job.shape.experts
         return 0 if experts is None else experts.num_experts * experts.ffn_size * self.job.shape.hidden_size
 
-    def _permutation(self, s: Strategy) -> PassTimes:
+    def _permutation(self, s: ResolvedConfig) -> PassTimes:
         """Price the copies of tokens for each of their experts, and the weighted sum of the results."""
         experts = self.job.shape.experts
         copies = self._tokens(s) * (0 if experts is None else experts.num_chosen)
-        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[s.param], self._permutation_passes)
+        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], self._permutation_passes)
 
     @property
     def _permutation_passes(self) -> tuple[float, float]:
         return _EXPERTS
 
-    def _linears(self, linears: Iterable[GemmShape], s: Strategy, dtype: str) -> PassTimes:
+    def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
-        wide = _WIDTHS[s.param]
+        wide = _WIDTHS[param_of(s)]
         is_fused = self.job.traits.is_compiled and not self.job.cluster.gpu.is_cpu  # a thread runs one kernel at a time
         for linear in linears:
             is_routed = linear.is_routed
@@ -348,11 +345,11 @@ class ComputeTimeModel:
         narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
         return narrow + (_FP4_READS * wide if dtype == "fp4" else 0.0)
 
-    def _accumulation_bytes(self, s: Strategy) -> float:
+    def _accumulation_bytes(self, s: ResolvedConfig) -> float:
         """Return the bytes to add an element's gradient to earlier micro-batches', beyond the product's own write."""
-        if s.num_micro_batches == 1 or s.zero_stage >= 3:
+        if s.batch.accumulation == 1 or s.zero.stage >= 3:
             return 0.0
-        return 2 * _WIDTHS["fp32" if s.accumulate == "fp32" else s.param]
+        return 2 * _WIDTHS["fp32" if s.precision.accumulate == "fp32" else param_of(s)]
 
     def _product_s(
         self,
@@ -398,16 +395,16 @@ class ComputeTimeModel:
 
     # --- attention -------------------------------------------------------------------------------------------------
 
-    def attention(self, s: Strategy) -> PassTimes:
+    def attention(self, s: ResolvedConfig) -> PassTimes:
         """Price the attention of one block alone, without its linear layers; it is part of `block`."""
         shape, profile, keys = self.job.shape, self.job.cluster.profile, self._num_keys
-        heads = shape.num_heads / s.tp
+        heads = shape.num_heads / s.mesh.tp
         forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim
-        rates = None if profile is None else _attention_rates(profile.attentions, s.param)
+        rates = None if profile is None else _attention_rates(profile.attentions, param_of(s))
         if rates is not None:
             forward_rate, backward_rate = rates.at(keys, self._tokens(s) * heads * shape.head_dim)
             return PassTimes(forward / forward_rate, forward / backward_rate)
-        rate = self._flash_rate(self._rate("bf16" if _WIDTHS[s.param] <= 2 else s.product_dtype))
+        rate = self._flash_rate(self._rate("bf16" if _WIDTHS[param_of(s)] <= 2 else product_dtype(s)))
         rate *= min(1.0, _LEAST_FLASH_SHARE + (1 - _LEAST_FLASH_SHARE) * shape.head_dim / _FULL_HEAD_DIM)
         forward_share, backward_share = (
             share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
@@ -427,19 +424,19 @@ class ComputeTimeModel:
 
     # --- element-wise ----------------------------------------------------------------------------------------------
 
-    def _streams(self, s: Strategy) -> PassTimes:
+    def _streams(self, s: ResolvedConfig) -> PassTimes:
         """Price norms, residual sums, activation and rotation by their passes over each tensor."""
-        shape, traits, tokens, width = self.job.shape, self.job.traits, self._tokens(s), _WIDTHS[s.param]
+        shape, traits, tokens, width = self.job.shape, self.job.traits, self._tokens(s), _WIDTHS[param_of(s)]
         around = [2 * (norm_bytes + _SUM) for norm_bytes in _NORM]  # of attention and of the feed-forward
         if shape.ffn == "gated":
             activation = _FUSED_GATE if traits.is_compiled else _GATE
         else:
             activation = _FUSED_ACTIVATION if traits.is_compiled else _ACTIVATION
         rotation = 0.0 if shape.num_positions else _FUSED_ROTATION if traits.is_compiled else _ROTATION
-        hidden = tokens / (s.tp if s.sequence_parallel else 1) * shape.hidden_size
-        heads = tokens / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        hidden = tokens / (s.mesh.tp if s.tensor.sequence_parallel else 1) * shape.hidden_size
+        heads = tokens / s.mesh.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         times = self._streamed(hidden * width, around).plus(self._streamed(heads * width, (rotation, rotation)))
-        return times.plus(self._streamed(tokens / s.tp * self._ffn_width() * width, activation))
+        return times.plus(self._streamed(tokens / s.mesh.tp * self._ffn_width() * width, activation))
 
     def _ffn_width(self) -> float:
         """Return the elements a token of the activation, a mean over blocks."""

@@ -1,9 +1,5 @@
-"""Translate between the config that a user writes and what the planner prices: a job and a strategy.
+"""Read a job of the config that a user writes, and write the config that runs a candidate.
 
->>> config = Config.from_dict({"mesh": {"tp": 2}, "zero": {"stage": 3}, "batch": {"global_size": 8, "micro_size": 1}})
->>> strategy = strategy_of(config, world_size=8)
->>> strategy.tp, strategy.dp_shard, strategy.num_micro_batches
-(2, 4, 2)
 >>> print(to_toml(Config.from_dict({"zero": {"stage": 3}})))
 [zero]
 stage = 3
@@ -14,55 +10,22 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, ModelConfig
+from shardwise.config.resolve import Config, ModelConfig, ResolvedConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
-from shardwise.layout.zero_stages import STAGES
 from shardwise.models.presets import PRESETS, decoder_config
+from shardwise.planner.candidates import PLANNED
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
-from shardwise.planner.job import SHARDWISE, ModelShape, PlanJob, Strategy
-from shardwise.schedule.pipelines import RECIPES
+from shardwise.planner.job import SHARDWISE, ModelShape, PlanJob, changed
 
-KEYS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "mesh.pp": "pp",
-        "mesh.dp_replicate": "dp_replicate",
-        "mesh.dp_shard": "dp_shard",
-        "mesh.cp": "cp",
-        "mesh.tp": "tp",
-        "zero.stage": "zero_stage",
-        "batch.micro_size": "micro_size",
-        "batch.accumulation": "num_micro_batches",
-        "pipeline.schedule": "schedule",
-        "pipeline.virtual_stages": "virtual_stages",
-        "pipeline.gather": "gather",
-        "tensor.sequence_parallel": "sequence_parallel",
-        "context.transport": "transport",
-        "context.heads_over": "heads_over",
-        "context.chunk_tokens": "chunk_tokens",
-        "recompute.mode": "recompute",
-        "recompute.every": "recompute_every",
-        "tiers.params": "params_tier",
-        "tiers.grads": "grads_tier",
-        "tiers.optimizer": "optimizer_tier",
-        "tiers.activations": "activations_tier",
-        "tiers.params_on_device": "params_on_device",
-        "tiers.grads_on_device": "grads_on_device",
-        "tiers.optimizer_on_device": "optimizer_on_device",
-        "precision.param": "param",
-        "precision.reduce": "reduce",
-        "precision.accumulate": "accumulate",
-    }
-)
-"""Keys of the config that a strategy has too, and its fields."""
+SPLITS: Final = ("mesh", "batch", "precision", "zero", "tiers", "tensor", "pipeline", "context", "recompute")
+"""The sections that say how a job is split and stored."""
 
 ALWAYS_WRITTEN: Final = frozenset(
     {
@@ -81,22 +44,23 @@ ALWAYS_WRITTEN: Final = frozenset(
 _SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in (*MODEL_SOURCE_KEYS, "tie_embeddings"))
 
 
-def strategy_of(config: Config, world_size: int) -> Strategy:
-    """Return the strategy by which a config, resolved or not, splits its job over so many ranks.
+def base_of(config: Config) -> ResolvedConfig:
+    """Return what candidates have of a user's config: nothing that the planner chooses, and no cut of the stages."""
+    usual = Config().resolve(world_size=1)
+    chosen = {key: getattr(getattr(usual, section), leaf) for key, section, leaf in _leaves(PLANNED)}
+    whole = ResolvedConfig.model_construct(config.model_fields_set, **{**dict(config), "batch": usual.batch})
+    return changed(whole, {**chosen, "zero.stage": 0, "pipeline.cut": None})
 
-    Raises:
-        ConfigError: it cannot be resolved for so many ranks.
-    """
-    resolved = config.resolve(world_size)
-    sections = resolved.model_dump()
-    values = {field: sections[key.partition(".")[0]][key.partition(".")[2]] for key, field in KEYS.items()}
-    if RECIPES[resolved.pipeline.schedule].is_v_shaped:
-        values["virtual_stages"] = 2
-    if resolved.context.transport == "ulysses":
-        values["heads_over"] = None
-    if resolved.pipeline.cut is not None and resolved.mesh.pp > 1:
-        values["stage_layers"] = _layers_between(resolved.pipeline.cut, shape_of(resolved).num_layers)
-    return Strategy(**values)
+
+def split_as(base: ResolvedConfig, config: ResolvedConfig) -> ResolvedConfig:
+    """Return `base`, split and stored as another config says."""
+    return base.model_copy(update={name: getattr(config, name) for name in SPLITS})
+
+
+def _leaves(keys: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    for key in keys:
+        section, _, leaf = key.partition(".")
+        yield key, section, leaf
 
 
 def job_of(config: Config, cluster: Cluster) -> PlanJob:
@@ -117,15 +81,10 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
     return PlanJob(
         shape=shape if window is None else replace(shape, window=window),
         seq_len=resolved.data.seq_len,
-        global_batch=resolved.batch.global_size or 1,
+        global_batch=resolved.batch.global_size,
         cluster=cluster,
         traits=traits,
-        optimizer=resolved.optimizer.name,
-        states=resolved.precision.states,
-        gather_codec=resolved.precision.gather,
-        zero=resolved.zero,
-        reduce_feedback=resolved.precision.reduce_feedback,
-        lora=resolved.lora,
+        base=base_of(resolved),
     )
 
 
@@ -145,40 +104,19 @@ def shape_of(config: Config) -> ModelShape:
     return ModelShape.of_decoder(decoder, name=config.model.preset)
 
 
-def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> Config:
-    """Return the config by which `shardwise train` runs a strategy.
-
-    Args:
-        job: its shape must be one that our decoder can have.
-        strategy: a strategy for all GPUs of the job's cluster.
-        base: the config to start from; what the planner does not decide stays as it is there. None means the defaults.
+def written(job: PlanJob, config: ResolvedConfig) -> Config:
+    """Return the config by which `shardwise train` runs a candidate of a job, without what follows from the rest.
 
     Raises:
-        ConfigError: our decoder cannot have the shape, or our engine does not run the strategy.
+        ConfigError: our decoder cannot have the job's shape, or our engine does not run the candidate.
     """
-    for name, usual in (("ep", 1), ("matmul", None), ("stage_layers", None)):
-        if (value := getattr(strategy, name)) != usual:
-            raise ConfigError("plan-only", f"{name}={value} is priced, and has no key of our config; plan only")
-    base = Config() if base is None else base
-    values = base.model_dump()
-    if base.model.path is None:
-        values["model"] = model_section(job.shape, base.model).model_dump()
+    if job.ep != 1:
+        raise ConfigError("plan-only", f"ep={job.ep} is priced, and has no key of our config; plan only")
+    values = config.model_dump()
+    if config.model.path is None:
+        values["model"] = model_section(job.shape, config.model).model_dump()
     values["data"]["seq_len"] = job.seq_len
-    for key, field in KEYS.items():
-        section, _, leaf = key.partition(".")
-        values[section][leaf] = getattr(strategy, field)
-    values["batch"] |= {"global_size": strategy.global_batch, "accumulation": None}
-    values["optimizer"]["name"] = job.optimizer
-    if strategy.pp == 1:
-        values["pipeline"] = Config().pipeline.model_dump()
-    else:
-        values["pipeline"]["cut"] = None
-    if strategy.cp == 1:
-        values["context"] = {**Config().context.model_dump(), "chunk_tokens": strategy.chunk_tokens}
-    if not STAGES[strategy.zero_stage].unshard_for_use or strategy.params_tier != "device":
-        values["zero"]["secondary_shard"] = 0
-    is_on_nvme = "nvme" in (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier)
-    values["tiers"]["nvme_path"] = (base.tiers.nvme_path or "nvme") if is_on_nvme else None
+    values["batch"]["accumulation"] = None
     return Config.from_dict(values)
 
 
@@ -214,10 +152,10 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
 
 
 def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the pins of `section.key=value` assignments, by field of the strategy; commas separate several values.
+    """Return the pins of `section.key=value` assignments, by key; commas separate several values.
 
     >>> pins_of(["mesh.tp=4,8", "zero.stage=3"])
-    {'tp': (4, 8), 'zero_stage': (3,)}
+    {'mesh.tp': (4, 8), 'zero.stage': (3,)}
     >>> pins_of(["mesh.tq=4"])
     Traceback (most recent call last):
         ...
@@ -229,9 +167,9 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     pins: dict[str, tuple[Any, ...]] = {}
     for assignment in assignments:
         key, _, text = assignment.partition("=")
-        if key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"it chooses {', '.join(KEYS)}"
+        if key not in PLANNED:
+            close = difflib.get_close_matches(key, PLANNED, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"it chooses {', '.join(PLANNED)}"
             raise ConfigError("key-not-planned", f"{key} is nothing that the planner chooses; {fix}")
         if key.endswith("_on_device"):
             raise ConfigError(
@@ -239,7 +177,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             )
         section, _, leaf = key.partition(".")
         configs = [Config().override([f"{key}={value.strip()}"]) for value in text.split(",")]
-        pins[KEYS[key]] = tuple(getattr(getattr(config, section), leaf) for config in configs)
+        pins[key] = tuple(getattr(getattr(config, section), leaf) for config in configs)
     return pins
 
 
@@ -286,12 +224,3 @@ def _window(config: Config) -> int | None:
         return None
     blocks = attention.num_sliding_window_blocks or 3
     return min(config.data.seq_len, (blocks // 2 + 1) * attention.block)
-
-
-def _layers_between(cut: Sequence[str], num_layers: int) -> tuple[int, ...]:
-    """Count the blocks of each stage, where every stage but the first begins with a named module."""
-    starts: list[int] = []
-    for name in cut:
-        prefix, _, index = name.rpartition(".")
-        starts.append(int(index) if prefix == "blocks" and index.isdecimal() else num_layers)
-    return tuple(stop - start for start, stop in pairwise((0, *starts, num_layers)))

@@ -1,13 +1,14 @@
 """Say what tokens cost on a rented cluster, how many a budget buys, and on how many of its GPUs they cost least.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.job import Strategy
+>>> from shardwise.config.resolve import Config
 >>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.planner.pricer import Pricer
 >>> from shardwise.planner.job import ModelShape
 >>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=parse_cluster("h100:8"))
->>> price = Pricer(job).price(Strategy(dp_shard=8, zero_stage=3, num_micro_batches=8))
+>>> config = Config.from_dict({"zero": {"stage": 3}, "batch": {"accumulation": 8}, "precision": {"param": "bf16"}})
+>>> price = Pricer(job).price(config.resolve(world_size=8))
 >>> print(cost_words(price))
 $0.09 for a million tokens, $574 a day, at $2.99 an hour and GPU
 >>> print(run_words(price, num_tokens=100e9))

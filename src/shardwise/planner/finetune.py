@@ -21,6 +21,7 @@ from shardwise.layout.token_ranges import pack
 from shardwise.planner.cost import cost_per_step
 from shardwise.planner.explain import Reasons
 from shardwise.planner.fit import largest
+from shardwise.planner.job import changed, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, missing_memory, money_words
 from shardwise.planner.search import SearchResult
@@ -39,7 +40,6 @@ class Examples:
 
     Attributes:
         lengths: tokens of each of them, or of a sample of them; or their mean alone.
-        num_epochs: how often each is seen.
     """
 
     num_examples: int
@@ -77,7 +77,6 @@ def read_examples(
     Args:
         num_examples: None takes as many as the file of lengths has.
         lengths: the mean number of tokens, or a file with the tokens of each example; None takes the usual mean.
-        num_epochs: None takes one.
 
     Raises:
         ConfigError: there is no such file, or it has something else than counts of tokens.
@@ -137,12 +136,12 @@ def verdict(plan: SearchResult, reasons: Reasons, pricer: Pricer, examples: Exam
     """Return the three lines of a fine-tuning job.
 
     Args:
-        pricer: prices the strategies of its job.
+        pricer: prices the candidates of its job.
         examples: None where they are not known; then a step is timed.
     """
-    job, gpu = plan.job, plan.job.cluster.gpu
-    what = "all weights" if job.trains_all else f"adapters of rank {job.lora.rank}"
-    what += " beside weights in 4 bits" if job.lora.base == "nf4" else ""
+    job, gpu, lora = plan.job, plan.job.cluster.gpu, plan.job.base.lora
+    what = "all weights" if trains_all(job.base) else f"adapters of rank {lora.rank}"
+    what += " beside weights in 4 bits" if lora.base == "nf4" else ""
     each = "" if job.cluster.num_gpus == 1 else " each"
     if plan.winner is not None:
         price, margin = plan.winner, plan.limits.margin_share
@@ -167,7 +166,7 @@ def verdict(plan: SearchResult, reasons: Reasons, pricer: Pricer, examples: Exam
 
 
 def run_line(price: Estimate, examples: Examples | None) -> str:
-    """Say how long the examples take under a strategy, and what they cost; of a step where there are none."""
+    """Say how long the examples take under a config, and what they cost; of a step where there are none."""
     time, job = price.time, price.job
     if (num_steps := _steps(price, examples)) is None or examples is None:
         return f"{format_s(time.step_s)} for {job.global_batch:,} sequences; --examples N times your data"
@@ -190,8 +189,9 @@ def _steps(price: Estimate, examples: Examples | None) -> int | None:
 
 
 def _longest(price: Estimate, pricer: Pricer, margin_share: float) -> int:
-    """Return the longest sequences of which one fits a rank under a strategy that recomputes all."""
-    job, lean = price.job, replace(price.strategy, micro_size=1, recompute="full", recompute_every=1)
+    """Return the longest sequences of which one fits a rank under a config that recomputes all."""
+    job = price.job
+    lean = changed(price.config, {"batch.micro_size": 1, "recompute.mode": "full", "recompute.every": 1})
 
     def fits(count: int) -> bool:
         longer = Pricer(replace(job, seq_len=_LENGTH_STEP * count))

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from shardwise.config.resolve import Dtype
+from shardwise.config.resolve import Dtype, ResolvedConfig
 from shardwise.planner.explain import CHUNK_TOKENS
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import USUAL_MARGIN, missing_memory
 
@@ -33,14 +33,14 @@ class Fit:
     """Hold the largest of each kind that a way to split a job holds, the other two at their least; None: nothing fits.
 
     Attributes:
-        strategy: the way to split a job over all GPUs.
+        config: the way to split a job over all GPUs.
         shape: of the largest model of the family, at the given length and one sample.
         micro_size: samples of the given model, at the given length.
         seq_len: tokens of a sequence of the given model, one sample.
     """
 
     name: str
-    strategy: Strategy
+    config: ResolvedConfig
     shape: ModelShape | None = None
     micro_size: int | None = None
     seq_len: int | None = None
@@ -83,25 +83,33 @@ def family_shape(num_heads: int) -> ModelShape:
 def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[Fit]:
     """Yield well-known ways to split a job, from the simplest to the one that holds most."""
     ranks = cluster.num_gpus
-    sharded = Strategy(dp_shard=ranks, param=param)
-    yield Fit(name="DDP" if ranks > 1 else "on the device", strategy=sharded)
+    sharded = changed(BASE, {"mesh.dp_shard": ranks, "precision.param": param})
+    yield Fit(name="DDP" if ranks > 1 else "on the device", config=sharded)
     for stage in (1, 2, 3) if ranks > 1 else ():
-        yield Fit(name=f"ZeRO-{stage}", strategy=replace(sharded, zero_stage=stage))
-    saving = replace(sharded, zero_stage=3, recompute="full")
-    yield Fit(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
+        yield Fit(name=f"ZeRO-{stage}", config=changed(sharded, {"zero.stage": stage}))
+    saving = changed(sharded, {"zero.stage": 3, "recompute.mode": "full"})
+    yield Fit(name="... recompute full" if ranks > 1 else "recompute full", config=saving)
     team = min(cluster.gpus_per_node, max(1, cluster.gpu.link_domain), 8)
     if team > 1 and ranks % team == 0:
-        tensor = replace(saving, tp=team, dp_shard=ranks // team, sequence_parallel=True)
-        yield Fit(name=f"... TP {team}+SP", strategy=tensor)
-        yield Fit(name=f"... CP {team}", strategy=replace(saving, cp=team, dp_shard=ranks // team))
-    yield Fit(name="... in chunks", strategy=replace(saving, chunk_tokens=CHUNK_TOKENS))
-    host = replace(saving, optimizer_tier="host")
-    yield Fit(name="... optimizer on host", strategy=host)
-    away = replace(host, params_tier="host", grads_tier="host", activations_tier="host", chunk_tokens=CHUNK_TOKENS)
-    yield Fit(name="... chunks, all on host", strategy=away)
+        tensor = changed(saving, {"mesh.tp": team, "mesh.dp_shard": ranks // team, "tensor.sequence_parallel": True})
+        yield Fit(name=f"... TP {team}+SP", config=tensor)
+        yield Fit(name=f"... CP {team}", config=changed(saving, {"mesh.cp": team, "mesh.dp_shard": ranks // team}))
+    yield Fit(name="... in chunks", config=changed(saving, {"context.chunk_tokens": CHUNK_TOKENS}))
+    host = changed(saving, {"tiers.optimizer": "host"})
+    yield Fit(name="... optimizer on host", config=host)
+    away = changed(
+        host,
+        {
+            "tiers.params": "host",
+            "tiers.grads": "host",
+            "tiers.activations": "host",
+            "context.chunk_tokens": CHUNK_TOKENS,
+        },
+    )
+    yield Fit(name="... chunks, all on host", config=away)
     if cluster.host.nvme_bytes > 0:
-        on_disk = replace(away, params_tier="nvme", grads_tier="nvme", optimizer_tier="nvme")
-        yield Fit(name="... chunks, states on NVMe", strategy=on_disk)
+        on_disk = changed(away, {"tiers.params": "nvme", "tiers.grads": "nvme", "tiers.optimizer": "nvme"})
+        yield Fit(name="... chunks, states on NVMe", config=on_disk)
 
 
 def fit(
@@ -121,7 +129,7 @@ def fit(
         margin_share: share of a device's memory that is to stay free.
     """
     for setup in setups(cluster, param):
-        yield _largest_of(setup, partial(_holds, cluster, setup.strategy, margin_share), seq_len, shape)
+        yield _largest_of(setup, partial(_holds, cluster, setup.config, margin_share), seq_len, shape)
 
 
 def _largest_of(
@@ -130,7 +138,7 @@ def _largest_of(
     most = _MOST_HEADS // _HEADS_STEP
     heads = largest(lambda count: holds(family_shape(_HEADS_STEP * count), seq_len, 1), 1, most)
     family_setup = replace(setup, shape=None if heads is None else family_shape(_HEADS_STEP * heads))
-    if shape is None or shape.num_heads % setup.strategy.tp:
+    if shape is None or shape.num_heads % setup.config.mesh.tp:
         return family_setup
     samples = largest(lambda size: holds(shape, seq_len, size), 1, _MOST_SAMPLES)
     lengths = largest(lambda count: holds(shape, _LENGTH_STEP * count, 1), 1, _MOST_LENGTHS)
@@ -138,8 +146,8 @@ def _largest_of(
 
 
 def _holds(
-    cluster: Cluster, strategy: Strategy, margin_share: float, shape: ModelShape, seq_len: int, micro_size: int
+    cluster: Cluster, config: ResolvedConfig, margin_share: float, shape: ModelShape, seq_len: int, micro_size: int
 ) -> bool:
-    strategy = replace(strategy, micro_size=micro_size)
-    job = PlanJob(shape=shape, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
-    return missing_memory(MemoryModel(job).estimate(strategy), cluster, margin_share) is None
+    config = changed(config, {"batch.micro_size": micro_size})
+    job = PlanJob(shape=shape, seq_len=seq_len, global_batch=config.batch.global_size, cluster=cluster)
+    return missing_memory(MemoryModel(job).estimate(config), cluster, margin_share) is None

@@ -1,13 +1,9 @@
-"""Describe what is to be priced: a job, one way to split it, and how the code that runs it works.
+"""Describe what is to be priced: a job, and how the code that runs it works. A `ResolvedConfig` says how it is split.
 
-    ModelShape       sizes of a transformer; more than `shardwise.models.Decoder` can be: experts, biases, positions
-    PlanJob          the model's shape, tokens of a sequence, samples of a step, the cluster
-    Strategy         how that is split over ranks, memories and time; what a config says in its sections
-    FrameworkTraits  facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
-    ModelSource      what a file says of a job: ours, a model's, another tool's
-
->>> Strategy(tp=2, pp=2, dp_shard=4, micro_size=1, num_micro_batches=8).num_ranks
-16
+ModelShape       sizes of a transformer; more than `shardwise.models.Decoder` can be: experts, biases, positions
+PlanJob          the model's shape, tokens of a sequence, samples of a step, the cluster
+FrameworkTraits  facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
+ModelSource      what a file says of a job: ours, a model's, another tool's
 """
 
 from __future__ import annotations
@@ -15,12 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from functools import lru_cache
+from typing import Any, Final, Literal
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, Dtype, LoraConfig, Reduce, Tier, ZeroConfig
-from shardwise.config.sections import MAX_LAYERS, Gather
-from shardwise.layout.precision import StatesDtype
+from shardwise.config.resolve import Config, Dtype, ResolvedConfig
+from shardwise.config.sections import MAX_LAYERS, Section
 from shardwise.models.presets import DecoderConfig
 from shardwise.planner.hardware import Cluster
 from shardwise.schedule.formulas import training_flops_per_token
@@ -159,69 +155,73 @@ Attention = Literal["flash", "fused-softmax", "unfused"]
 MatmulDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """Say how a job is split; each field is the config's key of that section, or as described here.
+def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig:
+    """Return a resolved config with other values of some dotted keys; the samples of a step follow.
 
-    Attributes:
-        pp, dp_replicate, dp_shard, cp, tp: ranks along each axis of the mesh; `ep` splits experts over ranks of the
-            data axes, and adds none.
-        num_micro_batches: of a step, on each data rank (`batch.accumulation`).
-        stage_layers: blocks of each stage, in order, where the cut is not the planner's own.
-        param, reduce, accumulate: dtypes, as in the `precision` section.
-        matmul: dtype of the matrix products, where it is narrower than `param`, as in fp8 training.
+    Values are taken as they are: nothing is checked. Equal changes of equal sections give one object.
+
+    >>> changed(Config().resolve(world_size=4), {"mesh.dp_shard": 2, "mesh.tp": 2}).batch.global_size
+    2
     """
+    by_section: dict[str, list[tuple[str, Any]]] = {}
+    for key, value in values.items():
+        section, _, leaf = key.partition(".")
+        by_section.setdefault(section, []).append((leaf, value))
+    made: dict[str, Any] = {name: _section(getattr(config, name), *leaves) for name, leaves in by_section.items()}
+    if "mesh" in made or "batch" in made:
+        mesh, batch = made.get("mesh", config.mesh), made.get("batch", config.batch)
+        samples = mesh.dp_replicate * mesh.dp_shard * batch.micro_size * batch.accumulation
+        made["batch"] = _section(batch, ("global_size", samples))
+    return config.model_copy(update=made)
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    zero_stage: int = 0
-    micro_size: int = 1
-    num_micro_batches: int = 1
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    stage_layers: tuple[int, ...] | None = None
-    gather: Literal["batch", "micro-batch"] = "batch"
-    sequence_parallel: bool = False
-    transport: Literal["ring", "all-gather", "ulysses"] = "ring"
-    heads_over: int | None = None
-    chunk_tokens: int | None = None
-    recompute: Literal["none", "selective", "full"] = "none"
-    recompute_every: int = 1
-    params_tier: Tier = "device"
-    grads_tier: Tier = "device"
-    optimizer_tier: Tier = "device"
-    activations_tier: Literal["device", "host"] = "device"
-    params_on_device: float = 0.0
-    grads_on_device: float = 0.0
-    optimizer_on_device: float = 0.0
-    param: Dtype = "bf16"
-    reduce: Reduce = "param"
-    accumulate: Literal["param", "fp32"] = "fp32"
-    matmul: MatmulDtype | None = None
 
-    @property
-    def num_data_ranks(self) -> int:
-        """Return the number of ranks that take different samples."""
-        return self.dp_replicate * self.dp_shard
+@lru_cache(maxsize=2**14)
+def _section(section: Section, *leaves: tuple[str, Any]) -> Section:
+    if unknown := {leaf for leaf, _ in leaves} - type(section).model_fields.keys():
+        raise KeyError(f"{type(section).__name__} has no {', '.join(unknown)}")
+    return section.model_copy(update=dict(leaves))
 
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks of the whole job."""
-        return self.pp * self.num_data_ranks * self.cp * self.tp
 
-    @property
-    def product_dtype(self) -> MatmulDtype:
-        """Return the dtype of the matrix products."""
-        return self.matmul or self.param
+class SectionNumbers:
+    """Number sections, equal ones by the same number: parts of a cache's key that are hashed sooner than a section."""
 
-    @property
-    def global_batch(self) -> int:
-        """Return the samples of a step."""
-        return self.num_data_ranks * self.micro_size * self.num_micro_batches
+    def __init__(self) -> None:
+        self._numbers: dict[Section, int] = {}
+        self._known: dict[int, tuple[Section, int]] = {}  # by id, which stays that of a section that is kept here
+
+    def of(self, section: Section) -> int:
+        """Return the number of a section."""
+        known = self._known.get(id(section))
+        if known is None:
+            number = self._numbers.setdefault(section, len(self._numbers))
+            known = self._known[id(section)] = section, number
+        return known[1]
+
+
+def num_data_ranks(config: ResolvedConfig) -> int:
+    """Return the number of ranks that take different samples."""
+    return config.mesh.dp_replicate * config.mesh.dp_shard
+
+
+def world_size(config: ResolvedConfig) -> int:
+    """Return the number of ranks of the whole job."""
+    return num_data_ranks(config) * config.mesh.pp * config.mesh.cp * config.mesh.tp
+
+
+def trains_all(config: ResolvedConfig) -> bool:
+    """Say whether all weights have gradients and optimizer states, not adapters alone."""
+    return config.lora.rank == 0
+
+
+def param_of(config: ResolvedConfig) -> Dtype:
+    """Return the dtype of the parameters as the model computes with them."""
+    return config.precision.param or "fp32"
+
+
+def product_dtype(config: ResolvedConfig) -> MatmulDtype:
+    """Return the dtype of the blocks' matrix products: that of the parameters, or a narrower one."""
+    linears = config.precision.linears
+    return param_of(config) if linears == "keep" or linears == "fp8-emulated" else linears
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +268,8 @@ class FrameworkTraits:
 
 
 SHARDWISE: Final = FrameworkTraits()
+BASE: Final = Config.from_dict({"zero": {"stage": 0}, "precision": {"param": "bf16"}}).resolve(world_size=1)
+"""A config that splits nothing, for half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,12 +279,8 @@ class PlanJob:
     Attributes:
         global_batch: sequences of `seq_len` tokens in an optimizer step.
         traits: facts about the code that trains it.
-        optimizer: its name, which says what states it keeps.
-        states: how the optimizer's moments are stored, as `precision.states`.
-        gather_codec: how parameters are sent to where they are used, as `precision.gather`.
-        zero: what is sharded, as in the config, but for the stage, which a strategy has.
-        reduce_feedback: whether what encoding gradients rounds off is kept, as `precision.reduce_feedback`.
-        lora: the adapters that train beside frozen weights; of rank 0, all weights train.
+        base: the config that every candidate has, but for the keys that say how it is split; one rank runs it.
+        ep: ranks of the data axes over which experts are split; our engine runs none yet.
     """
 
     shape: ModelShape
@@ -290,17 +288,8 @@ class PlanJob:
     global_batch: int
     cluster: Cluster
     traits: FrameworkTraits = SHARDWISE
-    optimizer: str = "adamw"
-    states: StatesDtype = "master"
-    gather_codec: Gather = "param"
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
-    reduce_feedback: bool = False
-    lora: LoraConfig = field(default_factory=LoraConfig)
-
-    @property
-    def trains_all(self) -> bool:
-        """Say whether all weights have gradients and optimizer states."""
-        return self.lora.rank == 0
+    base: ResolvedConfig = BASE
+    ep: int = 1
 
     @property
     def tokens(self) -> int:
@@ -316,7 +305,7 @@ class ModelSource:
         shape: of the model; None where the file names none.
         config: the user's own, from which the plan's config starts.
         given: keys that the user's config sets.
-        settings: of another tool's strategy, by dotted key of our config.
+        settings: of another tool's layout, by dotted key of our config.
         longest: the longest sequence that the model is made for, in tokens.
         ep: ranks over which experts are split.
         notes: what was read differently than it was written, or left out, for people.

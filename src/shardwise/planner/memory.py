@@ -5,12 +5,14 @@ micro-batches in flight, by formulas of the literature (`layout.activation_bytes
 logits, gathered parameters and gradients on their way. The peak is the highest of a few moments. Where each byte
 matters, `shardwise.simulate` runs the engine itself.
 
+>>> from shardwise.config.resolve import Config
 >>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.job import ModelShape
 >>> shape, cluster = ModelShape.of_decoder(preset("llama-3-8b")), parse_cluster("h100:64")
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=cluster)
->>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
+>>> config = Config.from_dict({"zero": {"stage": 3}, "recompute": {"mode": "full"}, "precision": {"param": "bf16"}})
+>>> worst = MemoryModel(job).estimate(config.resolve(world_size=64)).worst
 >>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
 grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.7, rounding 0.4
 """
@@ -26,13 +28,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.layout import TIERS
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.job import FrameworkTraits, PlanJob, num_data_ranks, param_of, product_dtype, trains_all
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import SCALE_BYTES, StageLayouts, block_params, packed_params, with_adapters
 from shardwise.schedule.formulas import moments_in_flight
@@ -149,20 +152,20 @@ class Buffers:
 
 
 class MemoryModel:
-    """Estimate the memory of a job's strategies, and keep what several of them share."""
+    """Estimate the memory of a job's candidates, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
         self.compact = compact or CompactLayout(job)
         self._moments_of: dict[tuple[str, int, int, int, int], _Moments] = {}
 
-    def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
+    def estimate(self, config: ResolvedConfig, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Estimate one rank at each place of the pipeline.
 
         Args:
             too_much_bytes: no further ranks are estimated after the first that holds more on its device.
         """
-        s, stages = strategy, self.compact.stages.of(strategy)
+        s, stages = config, self.compact.stages.of(config)
         last = stages.placement.num_ranks - 1
         dense = self._block_bytes(s, has_experts=False)
         blocks = (dense, self._block_bytes(s, has_experts=True) if self.job.shape.experts else dense)
@@ -170,7 +173,7 @@ class MemoryModel:
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
             held_rows = self._held(s, rank)
-            firsts = tuple(stages.starts[stage] % s.recompute_every for stage in stages.placement.stages_of(rank))
+            firsts = tuple(stages.starts[stage] % s.recompute.every for stage in stages.placement.stages_of(rank))
             key = (*stages.held_by(rank), firsts, held_rows.tobytes())
             if key not in by_key:
                 by_key[key] = self._of_rank(s, stages, rank, held_rows, blocks)
@@ -179,65 +182,69 @@ class MemoryModel:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
-    def _block_bytes(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
-        return block_bytes(self.job, strategy, has_experts=has_experts)
+    def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
+        return block_bytes(self.job, config, has_experts=has_experts)
 
-    def _held(self, strategy: Strategy, rank: int) -> _Moments:
+    def _held(self, config: ResolvedConfig, rank: int) -> _Moments:
         """Return what a rank holds at each moment, as `moments_in_flight`; [moments, 1 + 2 x stages]."""
-        s = strategy
-        key = (s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, rank) if s.pp > 1 else ("1f1b", 1, 1, 1, 0)
+        s = config
+        key = (
+            (s.pipeline.schedule, s.mesh.pp, s.batch.accumulation, s.pipeline.virtual_stages, rank)
+            if s.mesh.pp > 1
+            else ("1f1b", 1, 1, 1, 0)
+        )
         if key not in self._moments_of:
             self._moments_of[key] = np.array(moments_in_flight(*key))
         return self._moments_of[key]
 
     def _of_rank(
-        self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
+        self, config: ResolvedConfig, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
     ) -> RankMemory:
-        at_rest, by_tier = self.compact.at_rest(strategy, rank), self.compact.by_tier(strategy, rank)
-        moving = max(self._moments(strategy, stages, rank, held, blocks), key=lambda moment: sum(moment.values()))
+        at_rest, by_tier = self.compact.at_rest(config, rank), self.compact.by_tier(config, rank)
+        moving = max(self._moments(config, stages, rank, held, blocks), key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
-        if strategy.activations_tier == "host":
-            num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
+        if config.tiers.activations == "host":
+            num_inputs = stages.layers_on(rank) // config.recompute.every - NUM_INPUTS_ON_DEVICE
             moved = max(0, num_inputs) * blocks[0].stream
             elsewhere["host"] = elsewhere.get("host", 0.0) + moved
-        peak = self._states(strategy, rank, by_tier.get("device", {})) | moving
-        peak["params"] += self._scale_bytes(strategy, rank)
-        peak |= self._of_device(strategy, sum(moving.values()))
+        peak = self._states(config, rank, by_tier.get("device", {})) | moving
+        peak["params"] += self._scale_bytes(config, rank)
+        peak |= self._of_device(config, sum(moving.values()))
         return RankMemory(pipeline_rank=rank, at_rest=at_rest, peak=peak, elsewhere=elsewhere)
 
-    def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
+    def _states(self, config: ResolvedConfig, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         """Return the bytes of the states on the device, of which `here` has those of each role."""
         roles = {"params": "param", "grads": "grad", "optimizer": "optimizer"}
         return {name: float(here.get(role, 0)) for name, role in roles.items()}
 
-    def _scale_bytes(self, strategy: Strategy, rank: int) -> float:
+    def _scale_bytes(self, config: ResolvedConfig, rank: int) -> float:
         """Return the bytes of the scales of packed weights, which each rank holds whole."""
-        packed = [fold for fold in self.compact.rank(strategy, rank).folds if fold.group.is_opaque]
+        packed = [fold for fold in self.compact.rank(config, rank).folds if fold.group.is_opaque]
         return SCALE_BYTES * sum(fold.count * 2 * fold.group.numel for fold in packed)
 
-    def _of_device(self, strategy: Strategy, moving_bytes: float) -> dict[str, float]:
+    def _of_device(self, config: ResolvedConfig, moving_bytes: float) -> dict[str, float]:
         """Return what the device and its allocator hold beyond tensors, of which so many bytes come and go."""
         if self.job.cluster.gpu.is_cpu:
             return {"overhead": 0.0, "rounding": 0.0}
-        axes = (strategy.tp, strategy.cp, strategy.pp, strategy.num_data_ranks)
+        axes = (config.mesh.tp, config.mesh.cp, config.mesh.pp, num_data_ranks(config))
         num_split = sum(size > 1 for size in axes)
         num_communicators = num_split + (num_split > 1)  # of several axes, that of all ranks
         overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators
         return {"overhead": overhead, "rounding": UNUSED_SHARE * moving_bytes}
 
     def _moments(
-        self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
+        self, config: ResolvedConfig, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
     ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
-        s, folds, numbers = strategy, self.compact.rank(strategy, rank), stages.placement.stages_of(rank)
+        s, folds, numbers = config, self.compact.rank(config, rank), stages.placement.stages_of(rank)
         stage_bytes = [self._stage(s, stages, stage, blocks) for stage in numbers]
         buffers = [self._buffers(s, folds, stage) for stage in numbers]
-        if s.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
+        if s.mesh.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
             pooled = max(one.last for one in buffers)
             buffers = [replace(one, waiting=pooled, last=pooled) for one in buffers]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in stage_bytes]
         base = held[:, 1:] @ np.array([*(stage.whole for stage in stage_bytes), *deferred])
-        base = base + NUM_SENT * blocks[0].stream * (s.pp > 1)
+        base = base + NUM_SENT * blocks[0].stream * (s.mesh.pp > 1)
         for index, stage in enumerate(stage_bytes):
             kept_bytes = float(base[held[:, 0] == index].max())
             yield from self._backward(s, stage, kept_bytes, buffers[index], has_table=numbers[index] == 0)
@@ -248,10 +255,10 @@ class MemoryModel:
         yield {"workspace": self._step_bytes(s, folds)}
 
     def _backward(
-        self, strategy: Strategy, stage: StageBytes, kept: float, buffers: Buffers, *, has_table: bool
+        self, config: ResolvedConfig, stage: StageBytes, kept: float, buffers: Buffers, *, has_table: bool
     ) -> Iterator[dict[str, float]]:
         """Yield the moments of a stage's backward, before which a rank keeps `kept`: loss, blocks, table, reduction."""
-        s, head, num_blocks, is_alone = strategy, stage.head, len(stage.again), strategy.pp == 1
+        s, head, num_blocks, is_alone = config, stage.head, len(stage.again), config.mesh.pp == 1
         left = kept - stage.ends - stage.blocks[-1]
         if head is not None:
             yield {
@@ -262,7 +269,7 @@ class MemoryModel:
             }
             # The gradient of a tied table waits for what the embedding adds to it.
             left += head.deferred - head.kept + (head.weight if is_alone and self.job.shape.is_tied else 0.0)
-        for done in {*range(min(num_blocks, s.recompute_every)), num_blocks - 1} if num_blocks else ():
+        for done in {*range(min(num_blocks, s.recompute.every)), num_blocks - 1} if num_blocks else ():
             num_kept = num_blocks - done
             yield {
                 "activations": left
@@ -279,20 +286,20 @@ class MemoryModel:
             yield after | {"workspace": num_tables * head_bytes(self.job, s).weight + stage.block.stream}
         yield after
 
-    def _buffers(self, strategy: Strategy, folds: RankLayerCounts, stage: int) -> Buffers:
+    def _buffers(self, config: ResolvedConfig, folds: RankLayerCounts, stage: int) -> Buffers:
         """Count the buffers of one of a rank's stages.
 
         Gradients that are stored as shards have a bucket: that of what is in no block, and two of blocks; a pipeline's
         stage has those of all blocks, in the dtype that micro-batches are added in. A reduction that changes the dtype
         copies what it sends, and two are under way; one that does not sum in place receives as much again.
         """
-        s, layout, traits, all_stages = strategy, folds.layout, self.job.traits, strategy.gather == "batch"
-        own_folds = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
-        used = folds.folds if s.pp > 1 and all_stages else own_folds
+        s, layout, traits, all_stages = config, folds.layout, self.job.traits, config.pipeline.gather == "batch"
+        own_folds = [fold for fold in folds.folds if s.mesh.pp == 1 or stage in fold.group.stages]
+        used = folds.folds if s.mesh.pp > 1 and all_stages else own_folds
         gathered = [fold for fold in used if not fold.group.is_stored_whole and layout.stage.params is Placement.SHARD]
         root, block, total = self._sums(gathered, lambda group: DTYPE_BYTES[layout.precision_of(group).param])
-        params = Buffers(total, 0.0) if s.pp > 1 and all_stages else Buffers(root, block)
-        if not self.job.trains_all:
+        params = Buffers(total, 0.0) if s.mesh.pp > 1 and all_stages else Buffers(root, block)
+        if not trains_all(s):
             return params
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
         root, block, total = self._sums(own_folds)
@@ -300,8 +307,8 @@ class MemoryModel:
         is_replicated = layout.stage.optimizer is Placement.REPLICATE
         waiting = 0.0
         if is_sharded:
-            width = wire if s.pp == 1 else width
-            waiting = width * float(root + 2 * block if s.pp == 1 else folds.numel if all_stages else total)
+            width = wire if s.mesh.pp == 1 else width
+            waiting = width * float(root + 2 * block if s.mesh.pp == 1 else folds.numel if all_stages else total)
         num_shards = layout.mesh.dp_shard * layout.mesh.cp
         is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1
         copies = is_split and width != wire and not traits.reduces_in_place
@@ -314,8 +321,8 @@ class MemoryModel:
 
             codec = WireCodec(layout.precision.reduce_codec)
             sent = 2 * (wire * (copies and not is_sharded) + 2 * codec.num_bytes(BLOCK_NUMEL) / BLOCK_NUMEL)
-        last = waiting + sent * (root if s.pp == 1 else max(root, block))
-        return replace(params, waiting=waiting + (sent * block if s.pp == 1 else 0.0), last=last)
+        last = waiting + sent * (root if s.mesh.pp == 1 else max(root, block))
+        return replace(params, waiting=waiting + (sent * block if s.mesh.pp == 1 else 0.0), last=last)
 
     def _sums(
         self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
@@ -330,24 +337,30 @@ class MemoryModel:
         root = units.pop(ROOT)
         return root, max(units.values(), default=0), total
 
-    def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
+    def _step_bytes(self, config: ResolvedConfig, folds: RankLayerCounts) -> float:
         """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
-        s, is_narrow = strategy, DTYPE_BYTES[folds.layout.precision.accumulate] < FP32_BYTES
-        if not is_narrow or s.optimizer_tier != "device":
+        s, is_narrow = config, DTYPE_BYTES[folds.layout.precision.accumulate] < FP32_BYTES
+        if not is_narrow or s.tiers.optimizer != "device":
             return 0.0
         numel = sum(fold.count * fold.group.padded_numel for fold in folds.folds if fold.group.trainable)
-        return FP32_BYTES * numel / (s.dp_shard * s.cp if folds.layout.stage.optimizer is Placement.SHARD else 1)
+        return (
+            FP32_BYTES * numel / (s.mesh.dp_shard * s.mesh.cp if folds.layout.stage.optimizer is Placement.SHARD else 1)
+        )
 
-    def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int, of_kind: Blocks) -> StageBytes:
+    def _stage(self, config: ResolvedConfig, stages: StageLayouts, stage: int, of_kind: Blocks) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""
-        s, start, placement = strategy, stages.starts[stage], stages.placement
+        s, start, placement = config, stages.starts[stage], stages.placement
         block, deferred, again, num_again = of_kind[0], 0.0, list[float](), 0
         # Our first block is given whole sequences.
-        blocks = [block.stream * (s.tp - 1) if s.sequence_parallel and self.job.traits.is_own and not start else 0.0]
+        blocks = [
+            block.stream * (s.mesh.tp - 1)
+            if s.tensor.sequence_parallel and self.job.traits.is_own and not start
+            else 0.0
+        ]
         for index in range(start, start + stages.layers[stage]):
-            block, is_again = of_kind[index >= stages.num_dense], index % s.recompute_every == 0
+            block, is_again = of_kind[index >= stages.num_dense], index % s.recompute.every == 0
             num_again += is_again
-            is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
+            is_away = is_again and s.tiers.activations == "host" and num_again > NUM_INPUTS_ON_DEVICE
             kept_bytes = (block.kept if is_again else block.whole) - (block.stream if is_away else 0.0)
             blocks.append(blocks[-1] + kept_bytes)
             again.append(block.whole - block.kept + block.again if is_again else 0.0)
@@ -363,59 +376,63 @@ class MemoryModel:
         return True
 
 
-def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
-    """Return the bytes of one block under a strategy.
+def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
+    """Return the bytes of one block under a config.
 
     A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged for
     tokens are kept together with what attention gave them.
 
     Args:
         job: the model's shape, the sequence length in tokens, the cluster and the framework's traits.
-        strategy: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
+        config: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
         has_experts: whether the block's feed-forward is a layer of experts.
     """
-    s, shape = strategy, layer_shape(job, strategy, has_experts)
-    is_chunked = s.chunk_tokens is not None and not has_experts
+    s, shape = config, layer_shape(job, config, has_experts)
+    is_chunked = s.context.chunk_tokens is not None and not has_experts
     kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
     bytes_kept = partial(
         activation_bytes_per_layer,
         seq_len=job.seq_len,
-        micro_size=s.micro_size,
-        tp=s.tp,
-        cp=s.cp,
-        sequence_parallel=s.sequence_parallel,
-        element_bytes=DTYPE_BYTES[s.param],
+        micro_size=s.batch.micro_size,
+        tp=s.mesh.tp,
+        cp=s.mesh.cp,
+        sequence_parallel=s.tensor.sequence_parallel,
+        element_bytes=DTYPE_BYTES[param_of(s)],
     )
-    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
-    mixed = feature * shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
-    drops_scores = s.recompute == "selective" and job.traits.selective == "all-but-scores"
+    feature = job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
+    mixed = (
+        feature * shape.num_heads * shape.head_dim / s.mesh.tp
+        if s.mesh.cp > 1 and s.context.transport == "ulysses"
+        else 0.0
+    )
+    drops_scores = s.recompute.mode == "selective" and job.traits.selective == "all-but-scores"
     at_rest = (
         bytes_kept(replace(kept_shape, score_bytes=0.0))
         if drops_scores
-        else bytes_kept(kept_shape, recompute=s.recompute)
+        else bytes_kept(kept_shape, recompute=s.recompute.mode)
     )
     unread = feature * unread_size(job, s, shape, has_experts=has_experts)
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
-    num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
-    stream = feature * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
+    num_gathered = 2 - is_chunked if s.tensor.sequence_parallel and s.recompute.mode != "none" else 0
+    stream = feature * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
     return BlockBytes(
-        kept=at_rest + (mixed if s.recompute != "full" else 0.0) - (unread if s.recompute == "none" else 0.0),
+        kept=at_rest + (mixed if s.recompute.mode != "full" else 0.0) - (unread if s.recompute.mode == "none" else 0.0),
         whole=bytes_kept(kept_shape) + mixed - unread,
         again=feature * num_gathered * shape.hidden_size,
         working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
-        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp)
+        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.mesh.tp)
         if _defers(s)
         else 0.0,
         stream=stream,
     )
 
 
-def unread_size(job: PlanJob, strategy: Strategy, shape: LayerShape, *, has_experts: bool) -> float:
+def unread_size(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, has_experts: bool) -> float:
     """Return the features of a token that no weight's gradient reads, as layers without adapters are frozen."""
-    if job.trains_all or has_experts or strategy.chunk_tokens is not None:
+    if trains_all(config) or has_experts or config.context.chunk_tokens is not None:
         return 0.0
-    adapted = {param.name for param in with_adapters(block_params(job.shape, has_experts=False), job.lora)}
-    hidden = shape.hidden_size / (strategy.tp if strategy.sequence_parallel else 1)
+    adapted = {param.name for param in with_adapters(block_params(job.shape, has_experts=False), config.lora)}
+    hidden = shape.hidden_size / (config.mesh.tp if config.tensor.sequence_parallel else 1)
 
     def is_read(*layers: str) -> bool:
         return any(f"{layer}.lora_A.weight" in adapted for layer in layers)
@@ -423,49 +440,49 @@ def unread_size(job: PlanJob, strategy: Strategy, shape: LayerShape, *, has_expe
     norms = hidden * (
         2 - is_read("attention.query", "attention.key", "attention.value") - is_read("ffn.gate", "ffn.up")
     )
-    return norms + (0.0 if is_read("ffn.down") else shape.ffn_size / strategy.tp)
+    return norms + (0.0 if is_read("ffn.down") else shape.ffn_size / config.mesh.tp)
 
 
-def _unpacked_bytes(job: PlanJob, strategy: Strategy, has_experts: bool) -> float:
+def _unpacked_bytes(job: PlanJob, config: ResolvedConfig, has_experts: bool) -> float:
     """Return the bytes of the largest weight that a layer unpacks for its product; 0 where none is packed."""
-    numels = (math.prod(param.shape) for param in packed_params(job.shape, job.lora, has_experts=has_experts))
-    return float(DTYPE_BYTES[strategy.param] * max(numels, default=0))
+    numels = (math.prod(param.shape) for param in packed_params(job.shape, config.lora, has_experts=has_experts))
+    return float(DTYPE_BYTES[param_of(config)] * max(numels, default=0))
 
 
-def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
+def _made_bytes(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, is_chunked: bool) -> float:
     """Return the most bytes that a block's backward makes, beside what was kept and the gradient of the stream.
 
     The last matrix of the feed-forward makes its own gradient and that of its input; the gradients of two inner tensors
     follow. A feed-forward in parts makes its inner tensors again, while gradients of weights are summed over the parts.
     Scores that are kept have two gradients of their own.
     """
-    s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
-    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
-    weight = 0.0 if job.traits.reduces_in_place else DTYPE_BYTES[s.param] * hidden * ffn
-    gathered = hidden if s.sequence_parallel else 0.0
+    s, hidden, ffn = config, shape.hidden_size, shape.ffn_size / config.mesh.tp
+    feature = job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
+    weight = 0.0 if job.traits.reduces_in_place else DTYPE_BYTES[param_of(s)] * hidden * ffn
+    gathered = hidden if s.tensor.sequence_parallel else 0.0
     num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
     if is_chunked:
-        chunk_feature = feature * min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+        chunk_feature = feature * min(1.0, (s.context.chunk_tokens or 1) * s.mesh.cp / job.seq_len)
         return feature * hidden + chunk_feature * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
-    scores = 2 * shape.num_heads / s.tp * job.seq_len - hidden if shape.score_bytes else 0.0
+    scores = 2 * shape.num_heads / s.mesh.tp * job.seq_len - hidden if shape.score_bytes else 0.0
     return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
 
 
-def _defers(strategy: Strategy) -> bool:
+def _defers(config: ResolvedConfig) -> bool:
     """Say whether gradients of weights come later than those of inputs."""
-    return strategy.pp > 1 and recipe_of(strategy.schedule).splits_backward
+    return config.mesh.pp > 1 and recipe_of(config.pipeline.schedule).splits_backward
 
 
-def _deferred_size(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
+def _deferred_size(shape: LayerShape, config: ResolvedConfig, ffn: float) -> float:
     """Return the features of a token in inputs and outputs' gradients that wait for a later weight gradient.
 
     Columns that gather a sequence do not wait, and rows wait with whole gradients.
     """
-    s = strategy
-    mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
+    s = config
+    mixed, keys = shape.num_heads * shape.head_dim / s.mesh.tp, max(shape.num_kv_heads / s.mesh.tp, 1) * shape.head_dim
     rows = 2 * shape.hidden_size + mixed + ffn
     columns = 2 * shape.hidden_size + mixed + 2 * keys + (2 if shape.is_gated else 1) * ffn
-    return rows + (0.0 if s.sequence_parallel else columns)
+    return rows + (0.0 if s.tensor.sequence_parallel else columns)
 
 
 def _score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
@@ -480,31 +497,33 @@ def _score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
     return softmax + (element_bytes + MASK_BYTES if traits.has_dropout else 0.0)
 
 
-def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
+def head_bytes(job: PlanJob, config: ResolvedConfig) -> HeadBytes:
     """Return the bytes of one micro-batch in the head and its loss.
 
     Our loss widens some rows of the logits at a time. A head that is split, or that takes some tokens at a time, gives
     the gradients of its input and weight at once, and they wait for that of the loss.
     """
-    s, traits, size = strategy, job.traits, DTYPE_BYTES[strategy.param]
-    hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
-    vocab = math.ceil(job.shape.vocab_size / (s.tp if traits.splits_logits else 1))
+    s, traits, size = config, job.traits, DTYPE_BYTES[param_of(config)]
+    hidden, tokens = job.shape.hidden_size, job.seq_len / s.mesh.cp * s.batch.micro_size
+    vocab = math.ceil(job.shape.vocab_size / (s.mesh.tp if traits.splits_logits else 1))
     stream, logits = tokens * size * hidden, tokens * size * vocab
     weight = 0.0 if traits.reduces_in_place else size * vocab * hidden
     deferred = stream + logits if _defers(s) else 0.0
     if traits.logits_bytes is not None:
-        made = traits.logits_bytes * vocab * min(tokens, s.chunk_tokens or tokens)
-        input_bytes = stream / (s.tp if s.sequence_parallel else 1)
+        made = traits.logits_bytes * vocab * min(tokens, s.context.chunk_tokens or tokens)
+        input_bytes = stream / (s.mesh.tp if s.tensor.sequence_parallel else 1)
         return HeadBytes(input_bytes, 0.0, max(made, stream + weight), weight, deferred)
-    if s.tp == 1 and s.chunk_tokens is None:
+    if s.mesh.tp == 1 and s.context.chunk_tokens is None:
         widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
         return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
-    rows = min(tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.tp > 1 else s.chunk_tokens or tokens)
+    rows = min(
+        tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.mesh.tp > 1 else s.context.chunk_tokens or tokens
+    )
     made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
     return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
 
-def layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool = False) -> LayerShape:
+def layer_shape(job: PlanJob, config: ResolvedConfig, has_experts: bool = False) -> LayerShape:
     """Return the sizes of a block, and what its code keeps."""
     shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
     return LayerShape(
@@ -514,10 +533,10 @@ def layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool = False) -> 
         head_dim=shape.head_dim,
         ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
         is_gated=shape.ffn == "gated",
-        score_bytes=_score_bytes(traits, DTYPE_BYTES[strategy.param]),
+        score_bytes=_score_bytes(traits, DTYPE_BYTES[param_of(config)]),
         mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
         norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
-        product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
+        product_bytes=1.0 if product_dtype(config) in ("fp8", "fp4") else None,
         fuses_gate=traits.fuses_gate and shape.ffn == "gated",
         products_share=0.5 if traits.selective == "half" else 1.0,
         num_routed=experts.num_chosen if experts else 0,

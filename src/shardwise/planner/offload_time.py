@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, cast
 
-from shardwise.config.resolve import Tier
+from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
 from shardwise.planner.comm_time import HIDDEN_SHARE, Moment, OverlapTimes
 from shardwise.planner.compact_layout import CompactLayout, LayerCount
 from shardwise.planner.hardware import CPU
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, param_of
 
 HOST_STEP_SHARE: Final = 0.4
 """Share of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to
@@ -40,7 +40,7 @@ class TierTransfer:
 
 
 class OffloadTimeModel:
-    """Time what the strategies of a job move between memories.
+    """Time what the candidates of a job move between memories.
 
     Args:
         compact: the job's folded layouts, where others have them too; None builds them.
@@ -63,10 +63,10 @@ class OffloadTimeModel:
         self._hidden_share = HIDDEN_SHARE
         self._take_measured()
 
-    def times(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
+    def times(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
         """Return the times of one rank at a place of the pipeline; all are 0 where everything is on the device."""
-        s = strategy
-        tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
+        s = config
+        tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
         if all(tier == "device" for tier in tiers):
             return OverlapTimes()
         moves, away = self.moves(s, pipeline_rank), self._away(s, pipeline_rank)
@@ -77,29 +77,29 @@ class OffloadTimeModel:
             first_forward_s=self._moved_s(moves, "first forward"),
             last_backward_s=self._moved_s(moves, "last backward"),
             step_s=step_s,
-            num_micro_batches=s.num_micro_batches,
+            num_micro_batches=s.batch.accumulation,
             hidden_share=HIDDEN_SHARE if "nvme" in tiers else self._hidden_share,  # a disk takes no core
         )
 
-    def moves(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[TierTransfer, ...]:
+    def moves(self, config: ResolvedConfig, pipeline_rank: int = 0) -> tuple[TierTransfer, ...]:
         """Return all moves of a step: those that `Layout.bytes_across` counts, and the inputs of recomputed blocks."""
         transfers = [
-            move for layout, fold in self._away(strategy, pipeline_rank) for move in _moves_of(strategy, layout, fold)
+            move for layout, fold in self._away(config, pipeline_rank) for move in _moves_of(config, layout, fold)
         ]
-        if strategy.activations_tier == "host":
-            transfers += self._moves_of_activations(strategy, pipeline_rank)
+        if config.tiers.activations == "host":
+            transfers += self._moves_of_activations(config, pipeline_rank)
         return tuple(transfers)
 
-    def _away(self, s: Strategy, pipeline_rank: int) -> list[tuple[Layout, LayerCount]]:
+    def _away(self, s: ResolvedConfig, pipeline_rank: int) -> list[tuple[Layout, LayerCount]]:
         rank = self.compact.rank(s, pipeline_rank)
         return [(rank.layout, fold) for fold in rank.folds if fold.group.tiers.are_away]
 
-    def _moves_of_activations(self, s: Strategy, pipeline_rank: int) -> Iterator[TierTransfer]:
+    def _moves_of_activations(self, s: ResolvedConfig, pipeline_rank: int) -> Iterator[TierTransfer]:
         """Yield the moves of each kept block's input: away in the forward, back in the backward."""
-        tokens = self.job.seq_len * s.micro_size // s.cp
-        split = s.tp if s.sequence_parallel else 1
-        num_bytes = DTYPE_BYTES[s.param] * tokens * self.job.shape.hidden_size // split
-        num_kept = self.compact.stages.of(s).layers_on(pipeline_rank) // s.recompute_every
+        tokens = self.job.seq_len * s.batch.micro_size // s.mesh.cp
+        split = s.mesh.tp if s.tensor.sequence_parallel else 1
+        num_bytes = DTYPE_BYTES[param_of(s)] * tokens * self.job.shape.hidden_size // split
+        num_kept = self.compact.stages.of(s).layers_on(pipeline_rank) // s.recompute.every
         yield TierTransfer("device", "host", num_bytes, "forward", num_kept)
         yield TierTransfer("host", "device", num_bytes, "backward", num_kept)
 
@@ -144,8 +144,8 @@ class OffloadTimeModel:
             self._hidden_share = HIDDEN_SHARE if profile.hidden_share is None else profile.hidden_share
 
 
-def _moves_of(s: Strategy, layout: Layout, fold: LayerCount) -> Iterator[TierTransfer]:
-    group, widths, count = fold.group, layout.precision, s.num_micro_batches
+def _moves_of(s: ResolvedConfig, layout: Layout, fold: LayerCount) -> Iterator[TierTransfer]:
+    group, widths, count = fold.group, layout.precision, s.batch.accumulation
     tiers, numel, times = group.tiers, group.shard_numel, fold.count
     param_bytes, grad_bytes = (numel * DTYPE_BYTES[dtype] for dtype in (widths.param, widths.accumulate))
     uses = layout.num_unshards(group, count)

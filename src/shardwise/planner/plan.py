@@ -18,13 +18,13 @@ from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError, printable_lines
 from shardwise.config.resolve import Config
 from shardwise.config.sections import Positive
-from shardwise.planner.configs import config_of
+from shardwise.planner.configs import written
 from shardwise.planner.explain import Reasons, expert_notes, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import plan_view
 from shardwise.planner.request import PlanRequest, Question, model_of
-from shardwise.planner.results import Estimate, layout_words
+from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, SearchResult, search
 from shardwise.runtime.format import format_bytes, format_s
 
@@ -37,11 +37,9 @@ class PlanChoice:
 
     Attributes:
         price: memory of each pipeline rank, and time of a step by part.
-        base: the config that the layout's config starts from.
     """
 
     price: Estimate
-    base: Config
 
     def config(self) -> Config:
         """Return the config by which `shardwise train` and `initialize` run it.
@@ -49,11 +47,11 @@ class PlanChoice:
         Raises:
             ConfigError: our decoder cannot have the model's shape.
         """
-        return config_of(self.price.job, self.price.strategy, self.base)
+        return written(self.price.job, self.price.config)
 
     def __repr__(self) -> str:
         peak = format_bytes(self.price.memory.worst.peak_bytes)
-        return f"{layout_words(self.price.strategy)}: {format_s(self.price.time.step_s)} a step, {peak}"
+        return f"{self.price.layout}: {format_s(self.price.time.step_s)} a step, {peak}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -144,6 +142,6 @@ def plan(
     question = Question(model_of(model), target, seq_len, global_batch, tuple(settings))
     asked, result = find(question, lambda asked: search(asked.job, asked.space, limits))
     pricer = Pricer(asked.job)
-    asked = replace(asked, notes=(*asked.notes, *expert_notes(result, pricer)))
-    choices = tuple(PlanChoice(price, asked.base) for price in result.best)
+    asked = replace(asked, notes=(*asked.notes, *expert_notes(result)))
+    choices = tuple(PlanChoice(price) for price in result.best)
     return Plan(choices=choices, result=result, reasons=reasons_of(result, pricer), asked=asked)

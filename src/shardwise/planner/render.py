@@ -14,14 +14,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.resolve import Tier
+from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.configs import SPLITS
 from shardwise.planner.cost import cost_per_step, cost_words, run_cost, run_words, usd_per_million_tokens
 from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
 from shardwise.planner.finetune import Verdict
 from shardwise.planner.fit import Fit
 from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
-from shardwise.planner.job import ModelShape, PlanJob
+from shardwise.planner.job import ModelShape, PlanJob, product_dtype
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     MEMORY_CATEGORIES,
@@ -31,7 +32,6 @@ from shardwise.planner.results import (
     RankMemory,
     batch_words,
     held_on_node,
-    layout_words,
     missing_memory,
     money_words,
 )
@@ -117,18 +117,18 @@ def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, Rendera
     text += f"{shape.num_layers} layers of {shape.hidden_size:,}"
     if shape.experts is not None:
         text += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
-    if job.lora.rank:
-        text += f", LoRA of rank {job.lora.rank}{' over nf4' if job.lora.base == 'nf4' else ''}"
+    if job.base.lora.rank:
+        text += f", LoRA of rank {job.base.lora.rank}{' over nf4' if job.base.lora.base == 'nf4' else ''}"
     rows: list[tuple[str, RenderableType]] = [("model", Text(text, style="bold")), ("batch", batch_words(job))]
     rows.append(("cluster", cluster_words(job.cluster)))
     return rows + [("note", Text(note, style="yellow")) for note in notes]
 
 
 def price_rows(price: Estimate, label: str = "best") -> list[tuple[str, RenderableType]]:
-    """Describe one strategy, whose layout is labelled: its speed, memory on the worst rank, and cost."""
+    """Describe one candidate, whose layout is labelled: its speed, memory on the worst rank, and cost."""
     worst, gpu = price.memory.worst, price.job.cluster.gpu
     rows: list[tuple[str, RenderableType]] = [
-        (label, Text(layout_words(price.strategy), style="bold green" if price.margin_bytes >= 0 else "bold red")),
+        (label, Text(price.layout, style="bold green" if price.margin_bytes >= 0 else "bold red")),
         ("step", speed_words(price)),
         *([] if gpu.is_cpu else [("checked", VALIDATION)]),
         ("limit", limit_words(price)),
@@ -179,13 +179,13 @@ def speed_words(price: Estimate) -> str:
     if mfu is None or halved is None:
         return text
     half = "" if halved == mfu else f" with all keys of attention, {100 * halved:.1f} % with the causal half"
-    return f"{text}, MFU {100 * mfu:.1f} % of {price.strategy.product_dtype}{half}"
+    return f"{text}, MFU {100 * mfu:.1f} % of {product_dtype(price.config)}{half}"
 
 
 def memory_words(price: Estimate) -> str:
     """Write the worst rank's peak against the device's memory, and what is stored elsewhere."""
-    worst, strategy, cluster = price.memory.worst, price.strategy, price.job.cluster
-    where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
+    worst, config, cluster = price.memory.worst, price.config, price.job.cluster
+    where = f" on pipeline rank {worst.pipeline_rank} of {config.mesh.pp}" if config.mesh.pp > 1 else ""
     margin = price.margin_bytes
     fits = f"{format_bytes(margin)} left" if margin >= 0 else f"out of memory by {format_bytes(-margin)}"
     about = "" if worst.is_simulated else "about "
@@ -203,7 +203,7 @@ def memory_words(price: Estimate) -> str:
 
 
 def price_table(prices: Sequence[Estimate], beside: Mapping[str, Estimate] = MappingProxyType({})) -> Table:
-    """Show the best few strategies, one below the other, and `beside` them others by name, such as the user's own."""
+    """Show the best few candidates, one below the other, and `beside` them others by name, such as the user's own."""
     is_large = any(price.memory.worst.peak_bytes >= GIB for price in prices)
     unit, unit_name, digits = (GIB, "GiB", 1) if is_large else (2**20, "MiB", 0)
     table = bare_table("#")
@@ -213,7 +213,7 @@ def price_table(prices: Sequence[Estimate], beside: Mapping[str, Estimate] = Map
     rows = [(f"{number}", price) for number, price in enumerate(prices, 1)]
     for label, price in (*rows, *beside.items()):
         mfu, worst = price.mfu(), price.memory.worst
-        cells: list[RenderableType] = [label, Text(layout_words(price.strategy)), format_s(price.time.step_s)]
+        cells: list[RenderableType] = [label, Text(price.layout), format_s(price.time.step_s)]
         cells += [f"{price.tokens_per_s_per_gpu:,.0f}", "-" if mfu is None else f"{100 * mfu:.1f}"]
         about = "" if worst.is_simulated else "~"
         table.add_row(*cells, f"{about}{worst.peak_bytes / unit:,.{digits}f}")
@@ -240,7 +240,7 @@ def time_rows(price: Estimate) -> list[tuple[str, RenderableType]]:
     parts = [(name, time.parts.get(name, 0.0)) for name in TIME_PARTS]
     named = [f"{name} {format_s(seconds)}" for name, seconds in parts if seconds >= time.step_s / 1000]
     rows: list[tuple[str, RenderableType]] = [("time", ", ".join(named))]
-    if time.bubble_rate is not None and price.strategy.pp > 1:
+    if time.bubble_rate is not None and price.config.mesh.pp > 1:
         rows.append(("bubble", f"{100 * time.bubble_rate:.1f} % of a rank's time in the pipeline"))
     return rows
 
@@ -286,7 +286,7 @@ def plan_view(
     Args:
         num_shown: how many of the best there are in the table; None shows a few.
         is_whole: whether to say where the time goes, all fixes and what was searched.
-        yours: the user's own strategy, to be shown beside them; None where there is none.
+        yours: the user's own config, to be shown beside them; None where there is none.
         notes: on how the question was read.
         verdict: of a fine-tuning job, which comes first; None for other jobs.
     """
@@ -394,7 +394,7 @@ def cost_view(
                     f"{price.tokens_per_s_per_gpu:,.0f}",
                     "-" if usd is None else money_words(usd),
                     "-" if run is None else f"{run.days:,.1f}",
-                    Text(layout_words(price.strategy)),
+                    Text(price.layout),
                 )
         parts.append(table)
     return blocks(*parts)
@@ -423,7 +423,7 @@ def explain_view(
     notes: Sequence[str] = (),
     suggestions: Sequence[str] = (),
 ) -> RenderableType:
-    """Show one strategy in detail: memory of each pipeline rank, parts of the time, what to look at.
+    """Show one candidate in detail: memory of each pipeline rank, parts of the time, what to look at.
 
     Args:
         margin_share: share of a device's memory that should stay free.
@@ -433,7 +433,7 @@ def explain_view(
     rows = price_rows(price, "layout") + time_rows(price)
     rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer.time.compute, margin_share)]
     rows += [("fix", line) for line in suggestions]
-    stages = [facts(stage_rows(price))] if price.strategy.pp > 1 else []
+    stages = [facts(stage_rows(price))] if price.config.mesh.pp > 1 else []
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
 
 
@@ -468,7 +468,7 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
         "fits": [
             {
                 "setup": fitting.name,
-                "strategy": asdict(fitting.strategy),
+                "config": config_dict(fitting.config),
                 "largest_model": None if fitting.shape is None else asdict(fitting.shape),
                 "num_params": None if fitting.shape is None else fitting.shape.num_params,
                 "micro_size": fitting.micro_size,
@@ -519,12 +519,17 @@ def job_dict(job: PlanJob) -> dict[str, Any]:
     }
 
 
+def config_dict(config: ResolvedConfig) -> dict[str, Any]:
+    """Return the sections of a candidate that say how it is split, as JSON takes them."""
+    return config.model_dump(mode="json", include=set(SPLITS))
+
+
 def price_dict(price: Estimate) -> dict[str, Any]:
-    """Return one strategy with its price as JSON takes it."""
+    """Return one candidate with its price as JSON takes it."""
     time, worst = price.time, price.memory.worst
     return {
-        "layout": layout_words(price.strategy),
-        "strategy": asdict(price.strategy),
+        "layout": price.layout,
+        "config": config_dict(price.config),
         "step_s": time.step_s,
         "low_s": time.low_s,
         "high_s": time.high_s,
@@ -551,29 +556,29 @@ def price_dict(price: Estimate) -> dict[str, Any]:
 
 
 def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
-    """Return what `shardwise report` shows of a strategy beside its price: times of a micro-batch, and bytes sent."""
+    """Return what `shardwise report` shows of a candidate beside its price: times of a micro-batch, and bytes sent."""
     rank = price.memory.worst.pipeline_rank
     return {
-        "micro_batch_s": asdict(pricer.time.op_times(price.strategy)),
-        "sent_bytes": pricer.time.compact.on_wire(price.strategy, rank),
+        "micro_batch_s": asdict(pricer.time.op_times(price.config)),
+        "sent_bytes": pricer.time.compact.on_wire(price.config, rank),
     }
 
 
 def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:
-    """Yield what may go wrong or is slow with a strategy of this `price`, one line each.
+    """Yield what may go wrong or is slow with a candidate of this `price`, one line each.
 
     `compute` has the times of its job; `margin_share` is what should stay free of a device's memory.
     """
-    job, strategy = price.job, price.strategy
+    job, config = price.job, price.config
     missing = missing_memory(price.memory, job.cluster, margin_share)
     if missing is not None and missing.tier == "device" and price.margin_bytes >= 0:
         share = price.margin_bytes / job.cluster.gpu.memory_bytes
         yield f"only {format_bytes(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"
     elif missing is not None:
         yield lacks(price, missing)
-    if strategy.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
-        yield f"mesh.tp={strategy.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
-    if compute.waits_for_launches(strategy):
+    if config.mesh.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
+        yield f"mesh.tp={config.mesh.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
+    if compute.waits_for_launches(config):
         fix = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
         yield f"kernels are shorter than the host takes to launch them, so {fix}"
     if price.time.kind in WITHOUT_EVIDENCE:

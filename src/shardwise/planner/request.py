@@ -24,12 +24,12 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, is_config, read_toml
 from shardwise.models.presets import PRESETS, DecoderConfig, preset
 from shardwise.optim.rules import wanted_rule
-from shardwise.planner.candidates import SearchSpace, divisors
-from shardwise.planner.configs import KEYS, job_of, model_section, pins_of, shape_of
+from shardwise.planner.candidates import PLANNED, SearchSpace, divisors
+from shardwise.planner.configs import base_of, job_of, model_section, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, ModelSource, PlanJob
 from shardwise.runtime.format import format_count
 
 # Names that people know our presets by.
@@ -53,8 +53,6 @@ TUNING_LENGTH: Final = 2048
 TUNING_BATCH: Final = 32
 USUAL_LENGTH: Final = 4096
 """Tokens of a sequence where none are given, and the model's longest is too long."""
-# The config's keys of a strategy that one job has one value of, so they are not searched.
-_OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.accumulate", _CHUNKS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +99,7 @@ class Question:
         return ask(self.model, self.cluster, **sizes, settings=self.settings, tunes=self.tunes)
 
     def easier(self, asked: PlanRequest) -> Iterator[Question]:
-        """Yield questions that need less memory and change nothing that the user has said, the nearest first.
-
-        Args:
-            asked: what this question asks.
-        """
+        """Yield questions that need less memory and change nothing that the user has said, the nearest first."""
         is_given = _CHUNKS in self.model.given | {_key(setting) for setting in self.settings}
         chunked = () if is_given else (f"{_CHUNKS}={CHUNK_TOKENS}",)
         if chunked:
@@ -223,7 +217,7 @@ def _of_toml(path: Path) -> ModelSource:
 def is_split(source: ModelSource) -> bool:
     """Say whether a model's file also says how the job is split."""
     keys = source.given | set(source.settings)
-    return any(key in KEYS and key not in _OF_ALL and not key.startswith("batch.") for key in keys)
+    return any(key in PLANNED and not key.startswith("batch.") for key in keys)
 
 
 def ask(
@@ -250,7 +244,7 @@ def ask(
     """
     if model.shape is None:
         raise ConfigError("model-not-named", "the file names no model; give one after --model")
-    pinned = [setting for setting in settings if _key(setting) in KEYS and _key(setting) not in _OF_ALL]
+    pinned = [setting for setting in settings if _key(setting) in PLANNED]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([setting for setting in settings if setting not in pinned])
     wanted_rule(base.optimizer.name)
@@ -262,15 +256,8 @@ def ask(
     length, batch = _length(model, seq_len, notes, tunes=tunes), global_batch or model.global_batch
     if batch is None:
         batch = _batch(cluster.num_gpus, length, notes, tunes=tunes)
-    precision = base.precision
-    strategy = Strategy(
-        param=precision.param or "fp32",
-        reduce=precision.reduce,
-        accumulate=precision.accumulate,
-        chunk_tokens=base.context.chunk_tokens,
-    )
     job = _job(model.shape, base, cluster, length, batch)
-    space, plan_only = SearchSpace(base=strategy, pins=pins_of(pinned)), _plan_only(job, base)
+    space, plan_only = SearchSpace(pins=pins_of(pinned)), _plan_only(job, base)
     return PlanRequest(job=job, space=space, base=base, notes=tuple(notes), plan_only=plan_only)
 
 
@@ -336,14 +323,14 @@ def usual_dtype(cluster: Cluster) -> Dtype:
 
 
 def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:
-    """Build the job from the parts of the config that no strategy changes."""
+    """Build the job from the parts of the config that no candidate changes."""
     sections: dict[str, Any] = {key: value for key, value in base.model_dump().items() if key in _OF_JOB}
     sections["batch"] = {"global_size": global_batch}
     sections["data"]["seq_len"] = seq_len
     alone = replace(cluster, num_gpus=1, gpus_per_node=1)
     job = job_of(Config.from_dict(sections), alone)
     window = job.shape.window if job.shape.window is not None else shape.window
-    return replace(job, shape=replace(shape, window=window), cluster=cluster, zero=base.zero)
+    return replace(job, shape=replace(shape, window=window), cluster=cluster, base=base_of(base))
 
 
 _OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})

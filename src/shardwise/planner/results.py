@@ -3,9 +3,12 @@
 >>> rank = RankMemory(pipeline_rank=0, at_rest={"param": 4}, peak={"params": 4.0, "activations": 6.0})
 >>> rank.peak_bytes
 10.0
->>> print(layout_words(Strategy(tp=8, sequence_parallel=True, pp=4, dp_shard=16, zero_stage=1, num_micro_batches=16)))
+>>> from shardwise.config.resolve import Config
+>>> split = {"mesh": {"tp": 8, "pp": 4}, "tensor": {"sequence_parallel": True}, "batch": {"accumulation": 16}}
+>>> print(layout_words(Config.from_dict({**split, "zero": {"stage": 1}}).resolve(512)))
 TP 8+SP, PP 4 1f1b, ZeRO-1 over 16, micro-batch 1 x 16
->>> print(layout_words(Strategy(dp_shard=8, zero_stage=1, optimizer_tier="host", optimizer_on_device=0.5)))
+>>> away = {"zero": {"stage": 1}, "tiers": {"optimizer": "host", "optimizer_on_device": 0.5}}
+>>> print(layout_words(Config.from_dict(away).resolve(8)))
 ZeRO-1 over 8, micro-batch 1, optimizer but 50 % on host
 """
 
@@ -16,10 +19,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.config.resolve import Tier
+from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.layout.zero_stages import STAGES
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, product_dtype, trains_all
 from shardwise.runtime.format import format_count, three_digits
 from shardwise.schedule.pipelines import recipe_of
 
@@ -121,12 +124,17 @@ class TimeEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Hold the price of one strategy."""
+    """Hold the price of one candidate."""
 
     job: PlanJob
-    strategy: Strategy
+    config: ResolvedConfig
     memory: MemoryEstimate
     time: TimeEstimate
+
+    @property
+    def layout(self) -> str:
+        """Return the candidate on one line, its experts' ranks included."""
+        return layout_words(self.config, self.job.ep)
 
     @property
     def margin_bytes(self) -> float:
@@ -144,28 +152,32 @@ class Estimate:
         Args:
             is_causal_halved: whether keys after a query are left out; by default all keys of attention count.
         """
-        peak = self.job.cluster.gpu.peak_flops_per_s.get(self.strategy.product_dtype)
-        shape, trains_all = self.job.shape, self.job.trains_all
-        flops = shape.flops_per_token(self.job.seq_len, is_causal_halved=is_causal_halved, trains_all=trains_all)
+        peak = self.job.cluster.gpu.peak_flops_per_s.get(product_dtype(self.config))
+        shape, is_whole = self.job.shape, trains_all(self.config)
+        flops = shape.flops_per_token(self.job.seq_len, is_causal_halved=is_causal_halved, trains_all=is_whole)
         return flops * self.tokens_per_s_per_gpu / peak if peak else None
 
 
 TIE_SHARE: Final = 0.02
-"""Share of a step's time by which a simpler strategy may be slower than the fastest and still be preferred."""
+"""Share of a step's time by which a simpler candidate may be slower than the fastest and still be preferred."""
 
 
-def num_extras(s: Strategy) -> int:
+def num_extras(s: ResolvedConfig) -> int:
     """Count axes beyond the data-parallel one, schedules beyond 1F1B, memories beyond the device, and the like.
 
     Each doubling of a context axis counts, and of virtual stages beyond two.
     """
-    tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
-    extras = (s.pp > 1) + (s.tp > 1) + (s.cp - 1).bit_length()
-    extras += s.cp > 1 and (s.heads_over is not None or s.transport != "ring")
-    extras += (s.pp > 1 and s.schedule != "1f1b") + recipe_of(s.schedule).splits_backward + (s.recompute_every > 1)
-    extras += max(0, (s.virtual_stages - 1).bit_length() - 1)
+    tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
+    extras = (s.mesh.pp > 1) + (s.mesh.tp > 1) + (s.mesh.cp - 1).bit_length()
+    extras += s.mesh.cp > 1 and (s.context.heads_over is not None or s.context.transport != "ring")
+    extras += (
+        (s.mesh.pp > 1 and s.pipeline.schedule != "1f1b")
+        + recipe_of(s.pipeline.schedule).splits_backward
+        + (s.recompute.every > 1)
+    )
+    extras += max(0, (s.pipeline.virtual_stages - 1).bit_length() - 1)
     extras += sum(tier != "device" for tier in tiers) + tiers.count("nvme")
-    return extras + (max(s.params_on_device, s.grads_on_device, s.optimizer_on_device) > 0)
+    return extras + (max(s.tiers.params_on_device, s.tiers.grads_on_device, s.tiers.optimizer_on_device) > 0)
 
 
 def simplest(prices: Iterable[Estimate]) -> Estimate:
@@ -173,7 +185,7 @@ def simplest(prices: Iterable[Estimate]) -> Estimate:
     every = list(prices)
     least_s = min(price.time.step_s for price in every)
     tied = [price for price in every if price.time.step_s <= (1 + TIE_SHARE) * least_s]
-    return min(tied, key=lambda price: (num_extras(price.strategy), price.time.step_s))
+    return min(tied, key=lambda price: (num_extras(price.config), price.time.step_s))
 
 
 def by_timeline_part(parts: Mapping[str, float]) -> dict[str, float]:
@@ -235,37 +247,41 @@ def _of_node(cluster: Cluster) -> tuple[tuple[Tier, float], ...]:
     return ("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes)
 
 
-def layout_words(strategy: Strategy) -> str:
-    """Write a strategy on one line; what has its usual value is left out.
+def layout_words(config: ResolvedConfig, ep: int = 1) -> str:
+    """Write a candidate on one line; what has its usual value is left out.
 
-    >>> layout_words(Strategy(pp=8, schedule="interleaved", virtual_stages=10))
-    'PP 8 interleaved (10 virtual stages), micro-batch 1'
+    Args:
+        ep: ranks over which experts are split.
     """
-    return ", ".join(_layout_parts(strategy))
+    return ", ".join(_layout_parts(config, ep))
 
 
-def _layout_parts(s: Strategy) -> Iterator[str]:
-    if s.tp > 1:
-        yield f"TP {s.tp}+SP" if s.sequence_parallel else f"TP {s.tp}"
-    if s.pp > 1:
-        yield f"PP {s.pp} {s.schedule}" + (
-            f" ({s.virtual_stages} virtual stages)" if s.schedule == "interleaved" else ""
+def _layout_parts(s: ResolvedConfig, ep: int) -> Iterator[str]:
+    if s.mesh.tp > 1:
+        yield f"TP {s.mesh.tp}+SP" if s.tensor.sequence_parallel else f"TP {s.mesh.tp}"
+    if s.mesh.pp > 1:
+        yield f"PP {s.mesh.pp} {s.pipeline.schedule}" + (
+            f" ({s.pipeline.virtual_stages} virtual stages)" if s.pipeline.schedule == "interleaved" else ""
         )
-    if s.cp > 1:
-        heads = f" with Ulysses over {s.heads_over}" if s.heads_over and s.transport != "ulysses" else ""
-        yield f"CP {s.cp} {s.transport}{heads}"
-    if s.ep > 1:
-        yield f"EP {s.ep}"
+    if s.mesh.cp > 1:
+        heads = (
+            f" with Ulysses over {s.context.heads_over}"
+            if s.context.heads_over and s.context.transport != "ulysses"
+            else ""
+        )
+        yield f"CP {s.mesh.cp} {s.context.transport}{heads}"
+    if ep > 1:
+        yield f"EP {ep}"
     yield from _data_parts(s)
-    yield f"micro-batch {s.micro_size}" + (f" x {s.num_micro_batches}" if s.num_micro_batches > 1 else "")
-    if s.recompute != "none":
-        every = f" every {s.recompute_every}" if s.recompute_every > 1 else ""
-        yield f"recompute {s.recompute}{every}"
+    yield f"micro-batch {s.batch.micro_size}" + (f" x {s.batch.accumulation}" if s.batch.accumulation > 1 else "")
+    if s.recompute.mode != "none":
+        every = f" every {s.recompute.every}" if s.recompute.every > 1 else ""
+        yield f"recompute {s.recompute.mode}{every}"
     placed = (
-        ("params", s.params_tier, s.params_on_device),
-        ("grads", s.grads_tier, s.grads_on_device),
-        ("optimizer", s.optimizer_tier, s.optimizer_on_device),
-        ("activations", s.activations_tier, 0.0),
+        ("params", s.tiers.params, s.tiers.params_on_device),
+        ("grads", s.tiers.grads, s.tiers.grads_on_device),
+        ("optimizer", s.tiers.optimizer, s.tiers.optimizer_on_device),
+        ("activations", s.tiers.activations, 0.0),
     )
     for tier in ("host", "nvme"):
         states = [f"{name} but {100 * share:.0f} %" if share else name for name, of, share in placed if of == tier]
@@ -273,16 +289,16 @@ def _layout_parts(s: Strategy) -> Iterator[str]:
             yield f"{' and '.join(states)} on {tier}"
 
 
-def _data_parts(s: Strategy) -> Iterator[str]:
-    num_shards, replicas = s.dp_shard * s.cp, s.dp_replicate
+def _data_parts(s: ResolvedConfig) -> Iterator[str]:
+    num_shards, replicas = s.mesh.dp_shard * s.mesh.cp, s.mesh.dp_replicate
     if num_shards * replicas == 1:
         return
-    if s.zero_stage == 0:
+    if s.zero.stage == 0:
         yield f"DDP over {num_shards * replicas}"
         return
-    gathers_each_time = STAGES[s.zero_stage].unshard_for_use and s.pp > 1 and s.gather == "micro-batch"
+    gathers_each_time = STAGES[s.zero.stage].unshard_for_use and s.mesh.pp > 1 and s.pipeline.gather == "micro-batch"
     each_time = " each micro-batch" if gathers_each_time else ""
-    yield f"ZeRO-{s.zero_stage} over {num_shards}" + (f" x {replicas} replicas" if replicas > 1 else "") + each_time
+    yield f"ZeRO-{s.zero.stage} over {num_shards}" + (f" x {replicas} replicas" if replicas > 1 else "") + each_time
 
 
 def money_words(dollars: float) -> str:

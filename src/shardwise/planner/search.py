@@ -3,7 +3,7 @@
 A heap holds every candidate by a lower bound of its step, which is raised twice: first it is what ranks compute and
 exchange inside blocks, timed once for all candidates that share it, with the schedule's least bubble; then the time of
 the candidate's own stages; last the price of each placement of its states. Whatever leaves the heap as a priced
-strategy that fits is thus the fastest that is left, so the search proves its winner, within its model, when the heap's
+candidate that fits is thus the fastest that is left, so the search proves its winner, within its model, when the heap's
 least bound passes it. What does not fit with as little kept as possible is dropped before it is priced.
 """
 
@@ -19,21 +19,13 @@ from typing import Any, Final
 
 from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import num_states
-from shardwise.planner.candidates import (
-    ZERO,
-    ParallelismCandidate,
-    PlacementCandidate,
-    SearchSpace,
-    candidates,
-    placements,
-    strategy_at,
-    why_none,
-)
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
+from shardwise.planner.job import PlanJob, changed, param_of, trains_all
 from shardwise.planner.pricer import Pricer, priced
 from shardwise.planner.results import (
     TIE_SHARE,
@@ -49,11 +41,10 @@ from shardwise.planner.results import (
     usable_bytes,
 )
 from shardwise.planner.stages import PACKED_BYTES
-from shardwise.schedule.formulas import least_bubble_share
 
 # So many meshes or schedules are wanted beside each other.
 _NUM_KINDS: Final = 5
-# Schedules are simulated for at most this many times the number of wanted strategies.
+# Schedules are simulated for at most this many times the number of wanted candidates.
 _MOST_SIMULATED: Final = 5
 # What exceeds a device's memory by less than this share of it may fit after all: estimates are that uncertain.
 _NEAR_SHARE: Final = 0.04
@@ -74,7 +65,7 @@ class Limits:
     Attributes:
         margin_share: share of a device's memory that is to stay free.
         max_prices: estimates of time, of which one of memory counts as four, after which the search ends though better
-            strategies may be left.
+            candidates may be left.
     """
 
     num_best: Positive = 10
@@ -84,7 +75,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Hold the strategies that a search found.
+    """Hold the candidates that a search found.
 
     Attributes:
         best: those that fit: the simplest of those as fast as the fastest, then the others in order of time.
@@ -124,24 +115,24 @@ class SearchResult:
 def search(
     job: PlanJob, space: SearchSpace | None = None, limits: Limits | None = None, pricer: Pricer | None = None
 ) -> SearchResult:
-    """Find the fastest strategies of a job that fit.
+    """Find the fastest candidates of a job that fit.
 
     Args:
         job: on all GPUs of its cluster.
         space: what may be chosen; None allows everything.
         limits: when to end; None takes the defaults.
-        pricer: prices the job's strategies; None makes a `Pricer`.
+        pricer: prices the job's candidates; None makes a `Pricer`.
 
     Raises:
         ConfigError: there is no candidate: batch, cluster and pins do not go together.
     """
     began = time.perf_counter()
     search = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
-    search.run()
+    left = search.run()
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
     fitting = search.finish()
-    num_fitting = search.count()
+    num_fitting = search.count(left)
     num_best = search.limits.num_best
     gap_share = max(0.0, 1 - search.least_left_s / fitting[0].time.step_s) if fitting else float(search.is_cut)
     return SearchResult(
@@ -161,14 +152,14 @@ def search(
 
 
 def settle(plan: SearchResult, settled: Sequence[Estimate]) -> SearchResult:
-    """Return what a search found, once the memory of some strategies is known: what no longer fits is left out.
+    """Return what a search found, once the memory of some candidates is known: what no longer fits is left out.
 
     Args:
         settled: some of its best, runners-up and near misses; those that were simulated have the memory that counts.
     """
-    simulated = {price.strategy: price for price in settled if price.memory.worst.is_simulated}
-    by_strategy = {price.strategy: price for price in (*plan.best, *plan.runners_up)} | simulated
-    every, margin = list(by_strategy.values()), plan.limits.margin_share
+    simulated = {price.config: price for price in settled if price.memory.worst.is_simulated}
+    by_config = {price.config: price for price in (*plan.best, *plan.runners_up)} | simulated
+    every, margin = list(by_config.values()), plan.limits.margin_share
 
     def missing(price: Estimate) -> MissingMemory | None:
         return missing_memory(price.memory, plan.job.cluster, margin)
@@ -189,24 +180,37 @@ def runners_up(fitting: Sequence[Estimate], num_best: int) -> Iterator[Estimate]
     """Yield the best of each other mesh and schedule than the first one's, `num_best` less one at most."""
     kinds: dict[tuple[Any, ...], Estimate] = {}
     for price in fitting:
-        kinds.setdefault(kind_of(price.strategy), price)
+        kinds.setdefault(kind_of(price.config), price)
     yield from list(kinds.values())[1:num_best]
 
 
-def kind_of(item: Strategy | ParallelismCandidate) -> tuple[Any, ...]:
+def kind_of(config: ResolvedConfig) -> tuple[Any, ...]:
     """Return mesh and schedule; where only data are split, the ZeRO stage too."""
-    mesh = (item.pp, item.cp, item.tp, item.schedule)
-    return (*mesh, item.zero_stage) if isinstance(item, Strategy) and mesh[:3] == (1, 1, 1) else mesh
+    mesh = (config.mesh.pp, config.mesh.cp, config.mesh.tp, config.pipeline.schedule)
+    return (*mesh, config.zero.stage) if mesh[:3] == (1, 1, 1) else mesh
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Mark the members of a family from `index` on, whose bound is that of the first of them."""
+
+    family: Family
+    index: int
+    inner_s: float
+
+    @property
+    def bound_s(self) -> float:
+        return self.inner_s * (1 + self.family.least_bubble_share(self.index))
 
 
 @dataclass(frozen=True)
 class _Timed:
     """Mark a candidate whose bound is the time of its own stages."""
 
-    candidate: ParallelismCandidate
+    config: ResolvedConfig
 
 
-_Item = ParallelismCandidate | _Timed | Strategy
+_Item = _Head | _Timed | ResolvedConfig
 
 
 class _Search:
@@ -221,41 +225,50 @@ class _Search:
         self.is_cut = False
         self._kinds: set[tuple[Any, ...]] = set()
         self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
-        self._inner_s: dict[tuple[Any, ...], float] = {}
-        self._placements: dict[tuple[Any, ...], list[PlacementCandidate]] = {}
+        self._placements: dict[tuple[Any, ...], list[Values]] = {}
         self._fits_leanest: dict[tuple[Any, ...], bool] = {}
-        self._fallbacks: list[Strategy] = []
-        self._missed: tuple[float, Strategy] | None = None
+        self._fallbacks: list[ResolvedConfig] = []
+        self._missed: tuple[float, ResolvedConfig] | None = None
         self._near: list[Estimate] = []
-        self._left: list[tuple[float, int, _Item]] = []
-        self._tried: set[ParallelismCandidate] = set()
+        self._tried: set[tuple[Any, ...]] = set()
 
-    def run(self) -> None:
-        """Open what has the least bound until it passes what was found, or the prices are spent."""
-        heap: list[tuple[float, int, _Item]] = []
-        for candidate in candidates(self.job, self.space):
-            heap.append((self._bound_s(candidate), len(heap), candidate))
-        self.num_candidates = num_items = len(heap)
+    def run(self) -> list[_Item]:
+        """Open what has the least bound until it passes what was found or prices are spent; return what is left."""
+        heads = [_Head(family, 0, self._inner_s(family)) for family in families(self.job, self.space)]
+        self.num_candidates = sum(len(head.family.pipelines) for head in heads)
+        heap: list[tuple[float, int, _Item]] = [(head.bound_s, number, head) for number, head in enumerate(heads)]
+        num_items = len(heap)
         heapq.heapify(heap)
-        self._left = heap
         while heap and not self._has_enough(heap[0][0]):
             is_found = bool(self.fitting or self._fallbacks)
             if self._cost >= self.limits.max_prices * (1 if is_found else _MORE_IF_NONE):
                 self.is_cut = True
                 self.least_left_s = heap[0][0]
-                return
+                break
             bound_s, _, item = heapq.heappop(heap)
             for seconds, opened in self._open(item, bound_s):
                 num_items += 1
                 heapq.heappush(heap, (max(seconds, bound_s), num_items, opened))
+        return [item for _, _, item in heap]
 
-    def count(self) -> int:
-        """Give each candidate that is left its reason, and return how many fit."""
-        left = {_candidate_of(item) for _, _, item in self._left}
-        fits = {_candidate_of(price.strategy) for price in self.fitting} & (left | self._tried)
-        self.rejected["not looked at" if self.is_cut else "slower even at best"] += len(left - fits)
+    def count(self, left_items: Sequence[_Item]) -> int:
+        """Give each candidate of what is left its reason, and return how many fit."""
+        unopened = [
+            (item.family, index)
+            for item in left_items
+            if isinstance(item, _Head)
+            for index in range(item.index, len(item.family.pipelines))
+        ]
+        left = {_candidate_of(item) for item in left_items if not isinstance(item, _Head)}
+        fits = {_candidate_of(price.config) for price in self.fitting}
+        num_fallbacks = 0
+        if not fits <= left | self._tried:  # of a search that was cut
+            num_fallbacks = len(fits & {_candidate_of(family.member(index)) for family, index in unopened})
+        fits &= left | self._tried
+        num_left = len(unopened) - num_fallbacks + len(left - fits)
+        self.rejected["not looked at" if self.is_cut else "slower even at best"] += num_left
         self.rejected["out of memory"] += len(self._tried - left - fits)
-        return len(fits)
+        return len(fits) + num_fallbacks
 
     def _has_enough(self, bound_s: float) -> bool:
         """Say whether nothing from this bound on is wanted, neither to win nor to be shown."""
@@ -268,130 +281,127 @@ class _Search:
         return is_tie or len(self.fitting) < self.limits.num_best
 
     def _open(self, item: _Item, bound_s: float) -> Iterator[tuple[float, _Item]]:
-        """Yield what an item becomes, by its next bound; of a priced strategy that fits, keep the price."""
-        if isinstance(item, Strategy):
+        """Yield what an item becomes, by its next bound; of a priced candidate that fits, keep the price."""
+        if isinstance(item, ResolvedConfig):
             self._tried.add(_candidate_of(item))
             self._add(item)
             return
-        candidate = item.candidate if isinstance(item, _Timed) else item
-        if not self._may_win(bound_s) and kind_of(candidate) in self._kinds:
+        if isinstance(item, _Head) and item.index + 1 < len(item.family.pipelines):
+            following = replace(item, index=item.index + 1)
+            yield following.bound_s, following
+        config = item.config if isinstance(item, _Timed) else item.family.member(item.index)
+        kind = kind_of(config)
+        if not self._may_win(bound_s) and kind[:3] != (1, 1, 1) and kind in self._kinds:
             self.rejected["like a faster one"] += 1
-        elif not self._placements_of(candidate) or not self._fits_leanest.get(_pipeline_of(candidate), True):
+        elif not self._placements_of(config) or not self._fits_leanest.get(_pipeline_of(config), True):
             self.rejected["out of memory even at best"] += 1
         elif not isinstance(item, _Timed):
-            yield self._stages_s(candidate), _Timed(candidate)
-        elif not self._may_fit(candidate):
+            yield self._stages_s(config), _Timed(config)
+        elif not self._may_fit(config):
             self.rejected["out of memory"] += 1
         else:
-            for placement in self._placements_of(candidate):
-                strategy = strategy_at(candidate, placement, self.space.base)
-                yield self._quick(strategy).step_s, strategy
+            for placement in self._placements_of(config):
+                placed = changed(config, placement)
+                yield self._quick(placed).step_s, placed
 
-    def _bound_s(self, candidate: ParallelismCandidate) -> float:
-        """Return the time of blocks with the least bubble, shared by candidates that compute the same."""
-        inner_s = self._inner_s.get(candidate.inner)
-        if inner_s is None:
-            inner_s = self.pricer.time.busy_s(self._least_computing(candidate))
-            self._inner_s[candidate.inner] = inner_s
-        pipeline = (candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages)
-        return inner_s * (1 + least_bubble_share(*pipeline))
+    def _inner_s(self, family: Family) -> float:
+        """Return the time that every member of a family takes at least, without a bubble."""
+        return self.pricer.time.busy_s(self._least_computing(family.member(0)))
 
-    def _stages_s(self, candidate: ParallelismCandidate) -> float:
+    def _stages_s(self, config: ResolvedConfig) -> float:
         """Return the time without what depends on where states are stored."""
-        price = self._quick(self._least_computing(candidate))
+        price = self._quick(self._least_computing(config))
         outer_s = sum(price.parts.get(name, 0.0) for name in ("data", "offload", "step"))
         return price.step_s * (1 - outer_s / (price.step_s - price.parts.get("other", 0.0)))
 
-    def _least_computing(self, candidate: ParallelismCandidate) -> Strategy:
+    def _least_computing(self, config: ResolvedConfig) -> ResolvedConfig:
         # Where gradients are not stored whole none are added to others, so the highest stage computes least.
-        stage = max(self.space.of("zero_stage", (3,)))
-        placement = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
-        return strategy_at(candidate, placement, self.space.base)
+        return changed(config, {"zero.stage": max(self.space.of("zero.stage", (3,))), "zero.secondary_shard": 0})
 
-    def _placements_of(self, candidate: ParallelismCandidate) -> list[PlacementCandidate]:
+    def _placements_of(self, config: ResolvedConfig) -> list[Values]:
         """Return the placements with which the states of a rank may fit on the device."""
-        key = (candidate.num_data_ranks, candidate.cp, candidate.tp, candidate.pp, candidate.recompute)
+        key = (config.mesh, config.recompute.mode)
         if key not in self._placements:
             self._placements[key] = [
                 placement
-                for placement in placements(self.job, self.space, candidate)
-                if least_states_bytes(self.job, self.space.base, candidate, placement) <= self._usable_bytes
+                for placement in placements(self.job, self.space, config)
+                if least_states_bytes(self.job, changed(config, placement)) <= self._usable_bytes
             ]
         return self._placements[key]
 
-    def _may_fit(self, candidate: ParallelismCandidate) -> bool:
+    def _may_fit(self, config: ResolvedConfig) -> bool:
         """Say whether a candidate fits the device with the placement that leaves least there.
 
         The candidate of the same pipeline that keeps least is estimated first, once for all that keep more.
         """
-        placement = max(self._placements_of(candidate), key=_saving)
-        pipeline = _pipeline_of(candidate)
+        placement, pipeline = max(self._placements_of(config), key=_saving), _pipeline_of(config)
         if pipeline not in self._fits_leanest:
-            num_micro_batches = candidate.num_micro_batches * candidate.micro_size
-            least = candidate._replace(micro_size=1, num_micro_batches=num_micro_batches)
-            least = least._replace(recompute="full", recompute_every=1)
-            self._fits_leanest[pipeline] = self._fits_device(least, placement)
-        return self._fits_leanest[pipeline] and self._fits_device(candidate, placement)
+            count = config.batch.accumulation * config.batch.micro_size
+            least = {"batch.micro_size": 1, "batch.accumulation": count, "recompute.mode": "full", "recompute.every": 1}
+            leanest = changed(config, least)
+            # Only what is recomputed whole may move its activations away.
+            of_leanest = max(self._placements_of(leanest), key=_saving, default=placement)
+            self._fits_leanest[pipeline] = self._fits_device(changed(leanest, of_leanest))
+        return self._fits_leanest[pipeline] and self._fits_device(changed(config, placement))
 
-    def _fits_device(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> bool:
-        strategy = strategy_at(candidate, placement, self.space.base)
-        memory = self._memory_of(strategy)
+    def _fits_device(self, config: ResolvedConfig) -> bool:
+        memory = self._memory_of(config)
         if missing_memory(memory, self.job.cluster, self.limits.margin_share) is None:
-            self._fallbacks.append(strategy)
+            self._fallbacks.append(config)
         return memory.worst.peak_bytes <= self._usable_bytes
 
-    def _quick(self, strategy: Strategy) -> TimeEstimate:
+    def _quick(self, config: ResolvedConfig) -> TimeEstimate:
         self.num_prices += 1
         self._cost += 1
-        return self.pricer.time.estimate(strategy, is_quick=True)
+        return self.pricer.time.estimate(config, is_quick=True)
 
-    def _memory_of(self, strategy: Strategy) -> MemoryEstimate:
+    def _memory_of(self, config: ResolvedConfig) -> MemoryEstimate:
         """Estimate its memory, of some ranks alone where that does not fit; note how much is missing."""
         # For what does not fit it is enough to know that another misses by less.
         least_lacking = math.inf if self._missed is None else self._missed[0]
         too_much_bytes = self._usable_bytes + least_lacking / self.job.cluster.gpus_per_node
-        memory = self.pricer.memory.estimate(strategy, too_much_bytes=too_much_bytes)
+        memory = self.pricer.memory.estimate(config, too_much_bytes=too_much_bytes)
         self.num_prices += 1
         self._cost += _MEMORY_COST
         lacking = missing_on_node(memory, self.job.cluster, self.limits.margin_share)
         if lacking > 0 and lacking < least_lacking:
-            self._missed = lacking, strategy
+            self._missed = lacking, config
         return memory
 
-    def _add(self, strategy: Strategy, below_s: float = math.inf) -> bool:
-        """Keep a strategy's price; return whether it fits and takes less than `below_s`."""
-        memory = self._memory_of(strategy)
+    def _add(self, config: ResolvedConfig, below_s: float = math.inf) -> bool:
+        """Keep a candidate's price; return whether it fits and takes less than `below_s`."""
+        memory = self._memory_of(config)
         missing = missing_memory(memory, self.job.cluster, self.limits.margin_share)
         if missing is not None:
             if missing.tier == "device" and missing.missing_bytes <= _NEAR_SHARE * self._usable_bytes:
-                self._near.append(Estimate(job=self.job, strategy=strategy, memory=memory, time=self._quick(strategy)))
+                self._near.append(Estimate(job=self.job, config=config, memory=memory, time=self._quick(config)))
             return False
-        price = self._quick(strategy)
+        price = self._quick(config)
         if price.step_s >= below_s:
             return False
-        self.fitting.append(Estimate(job=self.job, strategy=strategy, memory=memory, time=price))
-        self._kinds.add(kind_of(strategy))
+        self.fitting.append(Estimate(job=self.job, config=config, memory=memory, time=price))
+        self._kinds.add(kind_of(config))
         return True
 
     def finish(self) -> list[Estimate]:
         """Return all that fit: the simplest of the fastest, then the fastest first, their schedules simulated."""
         if not self.fitting:  # the search was cut
             fastest = sorted(self._fallbacks, key=lambda each: self._quick(each).step_s)
-            for strategy in fastest[: self.limits.num_best]:
-                self._add(strategy)
+            for config in fastest[: self.limits.num_best]:
+                self._add(config)
         for price in self.fitting[: self.limits.num_best]:  # as large a share on the device as fits and helps
-            any(self._add(strategy, price.time.step_s) for strategy in more_on_device(price, self._usable_bytes))
+            any(self._add(config, price.time.step_s) for config in more_on_device(price, self._usable_bytes))
         every = sorted(self.fitting, key=lambda each: each.time.step_s)
         if not every:
             return []
         most = _MOST_SIMULATED * self.limits.num_best
-        shown = {price.strategy: price for price in (*every[:most], simplest(every), *runners_up(every, most))}
+        shown = {price.config: price for price in (*every[:most], simplest(every), *runners_up(every, most))}
         exact = [
-            price if strategy.pp == 1 else replace(price, time=self.pricer.time.estimate(strategy))
-            for strategy, price in shown.items()
+            price if config.mesh.pp == 1 else replace(price, time=self.pricer.time.estimate(config))
+            for config, price in shown.items()
         ]
         self.num_prices += len(exact)
-        exact.sort(key=lambda each: (each.time.step_s, num_extras(each.strategy)))
+        exact.sort(key=lambda each: (each.time.step_s, num_extras(each.config)))
         best = simplest(exact)
         return [best, *(price for price in exact if price is not best)]
 
@@ -401,7 +411,7 @@ class _Search:
         fastest = sorted(self._near, key=lambda price: price.time.step_s)[:_NUM_NEAR]
         for price in fastest:
             # The memory of all ranks, the schedule simulated.
-            exact_price = priced(self.job, price.strategy, self.pricer)
+            exact_price = priced(self.job, price.config, self.pricer)
             if exact_price.time.step_s < (1 - TIE_SHARE) * least_s:
                 yield exact_price
 
@@ -414,59 +424,53 @@ class _Search:
         return None if missing is None else (price, missing)
 
 
-def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
-    """Yield the strategy with as large a share of its states on the device as may fit, and with a little less.
+def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[ResolvedConfig]:
+    """Yield the candidate with as large a share of its states on the device as may fit, and with a little less.
 
     Args:
-        price: of a strategy that stores states off the device; for any other nothing is yielded.
+        price: of a candidate that stores states off the device; for any other nothing is yielded.
     """
-    s, worst = price.strategy, price.memory.worst
-    away = [state for state in ("params", "grads", "optimizer") if getattr(s, f"{state}_tier") != "device"]
+    tiers, worst = price.config.tiers, price.memory.worst
+    away = [name for name in ("params", "grads", "optimizer") if getattr(tiers, name) != "device"]
     if away_bytes := sum(worst.elsewhere.values()) if away else 0:
         most = int(_NUM_SHARES * min(1.0, (usable_bytes - worst.peak_bytes) / away_bytes))
         for step in (most, most - 1):
             if 0 < step < _NUM_SHARES:
-                shares: dict[str, Any] = {f"{state}_on_device": step / _NUM_SHARES for state in away}
-                yield replace(s, **shares)
+                yield changed(price.config, {f"tiers.{name}_on_device": step / _NUM_SHARES for name in away})
 
 
-def _candidate_of(item: _Item) -> ParallelismCandidate:
-    if isinstance(item, Strategy):
-        return ParallelismCandidate._make(getattr(item, name) for name in ParallelismCandidate._fields)
-    return item.candidate if isinstance(item, _Timed) else item
+def _candidate_of(item: _Timed | ResolvedConfig) -> tuple[Any, ...]:
+    """Return what is left of a candidate without where its states are stored."""
+    config = item.config if isinstance(item, _Timed) else item
+    pipeline = (config.mesh.pp, config.pipeline.schedule, config.pipeline.virtual_stages)
+    return *pipeline, config.mesh.tp, config.tensor, config.mesh.cp, config.context, config.batch, config.recompute
 
 
-def _pipeline_of(candidate: ParallelismCandidate) -> tuple[Any, ...]:
+def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:
     """Return what candidates share that differ in micro-batches and recomputation alone."""
-    return (*candidate[:7], candidate.schedule, candidate.virtual_stages)
+    return config.mesh, config.tensor, config.context, config.pipeline
 
 
-def _saving(placement: PlacementCandidate) -> tuple[int, int, bool, int]:
+def _saving(placement: Values) -> tuple[int, int, bool, int]:
     """Return a key that is largest for the placement that holds least on the device."""
-    num_away = sum(tier != "device" for tier in placement.tiers)
-    return num_away, placement.zero_stage, placement.gather == "micro-batch", placement.dp_shard
+    tiers = [placement[f"tiers.{name}"] for name in ("params", "grads", "optimizer", "activations")]
+    num_away, is_late = sum(tier != "device" for tier in tiers), placement["pipeline.gather"] == "micro-batch"
+    return num_away, placement["zero.stage"], is_late, placement["mesh.dp_shard"]
 
 
-def least_states_bytes(
-    job: PlanJob, base: Strategy, candidate: ParallelismCandidate, placement: PlacementCandidate
-) -> float:
-    """Return the least bytes of states that some rank stores on the device: those of the mean rank.
-
-    Args:
-        base: its dtypes and expert ranks are taken.
-        candidate, placement: how work and states are split.
-    """
-    shards = placement.dp_shard * candidate.cp
-    stage = effective_stage(ZERO[placement.zero_stage], shards, is_scheduled=candidate.pp > 1)
-    param_bytes = DTYPE_BYTES[base.param]
-    grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
-    of_moment = {"master": max(4, param_bytes), "bf16": 2, "int8": 1}[job.states]
-    least, _ = num_states(job.optimizer)
+def least_states_bytes(job: PlanJob, config: ResolvedConfig) -> float:
+    """Return the least bytes of states that some rank stores on the device: those of the mean rank."""
+    shards, tiers = config.mesh.dp_shard * config.mesh.cp, config.tiers
+    stage = effective_stage(ZERO[config.zero.stage], shards, is_scheduled=config.mesh.pp > 1)
+    param_bytes = DTYPE_BYTES[param_of(config)]
+    grad_bytes = param_bytes if config.precision.accumulate == "param" else max(4, param_bytes)
+    of_moment = {"master": max(4, param_bytes), "bf16": 2, "int8": 1}[config.precision.states]
+    least, _ = num_states(config.optimizer.name)
     optimizer_bytes = least * of_moment + 4 * (param_bytes < 4)
     states = (
-        (placement.params_tier, PACKED_BYTES if job.lora.base == "nf4" else param_bytes, stage.params),
-        (placement.grads_tier, job.trains_all * grad_bytes, stage.grads),
-        (placement.optimizer_tier, job.trains_all * optimizer_bytes, stage.optimizer),
+        (tiers.params, PACKED_BYTES if config.lora.base == "nf4" else param_bytes, stage.params),
+        (tiers.grads, trains_all(config) * grad_bytes, stage.grads),
+        (tiers.optimizer, trains_all(config) * optimizer_bytes, stage.optimizer),
     )
     of_param = sum(size / (shards if at is Placement.SHARD else 1) for tier, size, at in states if tier == "device")
-    return of_param * job.shape.num_params / (candidate.tp * candidate.pp * base.ep)
+    return of_param * job.shape.num_params / (config.mesh.tp * config.mesh.pp * job.ep)

@@ -1,11 +1,13 @@
 """List the parameters of each unit, adapters included, and the units of each pipeline stage of a strategy.
 
+>>> from shardwise.config.resolve import Config
 >>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.models.presets import preset
 >>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
 >>> cluster = Cluster(gpu=gpu, num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10)
 >>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16, cluster=cluster)
->>> StageTable(job).of(Strategy(pp=4, num_micro_batches=8)).layers
+>>> config = Config.from_dict({"mesh": {"pp": 4}, "batch": {"accumulation": 8}})
+>>> StageTable(job).of(config.resolve(world_size=16)).layers
 (7, 9, 9, 7)
 """
 
@@ -15,16 +17,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import LoraConfig
+from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.layout.facts import ParamEntry, StageUnit
 from shardwise.layout.stage_partition import UnitCost, partition_stages
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob
 from shardwise.schedule.pipelines import placement_of
 from shardwise.schedule.placement import StagePlacement
 
@@ -68,24 +70,27 @@ def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: 
     return (*norms[0], *_attention_params(shape), *norms[1], *ffn)
 
 
-def embedding_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """List the table of tokens, and that of positions where they are learned."""
-    vocab = FusedPart(shape.vocab_size, is_padded=True)
-    tokens = SkeletonParam(name="embed.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab)
-    if not shape.num_positions:
-        return (tokens,)
-    return tokens, SkeletonParam(name="positions.weight", shape=(shape.num_positions, shape.hidden_size))
+UnitKind = Literal["dense", "experts", "tokens", "positions", "norm", "head"]
+"""Blocks, without experts and with them; the tables of tokens and of positions; the norm after the blocks; the head."""
 
 
-def norm_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """List the parameters of the norm after the blocks."""
-    return tuple(_norm(shape, "norm"))
+def params_of(shape: ModelShape, kind: UnitKind, *, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
+    """List the parameters of a unit; the head's as if it were not tied.
 
-
-def head_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """List the parameters of the head, as if it were not tied."""
-    vocab = FusedPart(shape.vocab_size, is_padded=True)
-    return (SkeletonParam(name="head.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab),)
+    Args:
+        expert_ranks: over which whole experts are spread; the parameters are those of one rank.
+    """
+    vocab, table = FusedPart(shape.vocab_size, is_padded=True), (shape.vocab_size, shape.hidden_size)
+    if kind == "tokens":
+        return (SkeletonParam(name="embed.weight", shape=table, dim=0, part=vocab),)
+    if kind == "positions":
+        positions = SkeletonParam(name="positions.weight", shape=(shape.num_positions, shape.hidden_size))
+        return (positions,) if shape.num_positions else ()
+    if kind == "norm":
+        return tuple(_norm(shape, "norm"))
+    if kind == "head":
+        return (SkeletonParam(name="head.weight", shape=table, dim=0, part=vocab),)
+    return block_params(shape, has_experts=kind == "experts", expert_ranks=expert_ranks)
 
 
 def _norm(shape: ModelShape, name: str) -> Iterator[SkeletonParam]:
@@ -192,45 +197,59 @@ class StageLayouts:
 
 
 class StageTable:
-    """Cut the stages of a job's strategies; strategies with the same cut share it."""
+    """Cut the stages of a job's candidates; candidates with the same cut share it."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
         self._stages: dict[tuple[object, ...], StageLayouts] = {}
         self._cuts: dict[StagePlacement, tuple[tuple[int, ...], int]] = {}  # several schedules have one placement
 
-    def of(self, strategy: Strategy) -> StageLayouts:
+    def of(self, config: ResolvedConfig) -> StageLayouts:
         """Return the stages of a strategy: its own, or as `shardwise.layout.stage_partition` cuts our decoder.
 
         Raises:
-            ConfigError: the schedule has no such stages, there are more stages than units, or the strategy's own are
+            ConfigError: the schedule has no such stages, there are more stages than units, or the candidate's own are
                 not of all blocks.
         """
-        s = strategy
-        key = (s.pp, s.schedule, s.virtual_stages, s.stage_layers) if s.pp > 1 else ()
+        s = config
+        key = (s.mesh.pp, s.pipeline.schedule, s.pipeline.virtual_stages, s.pipeline.cut) if s.mesh.pp > 1 else ()
         layouts = self._stages.get(key)
         if layouts is None:
             layouts = self._stages[key] = self._cut(s)
         return layouts
 
-    def _cut(self, s: Strategy) -> StageLayouts:
+    def _cut(self, s: ResolvedConfig) -> StageLayouts:
         shape = self.job.shape
         num_dense = shape.num_layers - shape.num_expert_layers
-        if s.pp == 1:
+        if s.mesh.pp == 1:
             return StageLayouts(StagePlacement(1), (shape.num_layers,), num_dense, 0)
-        placement = placement_of(s.schedule, s.pp, s.virtual_stages)
-        if s.stage_layers is not None:
-            if len(s.stage_layers) != placement.num_stages or sum(s.stage_layers) != shape.num_layers:
+        placement = placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
+        if s.pipeline.cut is not None:
+            layers = layers_between(s.pipeline.cut, shape.num_layers)
+            if len(layers) != placement.num_stages or min(layers) < 0:
                 raise ConfigError(
                     "stage-layers-count",
-                    f"stage_layers of {len(s.stage_layers)} stages and {sum(s.stage_layers)} blocks, but there are "
-                    f"{placement.num_stages} stages and {shape.num_layers} blocks; give each stage its number",
+                    f"pipeline.cut makes {len(layers)} stages of {layers} blocks, but there are "
+                    f"{placement.num_stages} stages; name the first module of every stage but the first, in order",
                 )
-            return StageLayouts(placement, s.stage_layers, num_dense, placement.num_stages - 1)
+            return StageLayouts(placement, layers, num_dense, placement.num_stages - 1)
         if placement not in self._cuts:
             self._cuts[placement] = cut_by_cost(shape, placement)
         layers, norm_stage = self._cuts[placement]
         return StageLayouts(placement, layers, num_dense, norm_stage)
+
+
+def layers_between(cut: Sequence[str], num_layers: int) -> tuple[int, ...]:
+    """Count the blocks of each stage, where every stage but the first begins with a named module.
+
+    >>> layers_between(("blocks.3", "blocks.5", "head"), 8)
+    (3, 2, 3, 0)
+    """
+    starts: list[int] = []
+    for name in cut:
+        prefix, _, index = name.rpartition(".")
+        starts.append(int(index) if prefix == "blocks" and index.isdecimal() else num_layers)
+    return tuple(stop - start for start, stop in pairwise((0, *starts, num_layers)))
 
 
 def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
@@ -242,10 +261,11 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     chosen = 1.0 if shape.experts is None else shape.experts.num_chosen / shape.experts.num_experts
     num_dense = shape.num_layers - shape.num_expert_layers
     kinds = {has: block_params(shape, has_experts=has) for has in (False, True)}
-    head, embed = head_params(shape), _cost_of("embed", embedding_params(shape))
+    head = params_of(shape, "head")
+    embed = _cost_of("embed", (*params_of(shape, "tokens"), *params_of(shape, "positions")))
     costs = [replace(embed, compute=0.0)]  # rows are looked up
     costs += [_cost_of(f"blocks.{index}", kinds[index >= num_dense], chosen) for index in range(shape.num_layers)]
-    costs += [_cost_of("norm", norm_params(shape)), _cost_of("head", head)]
+    costs += [_cost_of("norm", params_of(shape, "norm")), _cost_of("head", head)]
     entry = ParamEntry("head.weight", (), "head", head[0].shape, requires_grad=True)
     cut = partition_stages(
         [

@@ -14,6 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal
 
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
@@ -22,7 +23,7 @@ from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.host_time import queued_s
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import PlanJob, product_dtype, trains_all
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
@@ -72,7 +73,7 @@ class _Stage:
 
 
 class TimeModel:
-    """Time a job's strategies, and keep what several of them share."""
+    """Time a job's candidates, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
@@ -82,75 +83,75 @@ class TimeModel:
         self.offload = OffloadTimeModel(job, self.compact)
         self.pipelines = PipelineSimulator()
 
-    def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+    def estimate(self, config: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         """Estimate the time of one optimizer step.
 
         Args:
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
-        cut = self.compact.stages.of(strategy)
-        stages = self._stages(strategy, cut)
-        ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(strategy.pp)]
-        busy = [strategy.num_micro_batches * sum(each.times.total_s for each in rank) for rank in ranks]
+        cut = self.compact.stages.of(config)
+        stages = self._stages(config, cut)
+        ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(config.mesh.pp)]
+        busy = [config.batch.accumulation * sum(each.times.total_s for each in rank) for rank in ranks]
         worst = busy.index(max(busy))
         parts = dict.fromkeys(TIME_PARTS, 0.0)
         for stage in ranks[worst]:
-            for part, seconds in stage.parts(strategy.num_micro_batches).items():
+            for part, seconds in stage.parts(config.batch.accumulation).items():
                 parts[part] += seconds
-        span_s, bubble_rate = self._span(strategy, stages, busy, is_quick=is_quick)
+        span_s, bubble_rate = self._span(config, stages, busy, is_quick=is_quick)
         parts["bubble"] = max(span_s - busy[worst], 0.0)
         forward_s = sum(stage.times.forward_s for stage in ranks[worst])
         backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
-        parts["data"] = self.communication.data(strategy, worst).exposed_s(forward_s, backward_s)
-        parts["offload"] = self.offload.times(strategy, worst).exposed_s(forward_s, backward_s)
-        parts["step"] = self._step_s(strategy, worst)
-        if strategy.pp == 1:
-            moved_s = (parts["data"] + parts["offload"]) / strategy.num_micro_batches
-            parts["compute"] += self._launching_s(strategy, forward_s, backward_s + moved_s)
+        parts["data"] = self.communication.data(config, worst).exposed_s(forward_s, backward_s)
+        parts["offload"] = self.offload.times(config, worst).exposed_s(forward_s, backward_s)
+        parts["step"] = self._step_s(config, worst)
+        if config.mesh.pp == 1:
+            moved_s = (parts["data"] + parts["offload"]) / config.batch.accumulation
+            parts["compute"] += self._launching_s(config, forward_s, backward_s + moved_s)
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
-        kind = kind_of(self.job, strategy, sum(self._launches_s(strategy)) * strategy.num_micro_batches / step_s)
+        kind = kind_of(self.job, config, sum(self._launches_s(config)) * config.batch.accumulation / step_s)
         low_s, high_s = interval_s(kind, step_s)
         return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate, kind=kind)
 
-    def _launching_s(self, s: Strategy, forward_s: float, backward_s: float) -> float:
+    def _launching_s(self, s: ResolvedConfig, forward_s: float, backward_s: float) -> float:
         """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
-        span_s = queued_s((forward_s, backward_s), self._launches_s(s), num_micro_batches=s.num_micro_batches)
-        return max(0.0, span_s - s.num_micro_batches * (forward_s + backward_s))
+        span_s = queued_s((forward_s, backward_s), self._launches_s(s), num_micro_batches=s.batch.accumulation)
+        return max(0.0, span_s - s.batch.accumulation * (forward_s + backward_s))
 
-    def _launches_s(self, s: Strategy) -> tuple[float, float]:
+    def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
         """Return what the host takes for a micro-batch of a rank, forward and backward."""
-        host, num_blocks = self.compute.host(s), self.job.shape.num_layers / s.pp
+        host, num_blocks = self.compute.host(s), self.job.shape.num_layers / s.mesh.pp
         return (
             num_blocks * host.forward_s + host.ends_forward_s,
             num_blocks * host.backward_s + host.ends_backward_s,
         )
 
-    def busy_s(self, strategy: Strategy) -> float:
+    def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
-        units = self._block(strategy), *self._ends(strategy)
+        units = self._block(config), *self._ends(config)
         block_s, first_s, last_s = (unit.times.total_s for unit in units)
-        whole_s = strategy.num_micro_batches * (self.job.shape.num_layers * block_s + first_s + last_s)
-        return whole_s / strategy.pp + self._straggling_s(whole_s / strategy.pp)
+        whole_s = config.batch.accumulation * (self.job.shape.num_layers * block_s + first_s + last_s)
+        return whole_s / config.mesh.pp + self._straggling_s(whole_s / config.mesh.pp)
 
-    def op_times(self, strategy: Strategy) -> OpTimes:
+    def op_times(self, config: ResolvedConfig) -> OpTimes:
         """Return the mean times of one micro-batch on a rank, from which the bubble of equal stages follows."""
-        stages = self._stages(strategy, self.compact.stages.of(strategy))
+        stages = self._stages(config, self.compact.stages.of(config))
         return OpTimes(
-            forward_s=sum(stage.times.forward_s for stage in stages) / strategy.pp,
-            backward_input_s=sum(stage.times.backward_input_s for stage in stages) / strategy.pp,
-            backward_weight_s=sum(stage.times.backward_weight_s for stage in stages) / strategy.pp,
-            transfer_s=self.communication.transfer_s(strategy),
+            forward_s=sum(stage.times.forward_s for stage in stages) / config.mesh.pp,
+            backward_input_s=sum(stage.times.backward_input_s for stage in stages) / config.mesh.pp,
+            backward_weight_s=sum(stage.times.backward_weight_s for stage in stages) / config.mesh.pp,
+            transfer_s=self.communication.transfer_s(config),
         )
 
-    def _stages(self, s: Strategy, cut: StageLayouts) -> list[_Stage]:
+    def _stages(self, s: ResolvedConfig, cut: StageLayouts) -> list[_Stage]:
         block = self._block(s)
         first, last = self._ends(s)
         inner = {num_blocks: _joined(block, num_blocks, ()) for num_blocks in set(cut.layers)}  # many stages are equal
         found = [inner[num_blocks] for num_blocks in cut.layers]
         for stage, unit in ((0, first), (-1, last)):
             found[stage] = _joined(found[stage], 1, [unit])
-        if s.pp > 1:
+        if s.mesh.pp > 1:
             host = self.compute.host(s)
             launched = {
                 id(stage): replace(stage, launching_s=(num_blocks * host.forward_s, num_blocks * host.backward_s))
@@ -159,10 +160,10 @@ class TimeModel:
             found = [launched[id(stage)] for stage in found]
         return found
 
-    def _block(self, s: Strategy) -> _Stage:
+    def _block(self, s: ResolvedConfig) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
 
-    def _ends(self, s: Strategy) -> tuple[_Stage, _Stage]:
+    def _ends(self, s: ResolvedConfig) -> tuple[_Stage, _Stage]:
         """Return the embedding, and the head with its loss."""
         first = self._unit(self.compute.embedding(s), self.communication.embedding(s))
         return first, self._unit(self.compute.head(s), self.communication.head(s))
@@ -177,10 +178,10 @@ class TimeModel:
         return _Stage(forward, backward, times.backward_weight_s)
 
     def _span(
-        self, s: Strategy, stages: Sequence[_Stage], busy: Sequence[float], *, is_quick: bool
+        self, s: ResolvedConfig, stages: Sequence[_Stage], busy: Sequence[float], *, is_quick: bool
     ) -> tuple[float, float | None]:
         """Return the seconds of the pipeline, and the rate of its bubble."""
-        if s.pp == 1:
+        if s.mesh.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
         distinct = {id(stage): stage for stage in stages}  # equal stages are one object
@@ -191,33 +192,35 @@ class TimeModel:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
             span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
         else:
-            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
+            span = self.pipelines.span(
+                s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages, s.batch.accumulation, times
+            )
         return span.step_s, span.bubble_rate
 
-    def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
+    def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
         rank = self.compact.rank(s, pipeline_rank)
         numel = sum(
             each.count * each.group.padded_numel
             for each in rank.folds
-            if each.group.trainable and (s.optimizer_tier == "device" or each.group.tiers.optimizer == "device")
+            if each.group.trainable and (s.tiers.optimizer == "device" or each.group.tiers.optimizer == "device")
         )
         num_params = sum(each.count * len(each.group.params) for each in rank.folds if each.group.trainable)
         launching_s = self.compute.host(s).param_s * num_params * (numel > 0)
         on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
         return max(launching_s, on_device_s) + self._matrices_s(s, pipeline_rank)
 
-    def _matrices_s(self, s: Strategy, pipeline_rank: int) -> float:
+    def _matrices_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
         rank = self.compact.rank(s, pipeline_rank)
         owned_s = longest_s = sent_numel = 0.0
         for each in rank.folds:
             if each.group.is_matrix and each.group.trainable:
                 times = [self.compute.orthogonalize_s(place.global_shape) for place in each.group.params]
-                owned_s += each.count * sum(times) / (each.group.num_shards * s.tp)
+                owned_s += each.count * sum(times) / (each.group.num_shards * s.mesh.tp)
                 longest_s = max(longest_s, *times)
                 sent_numel += each.count * rank.layout.exchanged_numel(each.group)
-        num_owners = s.dp_shard * s.cp * s.tp
+        num_owners = s.mesh.dp_shard * s.mesh.cp * s.mesh.tp
         owned_s = max(owned_s, longest_s)  # of more ranks than matrices some have none
         if not sent_numel:
             return owned_s
@@ -225,8 +228,8 @@ class TimeModel:
         num_bytes = sent_numel / 2 * DTYPE_BYTES["bf16"] * num_owners / (num_owners - 1)
         return owned_s + 2 * self.communication.network.collective_s("all_to_all", num_bytes, num_owners)
 
-    def _num_optimizer_shards(self, s: Strategy) -> int:
-        return s.dp_shard * s.cp if STAGES[s.zero_stage].optimizer is Placement.SHARD else 1
+    def _num_optimizer_shards(self, s: ResolvedConfig) -> int:
+        return s.mesh.dp_shard * s.mesh.cp if STAGES[s.zero.stage].optimizer is Placement.SHARD else 1
 
     def _straggling_s(self, step_s: float) -> float:
         """Return the delay by the slowest node: the largest of n normal deviates is about sqrt(2 ln n)."""
@@ -234,21 +237,29 @@ class TimeModel:
         return step_s * STRAGGLING * math.sqrt(2 * math.log(num_nodes))
 
 
-def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
+def quick_bubble_s(s: ResolvedConfig, stages: Sequence[OpTimes]) -> float | None:
     """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
     Where a formula needs W <= F <= B, as ZB-V's, a B that is shorter than F waits until F would end, and the part of W
     that is longer fills no more.
     """
     forward_s, backward_s, weight_s = (
-        sum(each) / s.pp
+        sum(each) / s.mesh.pp
         for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
     )
-    bubble = recipe_of(s.schedule).bubble
+    bubble = recipe_of(s.pipeline.schedule).bubble
     if bubble is not None and bubble.needs_ordered_costs:
         backward_s, weight_s = max(backward_s, forward_s), min(weight_s, forward_s)
     try:
-        return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)
+        return bubble_s(
+            s.pipeline.schedule,
+            s.mesh.pp,
+            s.batch.accumulation,
+            s.pipeline.virtual_stages,
+            forward_s,
+            backward_s,
+            weight_s,
+        )
     except ScheduleError:
         return None
 
@@ -294,17 +305,17 @@ LAUNCHING_SHARE: Final = 0.7
 """Share of a step from which on what the host launches decides it."""
 
 
-def kind_of(job: PlanJob, strategy: Strategy, launching_share: float = 0.0) -> Kind:
-    """Return what a prediction of a strategy comes from, of whose step the host is busy for a share."""
+def kind_of(job: PlanJob, config: ResolvedConfig, launching_share: float = 0.0) -> Kind:
+    """Return what a prediction of a config comes from, of whose step the host is busy for a share."""
     if job.cluster.profile is not None:
         return "measured"
     if launching_share > LAUNCHING_SHARE:
         return "launches"
     if job.shape.experts is not None:
         return "experts"
-    if not job.trains_all:
+    if not trains_all(config):
         return "adapters"
-    is_fitted = job.cluster.gpu.fitted != FittedConstants() and strategy.product_dtype not in ("fp64", "fp32", "tf32")
+    is_fitted = job.cluster.gpu.fitted != FittedConstants() and product_dtype(config) not in ("fp64", "fp32", "tf32")
     return "fitted" if is_fitted else "unfitted"
 
 

@@ -197,12 +197,12 @@ def _timeline(config: Config | None, times: OpTimes | None, max_bytes: int) -> d
 def _pipeline_of(price: Mapping[str, Any]) -> Config | None:
     """Return the pipeline of a layout as a config: its schedule and sizes, and nothing else."""
     try:
-        strategy = price["strategy"]
+        config = price["config"]
         return Config.from_dict(
             {
-                "mesh": {"pp": strategy["pp"]},
-                "pipeline": {key: strategy[key] for key in ("schedule", "virtual_stages")},
-                "batch": {"accumulation": strategy["num_micro_batches"]},
+                "mesh": {"pp": config["mesh"]["pp"]},
+                "pipeline": {key: config["pipeline"][key] for key in ("schedule", "virtual_stages")},
+                "batch": {"accumulation": config["batch"]["accumulation"]},
             }
         )
     except (ConfigError, KeyError, TypeError):

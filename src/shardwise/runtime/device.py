@@ -29,6 +29,7 @@ from torch import Tensor
 from shardwise.config.errors import ConfigError
 from shardwise.config.sections import AskedDevice, DeviceName
 
+End = Literal["send", "receive"]
 StreamName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
 # Every context of this process sees the memory as pinned: cudaHostRegisterPortable.
 _PORTABLE: Final = 1
@@ -378,7 +379,7 @@ def on_stream(device: torch.device, stream: Any) -> Iterator[None]:
 class P2PStreamKey:
     """Names the stream of messages to or from one other rank: after those of another they might wait in a circle."""
 
-    end: Literal["send", "receive"]
+    end: End
     peer: int
 
 

@@ -57,7 +57,7 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
     if is_fake(total):
         total.add_(addend)  # after the scratch, which a memory tracker counts; thousands of blocks would be slow
         return
-    blocks = (each.reshape(-1).split(SCRATCH_NUMEL) for each in (total, addend))
+    blocks = (tensor.reshape(-1).split(SCRATCH_NUMEL) for tensor in (total, addend))
     for total_block, addend_block in zip(*blocks, strict=True):
         widened = scratch[: total_block.numel()]
         widened.copy_(addend_block)

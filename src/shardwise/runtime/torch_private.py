@@ -306,10 +306,8 @@ def parameter_ids(model: nn.Module) -> set[int]:
     modules: list[nn.Module | None] = [model]
     while modules:
         if (module := modules.pop()) is not None:
-            if own := module._parameters:  # most have none, or no children
-                found.update(map(id, own.values()))
-            if children := module._modules:
-                modules += children.values()
+            found.update(map(id, module._parameters.values()))
+            modules += module._modules.values()
     return found - {id(None)}
 
 

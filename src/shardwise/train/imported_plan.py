@@ -1,4 +1,4 @@
-"""Reads the strategy that a given config describes (ours, DeepSpeed's or Megatron's), so that it can be priced."""
+"""Reads how a given config (ours, DeepSpeed's or Megatron's) splits a job, so that it can be priced."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 
 from shardwise.compat.deepspeed.config import translate
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, is_config
-from shardwise.planner.configs import job_of, strategy_of
+from shardwise.config.resolve import Config, ResolvedConfig, is_config
+from shardwise.planner.configs import job_of, split_as
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import is_huggingface, read_json
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.job import ModelSource, PlanJob, Strategy
+from shardwise.planner.job import ModelSource, PlanJob
 from shardwise.planner.request import ask, read_model
+from shardwise.schedule.pipelines import placement_of
 from shardwise.train.setup import check_job, job_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedPlan:
-    """Holds a job, the strategy that splits it, and notes about what was read."""
+    """Holds a job, the config that splits it, and notes about what was read."""
 
     job: PlanJob
-    strategy: Strategy
+    config: ResolvedConfig
     notes: tuple[str, ...] = ()
 
 
@@ -48,27 +49,29 @@ def read_explained(
         settings: `section.key=value`, which override the config's values.
 
     Raises:
-        ConfigError: the file is wrong, names no model, or its strategy does not fit the cluster.
+        ConfigError: the file is wrong, names no model, or its layout does not fit the cluster.
     """
     if is_config(source):
         preset = [] if model is None else [f"model.preset={model}"]
         assignments = [*preset, *_given(seq_len, global_batch), *settings]
         config = _config_on(source, cluster, assignments)
         check_job(config, cluster.num_gpus)
-        return ImportedPlan(job=job_of(config, cluster), strategy=strategy_of(config, cluster.num_gpus))
+        return ImportedPlan(job=job_of(config, cluster), config=config.resolve(cluster.num_gpus))
     imported = _imported(source)
     if model is None and Path(source).suffix == ".json":
         raise ConfigError(
             "model-not-named", f"{Path(source).name} names no model; add --model, such as --model llama-7b"
         )
     wanted = read_model(model) if model is not None else imported
-    strategy = _strategy(imported, cluster, global_batch or imported.global_batch, settings)
-    asked = ask(wanted, cluster, seq_len=seq_len or imported.seq_len, global_batch=strategy.global_batch)
-    return ImportedPlan(job=asked.job, strategy=strategy, notes=tuple(dict.fromkeys((*imported.notes, *asked.notes))))
+    config = _config(imported, cluster, global_batch or imported.global_batch, settings)
+    asked = ask(wanted, cluster, seq_len=seq_len or imported.seq_len, global_batch=config.batch.global_size)
+    notes = tuple(dict.fromkeys((*imported.notes, *asked.notes)))
+    job = replace(asked.job, ep=imported.ep)
+    return ImportedPlan(job=job, config=split_as(job.base, config), notes=notes)
 
 
 def read_deepspeed(path: str | Path) -> ModelSource:
-    """Read the strategy in a DeepSpeed config as the library would run it; values "auto" are left open.
+    """Read how a DeepSpeed config splits a job, as the library would run it; values "auto" are left open.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or a value is not DeepSpeed's.
@@ -104,16 +107,16 @@ def _config_on(path: str, cluster: Cluster, settings: Sequence[str]) -> Config:
     return job_config(path, [f"run.device={cluster.gpu.run_device}", *settings])
 
 
-def _strategy(
+def _config(
     imported: ModelSource, cluster: Cluster, global_batch: int | None, settings: Sequence[str] = ()
-) -> Strategy:
-    """Return the strategy of an imported job; a batch that is left open is one micro-batch for each rank."""
+) -> ResolvedConfig:
+    """Return the config of an imported job; a batch that is left open is one micro-batch for each rank."""
     config = Config().override([*imported.assignments, *settings])
     if config.batch.global_size is None and global_batch is not None:
         config = config.override([f"batch.global_size={global_batch}", "batch.accumulation=none"])
     if config.batch.micro_size is None:
         config = config.override(["batch.micro_size=1"])
-    return replace(strategy_of(config, cluster.num_gpus), ep=imported.ep)
+    return config.resolve(cluster.num_gpus)
 
 
 def named_batch(source: str, num_gpus: int) -> int | None:
@@ -133,33 +136,35 @@ def named_batch(source: str, num_gpus: int) -> int | None:
     return named or config.resolve(num_gpus).batch.global_size
 
 
-def strategy_for(source: str, job: PlanJob) -> Strategy:
-    """Return the strategy by which a config would split a job; nothing else of the config is read.
+def split_for(source: str, job: PlanJob) -> ImportedPlan:
+    """Return a job split and stored as a config says; nothing else of the config is read.
 
     Raises:
-        ConfigError: the file is wrong, or its strategy does not fit the job or its cluster.
+        ConfigError: the file is wrong, or its layout does not fit the job or its cluster.
     """
     if is_config(source):
         config = _config_on(source, job.cluster, _given(job.seq_len, job.global_batch))
-        strategy = strategy_of(config, job.cluster.num_gpus)
+        resolved = config.resolve(job.cluster.num_gpus)
     else:
-        strategy = _strategy(_imported(source), job.cluster, job.global_batch)
-    if strategy.global_batch != job.global_batch:
+        imported = _imported(source)
+        resolved, ep = _config(imported, job.cluster, job.global_batch), imported.ep
+        job = job if ep == job.ep else replace(job, ep=ep)
+    mesh, batch, pipeline = resolved.mesh, resolved.batch.global_size, resolved.pipeline
+    if batch != job.global_batch:
         raise ConfigError(
             "batch-of-strategy",
-            f"it takes {strategy.global_batch} sequences a step, not {job.global_batch}; "
-            f"give --global-batch {strategy.global_batch}",
+            f"it takes {batch} sequences a step, not {job.global_batch}; give --global-batch {batch}",
         )
-    for what, size, ranks in (("heads", job.shape.num_heads, strategy.tp), ("tokens", job.seq_len, strategy.cp)):
+    for what, size, ranks in (("heads", job.shape.num_heads, mesh.tp), ("tokens", job.seq_len, mesh.cp)):
         if size % ranks:
             raise ConfigError(
                 "ranks-divide-size", f"{size} {what} do not divide over {ranks} ranks; choose another size"
             )
-    if strategy.pp * strategy.virtual_stages > job.shape.num_layers:
+    if placement_of(pipeline.schedule, mesh.pp, pipeline.virtual_stages).num_stages > job.shape.num_layers:
         raise ConfigError(
             "more-stages-than-layers", f"it has more stages than {job.shape.num_layers} layers; take fewer"
         )
-    return strategy
+    return ImportedPlan(job=job, config=split_as(job.base, resolved))
 
 
 def _imported(source: str) -> ModelSource:

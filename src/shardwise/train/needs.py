@@ -23,11 +23,11 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.optim.rules import named_rule
-from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.configs import job_of
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.results import RankMemory
+from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.runtime.device import kind_of, total_bytes
 from shardwise.runtime.format import format_bytes
 
@@ -132,9 +132,10 @@ def _of_memory(config: ResolvedConfig, vocab_size: int, num_local_ranks: int) ->
     is_gpu = not kind_of(config.run.device).is_cpu
     share_bytes = usable_bytes() // num_local_ranks
     held_bytes = total_bytes(torch.device(config.run.device, 0)) if is_gpu else share_bytes
-    memory = _predicted(config, vocab_size, held_bytes)
-    if memory is None:
+    predicted = predicted_memory(config, vocab_size, held_bytes)
+    if predicted is None:
         return
+    memory = predicted.worst
     host_bytes = memory.elsewhere.get("host", 0.0)
     peak_bytes = memory.peak_bytes if is_gpu else memory.peak_bytes + host_bytes
     what = "a GPU" if is_gpu else "this machine" if num_local_ranks == 1 else "a rank's share of this machine"
@@ -151,12 +152,16 @@ def _of_memory(config: ResolvedConfig, vocab_size: int, num_local_ranks: int) ->
             )
 
 
-def _predicted(config: ResolvedConfig, vocab_size: int, held_bytes: float) -> RankMemory | None:
-    """Return the predicted memory of the fullest rank; None where the planner does not know the model."""
+def predicted_memory(config: ResolvedConfig, vocab_size: int, held_bytes: float = 0.0) -> MemoryEstimate | None:
+    """Return the predicted memory of the ranks; None where the planner does not know the model.
+
+    Args:
+        held_bytes: that a device has.
+    """
     num_ranks = MeshShape.from_config(config.mesh).world_size
     try:
         job = planned_job(config, sizes_cluster(num_ranks, held_bytes), vocab_size)
-        return MemoryModel(job).estimate(strategy_of(config, num_ranks)).worst
+        return MemoryModel(job).estimate(config)
     except Exception:  # of whatever kind: what the planner does not know refuses no run
         return None
 

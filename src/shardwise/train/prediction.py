@@ -18,7 +18,6 @@ import torch
 
 from shardwise.config.written_files import write_whole
 from shardwise.launch.host import usable_bytes
-from shardwise.planner.configs import strategy_of
 from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
@@ -169,7 +168,7 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
 def _priced(trainer: Trainer, cluster: Cluster, note: str) -> StepFigures:
     config = trainer.config
     job = planned_job(config, cluster, trainer.model.vocab_size)
-    price = Pricer(job).price(strategy_of(config, cluster.num_gpus))
+    price = Pricer(job).price(config)
     memory = price.memory.ranks[0]
     is_known = cluster.profile is not None or not cluster.gpu.is_cpu
     return StepFigures(

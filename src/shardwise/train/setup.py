@@ -38,7 +38,6 @@ from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
 from shardwise.optim.rules import optimizer_kind
-from shardwise.planner.configs import strategy_of
 from shardwise.planner.results import layout_words
 from shardwise.report.page import leaves
 from shardwise.runtime.device import choose_kind, kind_of, total_bytes, wanted_kind
@@ -222,9 +221,7 @@ def layout_line(config: Config, world_size: int) -> str:
     '8 ranks: TP 2+SP, ZeRO-2 over 4, micro-batch 1'
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
-    # A cut names units, which only a model of ours has where the planner expects them.
-    uncut = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cut": None})})
-    return f"{ranks}: {layout_words(strategy_of(uncut, world_size))}"
+    return f"{ranks}: {layout_words(config.resolve(world_size))}"
 
 
 def precision_line(precision: PrecisionConfig) -> str:

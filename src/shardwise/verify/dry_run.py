@@ -6,8 +6,11 @@ The data are not read, so the vocabulary is the preset's where the config gives 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -22,19 +25,23 @@ from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape, check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.planner.results import RankMemory
 from shardwise.runtime.device import kind_of, wanted_kind
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import bubble_share
 from shardwise.schedule.simulate import OpTimes
+from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.job_model import JobModel, job_model
-from shardwise.train.needs import checkpoint_bytes
+from shardwise.train.needs import checkpoint_bytes, predicted_memory
 from shardwise.train.setup import check_job, layout_line, precision_line, sparse_words
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
 from shardwise.verify.simulate import RankJob
 
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _ROLES: Final[Mapping[str, str]] = {"param": "params", "grad": "grads", "optimizer": "optimizer"}
+# Of a limit, what importing torch, layouts and estimates take around simulations.
+_AROUND_S: Final = 5.0
 _TIERS: Final[Mapping[Tier, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
 _CATEGORIES: Final[Mapping[Category, str]] = {
     Category.PARAMETERS: "params",
@@ -63,6 +70,7 @@ def dry_run(
     world_size: int,
     ranks: Sequence[int] | Literal["stages"] = (0,),
     announce: Callable[[str], None] = lambda doing: None,
+    limit_s: float | None = None,
 ) -> DryRun:
     """Simulate ranks of a job.
 
@@ -70,6 +78,7 @@ def dry_run(
         world_size: the job's ranks; this machine need not have as many devices.
         ranks: ranks of the world, or "stages" for one of each place in a pipeline.
         announce: called with a few words before each simulation, and once it is known how long that takes.
+        limit_s: seconds after which the planner estimates what is not simulated yet, if it knows the model; None waits.
 
     Raises:
         ConfigError: the config is wrong, as for a run, or its optimizer cannot be simulated.
@@ -90,13 +99,64 @@ def dry_run(
     at_rest = f"{format_bytes(sum(role_bytes.values()))} at rest on a rank ({roles})"
     announce(at_rest)
     chosen = choose_ranks(layout.mesh, ranks)
-    figures = []
-    for number, rank in enumerate(chosen, 1):
-        progress = f"{at_rest}; simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
-        announce(progress)
-        job = RankJob(model.skeleton(), resolved, make_batch, rank, model.loss_fn)
-        figures.append(rank_figures(job, lambda doing, place=progress: announce(f"{place}: {doing}")))  # type: ignore[misc]
+    estimate = None if limit_s is None else predicted_memory(resolved, model.vocab_size)
+    figures = list[RankFigures]()
+    try:
+        with _within(None if estimate is None or limit_s is None else limit_s - _AROUND_S):
+            for number, rank in enumerate(chosen, 1):
+                progress = f"{at_rest}; simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
+                announce(progress)
+                job = RankJob(model.skeleton(), resolved, make_batch, rank, model.loss_fn)
+                figures.append(rank_figures(job, lambda doing, place=progress: announce(f"{place}: {doing}")))  # type: ignore[misc]
+    except _OutOfTime:
+        assert estimate is not None, "without one there is no limit"
+        for rank in chosen[len(figures) :]:
+            of_rank = plan_layout(model.skeleton(), resolved, rank=rank)
+            figures.append(_estimated(rank, of_rank, estimate.ranks[of_rank.mesh.coordinate(rank).pp]))
     return DryRun(resolved, model, tuple(figures), time.perf_counter() - start_s)
+
+
+class _OutOfTime(BaseException):
+    """Ends a simulation; what catches errors does not catch it."""
+
+
+@contextmanager
+def _within(limit_s: float | None) -> Iterator[None]:
+    """Raise `_OutOfTime` in what runs inside once so many seconds have passed; on the main thread alone."""
+    if limit_s is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _OutOfTime
+
+    if limit_s <= 0:
+        raise _OutOfTime
+    before, start_s = signal.signal(signal.SIGALRM, stop), time.perf_counter()
+    # Again after a second, if a destructor has swallowed it.
+    left_s, every_s = signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        if left_s:  # a timer of the caller's
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s - (time.perf_counter() - start_s)), every_s)
+
+
+def _estimated(rank: int, layout: Layout, memory: RankMemory) -> RankFigures:
+    """Return what a rank holds by the planner's model; its collectives are not known."""
+    parts = {
+        Category.PARAMETERS: ("params",),
+        Category.GRADIENTS: ("grads",),
+        Category.OPTIMIZER: ("optimizer",),
+        Category.GATHERED: ("gathered",),
+        Category.BUCKETS: ("buckets",),
+        Category.ACTIVATIONS: ("activations", "logits"),
+        Category.OTHER: ("workspace",),
+    }
+    peak = {category: round(memory.bytes_of(*names)) for category, names in parts.items()}
+    return RankFigures(rank, layout, at_rest={}, peak=peak, num_calls={}, wire_bytes={}, num_simulated=0)
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -131,7 +191,9 @@ def render(run: DryRun) -> RenderableType:
     """Draw the header and the tables of what the ranks hold and send; 80 columns are enough."""
     parts: list[RenderableType] = [_header(run)]
     parts += [Text(run.layout.pipeline.summary)] if run.layout.pipeline is not None else []
-    parts += [_at_rest_table(run.ranks), *_moves_tables(run), _peak_table(run.ranks), _wire_table(run.ranks)]
+    parts += [_at_rest_table(run.ranks), *_moves_tables(run), _peak_table(run.ranks)]
+    simulated = [rank for rank in run.ranks if rank.num_simulated]
+    parts += [_wire_table(simulated)] if simulated else []
     parts.append(Text(_footer(run), style="dim"))
     return Group(*(Padding(block, (1, 1, 0, 1), expand=False) for block in parts))
 
@@ -170,7 +232,7 @@ def _peak_table(ranks: Sequence[RankFigures]) -> Table:
     unit, shown = _unit(max(row[-1] for row in rows))
     table = _table(f"peak, {unit}", *(_CATEGORIES.get(category, category.value) for category in used), "total")
     for rank, row in zip(ranks, rows, strict=True):
-        table.add_row(f"rank {rank.rank:,}", *map(shown, row))
+        table.add_row(f"rank {rank.rank:,}{'' if rank.num_simulated else ', about'}", *map(shown, row))
     if len(ranks) > 1:
         table.add_row("largest", *(shown(max(column)) for column in zip(*rows, strict=True)), style="bold")
     return table
@@ -210,11 +272,18 @@ def _bytes(num_bytes: int) -> str:
 
 
 def _footer(run: DryRun) -> str:
-    ranks = ", ".join(f"{rank.rank:,}" for rank in run.ranks)
-    many = "ranks" if len(run.ranks) > 1 else "rank"
-    num_all, numbers = run.config.batch.accumulation or 1, sorted({rank.num_simulated for rank in run.ranks})
+    simulated, estimated = (
+        [rank for rank in run.ranks if (rank.num_simulated > 0) == is_simulated] for is_simulated in (True, False)
+    )
+    about = ""
+    if estimated:
+        about = f"{_numbers(estimated)} estimated by the planner, since a simulation takes longer than its limit; "
+        about += "shardwise plan --dry-run FILE --simulate 600 waits for it"
+    if not simulated:
+        return about
+    num_all, numbers = run.config.batch.accumulation or 1, sorted({rank.num_simulated for rank in simulated})
     few = " to ".join(f"{number:,}" for number in dict.fromkeys((numbers[0], numbers[-1])))
-    text = f"{many} {ranks} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
+    text = f"{_numbers(simulated)} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
     if numbers[0] < num_all and run.layout.pipeline is None:
         text += f". {few} of {num_all:,} micro-batches were simulated: each further one does what the one before did"
     elif numbers[0] < num_all:
@@ -224,7 +293,11 @@ def _footer(run: DryRun) -> str:
         )
     if run.layout.mesh.pp > len(run.ranks):
         text += ". shardwise plan --dry-run --ranks stages has a rank of each stage"
-    return text
+    return f"{text}. {about}" if about else text
+
+
+def _numbers(ranks: Sequence[RankFigures]) -> str:
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(f'{rank.rank:,}' for rank in ranks)}"
 
 
 def _header(run: DryRun) -> Table:

@@ -1,8 +1,8 @@
 """Simulate the best layouts of a plan, in processes, within a time limit.
 
-The planner's own memory model is quick and only ranks strategies: what the worst rank of a finalist holds at its peak
+The planner's own memory model is quick and only ranks candidates: what the worst rank of a finalist holds at its peak
 takes the place of its estimate. What a GPU's context, communicators and allocator add stays estimated, and so does a
-strategy that our engine or decoder cannot run. The processes import torch; who asks them does not.
+candidate that our engine or decoder cannot run. The processes import torch; who asks them does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
-from shardwise.planner.configs import config_of
+from shardwise.planner.configs import written
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory
 
 _MOST_PROCESSES: Final = 4
@@ -40,7 +40,6 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 def simulate_finalists(
     prices: Sequence[Estimate],
-    base: Config,
     limit_s: float,
     announce: Callable[[str], None] = lambda doing: None,
 ) -> list[Estimate]:
@@ -48,12 +47,11 @@ def simulate_finalists(
 
     Args:
         prices: the most wanted first, which is the order of simulations.
-        base: the config from which the strategies' configs are made.
         limit_s: seconds after which the processes are ended; 0 starts none.
         announce: called with a few words before each wait.
     """
     end_s, settled = time.monotonic() + limit_s, list(prices)
-    jobs = {number: job for number, price in enumerate(prices) if (job := _job(price, base)) is not None}
+    jobs = {number: job for number, price in enumerate(prices) if (job := _job(price)) is not None}
     if not jobs or limit_s <= 0:
         return settled
     num_processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(jobs))
@@ -66,16 +64,16 @@ def simulate_finalists(
     return settled
 
 
-def _job(price: Estimate, base: Config) -> tuple[str, int, int] | None:
+def _job(price: Estimate) -> tuple[str, int, int] | None:
     """Return what `peak_of` takes; None for what only the planner can have, or what is far from full."""
     if price.memory.worst.peak_bytes < _MATTERS_FROM * price.job.cluster.gpu.memory_bytes:
         return None
     try:
-        config = config_of(price.job, price.strategy, base.override([f"run.device={price.job.cluster.gpu.run_device}"]))
+        config = written(price.job, price.config).override([f"run.device={price.job.cluster.gpu.run_device}"])
     except ConfigError:
         return None
     num_ranks = price.job.cluster.num_gpus
-    return config.model_dump_json(), num_ranks, price.memory.worst.pipeline_rank * num_ranks // price.strategy.pp
+    return config.model_dump_json(), num_ranks, price.memory.worst.pipeline_rank * num_ranks // price.config.mesh.pp
 
 
 def peak_of(config: str, num_ranks: int, rank: int) -> dict[str, float]:

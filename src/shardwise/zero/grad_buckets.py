@@ -101,7 +101,7 @@ class GradArrivals:
 
     Attributes:
         used: for each parameter, whether it got a gradient on this rank since the last step.
-        are_there: something is in the bucket.
+        are_there: a gradient was written into the bucket since its last reduction.
         places: of the parameters' gradients in the bucket; none until it is opened.
         num_missing: how many have got none in the current backward.
     """

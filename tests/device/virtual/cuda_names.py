@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,7 +189,7 @@ def replace_torch_cuda(native: Any, scheduler: Scheduler, generator: Generator) 
         setattr(torch.cuda, name, value)
     torch.Stream, torch.Event = Stream, Event
     for name in ("current_stream", "set_stream", "synchronize"):
-        setattr(torch.accelerator, name, names[name])
+        setattr(torch.accelerator, name, partial(names[name]))  # another function, for torch._dynamo's table
     torch.cuda._initialized = True
     torch._C._cuda_getCurrentRawStream = lambda index: native.current_stream()
     torch._C._cuda_getDeviceCount = lambda: 1

@@ -14,6 +14,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
 #include <torch/csrc/Storage.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/extension.h>
 
 #include <atomic>
@@ -270,6 +271,12 @@ void take_hooks() {
   memcpy(static_cast<void*>(theirs), static_cast<void*>(&ours), sizeof(void*));
 }
 
+// DDP asks for one and needs no answer.
+struct NoTimer final : c10d::Timer {
+  explicit NoTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 // Operators that make or re-interpret tensors run at once; all others are kernels (operators.py).
 using Sizes = c10::SymIntArrayRef;
 using MaybeDtype = std::optional<at::ScalarType>;
@@ -367,6 +374,10 @@ py::tuple replace_storage(uintptr_t storage_address, size_t num_bytes) {
 }
 
 }  // namespace
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, NoTimer)
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("install", [](py::object python_scheduler) {

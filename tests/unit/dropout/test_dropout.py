@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.refusals import refused
@@ -494,6 +495,18 @@ RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
+class CountedDropouts(TorchDispatchMode):
+    """Counts the calls of the op of keyed dropouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += func is torch.ops.shardwise.keyed_dropout.default
+        return func(*args, **(kwargs or {}))
+
+
 class TestRecomputation:
     @staticmethod
     def gradients(kind: str, micro_batches: int = 3) -> list[Tensor]:
@@ -520,6 +533,16 @@ class TestRecomputation:
     def test_draws_the_numbers_of_its_forward(self, kind: str) -> None:
         for found, expected in zip(self.gradients(kind), self.gradients("plain"), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+    def test_selective_keeps_no_dropout(self) -> None:
+        model, draws, counted = nn.Sequential(nn.Linear(8, 8), nn.Dropout(P)), KeyedDraws(1), CountedDropouts()
+        key_dropouts(model, draws)
+        recompute_forward(model, "selective")
+        with draws.at(5, 0, 0, 2):
+            loss = model(torch.randn(2, 3, 8, requires_grad=True)).square().sum()
+        with counted:
+            loss.backward()
+        assert counted.num_calls == 2  # of the recomputation, and of the gradient
 
     @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "full", "selective"])
     @pytest.mark.parametrize("trains", [True, False])

@@ -13,7 +13,7 @@ from shardwise.cli import main as cli
 from shardwise.models.presets import preset
 from shardwise.planner.explain import why_chosen
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.job import ModelShape, ModelSource, PlanJob
+from shardwise.planner.job import ModelShape, ModelSource, PlanJob, changed
 from shardwise.planner.plan import find, plan
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import Question, read_model
@@ -47,7 +47,7 @@ def test_where_the_longest_sequence_fits_nowhere_the_usual_one_is_answered() -> 
     lengths = []
 
     def look(asked):
-        lengths.append((asked.job.seq_len, asked.space.base.chunk_tokens))
+        lengths.append((asked.job.seq_len, asked.job.base.context.chunk_tokens))
         return search(asked.job, asked.space)
 
     question = Question(model, parse_cluster("h100:1"), None, 8, ())
@@ -75,16 +75,16 @@ def test_each_part_that_was_chosen_has_a_clause_that_holds(cluster: str) -> None
     winner = search(job, pricer=pricer).winner
     assert winner is not None
     clauses = list(why_chosen(winner, pricer, 0.06))
-    strategy = winner.strategy
+    config = winner.config
     for part, is_there in (
-        (f"ZeRO-{strategy.zero_stage}", strategy.zero_stage > 0 and strategy.params_tier == "device"),
-        (f"PP {strategy.pp}", strategy.pp > 1),
-        (f"TP {strategy.tp}", strategy.tp > 1),
-        ("optimizer on host", strategy.optimizer_tier == "host"),
+        (f"ZeRO-{config.zero.stage}", config.zero.stage > 0 and config.tiers.params == "device"),
+        (f"PP {config.mesh.pp}", config.mesh.pp > 1),
+        (f"TP {config.mesh.tp}", config.mesh.tp > 1),
+        ("optimizer on host", config.tiers.optimizer == "host"),
     ):
         assert any(clause.startswith(f"{part}, ") for clause in clauses) == is_there, part
-    if strategy.zero_stage == 3 and strategy.params_tier == "device":
-        lower = replace(strategy, zero_stage=2)
+    if config.zero.stage == 3 and config.tiers.params == "device":
+        lower = changed(config, {"zero.stage": 2})
         lacks = missing_memory(pricer.memory.estimate(lower), job.cluster, 0.06) is not None
         (clause,) = (each for each in clauses if each.startswith("ZeRO-3"))
         assert ("lacks" in clause) == lacks
@@ -126,7 +126,7 @@ def test_a_config_to_compare_names_the_model(folder, capsys) -> None:
     answer = json.loads(capsys.readouterr().out)
     assert answer["job"]["model"]["name"] == "25m"
     assert (answer["job"]["seq_len"], answer["job"]["global_batch"]) == (512, 16)
-    assert answer["yours"]["strategy"]["zero_stage"] == 3
+    assert answer["yours"]["config"]["zero"]["stage"] == 3
 
 
 def test_a_config_without_a_model_asks_for_one(folder) -> None:

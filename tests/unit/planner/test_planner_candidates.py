@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.candidates import (
-    ParallelismCandidate,
-    PlacementCandidate,
     SearchSpace,
     candidates,
     divisors,
     placements,
-    strategy_at,
 )
 from shardwise.planner.compact_layout import CompactLayout
-from shardwise.planner.configs import config_of
+from shardwise.planner.configs import written
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, num_data_ranks, world_size
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
@@ -38,7 +35,11 @@ SHAPE = ModelShape(
     vocab_size=1024,
     name="small",
 )
-PLAIN: dict[str, tuple[Any, ...]] = {"recompute": ("none",), "schedule": ("1f1b",), "transport": ("ring",)}
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "recompute.mode": ("none",),
+    "pipeline.schedule": ("1f1b",),
+    "context.transport": ("ring",),
+}
 
 
 def job_of(num_gpus: int, global_batch: int) -> PlanJob:
@@ -46,10 +47,10 @@ def job_of(num_gpus: int, global_batch: int) -> PlanJob:
     return PlanJob(shape=SHAPE, seq_len=2048, global_batch=global_batch, cluster=cluster)
 
 
-def is_run(job: PlanJob, strategy: Strategy) -> bool:
+def is_run(job: PlanJob, config: ResolvedConfig) -> bool:
     """Whether the engine takes it."""
     try:
-        check_job(config_of(job, strategy), strategy.num_ranks)
+        check_job(written(job, config), world_size(config))
     except ConfigError:
         return False
     return True
@@ -60,26 +61,33 @@ def test_every_mesh_that_the_engine_runs_is_a_candidate(num_gpus: int, global_ba
     job = job_of(num_gpus, global_batch)
     expected = set()
     for tp, cp, pp in product(divisors(num_gpus), repeat=3):
-        num_data_ranks, left = divmod(num_gpus, tp * cp * pp)
-        if left or num_data_ranks == 0 or global_batch % num_data_ranks:
+        data_ranks, left = divmod(num_gpus, tp * cp * pp)
+        if left or data_ranks == 0 or global_batch % data_ranks:
             continue
-        each_batch = global_batch // num_data_ranks
-        split = Strategy(pp=pp, dp_shard=num_data_ranks, cp=cp, tp=tp, sequence_parallel=tp > 1)
-        if is_run(job, replace(split, num_micro_batches=each_batch)):
-            expected |= {
-                (pp, num_data_ranks, cp, tp, tp > 1, size, each_batch // size) for size in divisors(each_batch)
-            }
+        each_batch = global_batch // data_ranks
+        split = changed(
+            BASE,
+            {
+                "mesh.pp": pp,
+                "mesh.dp_shard": data_ranks,
+                "mesh.cp": cp,
+                "mesh.tp": tp,
+                "tensor.sequence_parallel": tp > 1,
+            },
+        )
+        if is_run(job, changed(split, {"batch.accumulation": each_batch})):
+            expected |= {(pp, data_ranks, cp, tp, tp > 1, size, each_batch // size) for size in divisors(each_batch)}
     found = [
         (
-            each.pp,
-            each.num_data_ranks,
-            each.cp,
-            each.tp,
-            each.sequence_parallel,
-            each.micro_size,
-            each.num_micro_batches,
+            each.mesh.pp,
+            num_data_ranks(each),
+            each.mesh.cp,
+            each.mesh.tp,
+            each.tensor.sequence_parallel,
+            each.batch.micro_size,
+            each.batch.accumulation,
         )
-        for each in candidates(job, SearchSpace(pins={**PLAIN, "heads_over": (None,)}))
+        for each in candidates(job, SearchSpace(pins={**PLAIN, "context.heads_over": (None,)}))
     ]
     assert len(found) == len(set(found))
     assert set(found) == expected
@@ -88,13 +96,18 @@ def test_every_mesh_that_the_engine_runs_is_a_candidate(num_gpus: int, global_ba
 def test_every_way_to_split_sequences_that_the_engine_runs_is_a_candidate() -> None:
     job = job_of(4, 4)
     ways = product(("ring", "all-gather", "ulysses"), (None, 2, 4))
-    base = Strategy(cp=4, num_micro_batches=4)
-    expected = {(how, team) for how, team in ways if is_run(job, replace(base, transport=how, heads_over=team))}
-    pins = {"cp": (4,), "recompute": ("none",), "micro_size": (1,)}
+    base = changed(BASE, {"mesh.cp": 4, "batch.accumulation": 4})
+    expected = {
+        (how, team)
+        for how, team in ways
+        if is_run(job, changed(base, {"context.transport": how, "context.heads_over": team}))
+    }
+    pins = {"mesh.cp": (4,), "recompute.mode": ("none",), "batch.micro_size": (1,)}
     every = set()
-    for teams in ({}, {"heads_over": (None, 2, 4)}):
+    for teams in ({}, {"context.heads_over": (None, 2, 4)}):
         space = SearchSpace(pins={**pins, **teams})
-        every |= {(each.transport, each.heads_over) for each in candidates(job, space) if each.tp == 1}
+        whole = [each.context for each in candidates(job, space) if each.mesh.tp == 1]
+        every |= {(context.transport, context.heads_over) for context in whole}
     # A team of all is Ulysses, which has a name of its own.
     assert every == {(how, team) for how, team in expected if team != 4}
 
@@ -102,40 +115,51 @@ def test_every_way_to_split_sequences_that_the_engine_runs_is_a_candidate() -> N
 def test_every_schedule_that_the_engine_runs_is_a_candidate() -> None:
     job = job_of(2, 4)
     names = [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]
-    base = Strategy(pp=2, num_micro_batches=4)
+    base = changed(BASE, {"mesh.pp": 2, "batch.accumulation": 4})
     expected = {
         (name, num)
         for name, num in product(names, (1, 2, 3))
-        if is_run(job, replace(base, schedule=name, virtual_stages=num))
+        if is_run(job, changed(base, {"pipeline.schedule": name, "pipeline.virtual_stages": num}))
     }
     expected -= {(name, 1) for name in names if RECIPES[name].is_v_shaped}  # 2, by its other name
-    space = SearchSpace(pins={"pp": (2,), "micro_size": (1,), "recompute": ("none",)})
-    assert {(each.schedule, each.virtual_stages) for each in candidates(job, space)} == expected
+    space = SearchSpace(pins={"mesh.pp": (2,), "batch.micro_size": (1,), "recompute.mode": ("none",)})
+    pipelines = [each.pipeline for each in candidates(job, space)]
+    assert {(pipeline.schedule, pipeline.virtual_stages) for pipeline in pipelines} == expected
 
 
-def kind_of(
-    folded: CompactLayout, candidate: ParallelismCandidate, placement: PlacementCandidate, base: Strategy
-) -> tuple[object, ...]:
+def kind_of(folded: CompactLayout, config: ResolvedConfig) -> tuple[object, ...]:
     """What makes the engine's layout another one."""
-    strategy = strategy_at(candidate, placement, base)
-    layout = folded.rank(strategy).layout
+    layout = folded.rank(config).layout
     roles = (layout.stage.params, layout.stage.grads, layout.stage.optimizer)
     gathers_once = layout.pipeline is None or roles[0] is not Placement.SHARD or layout.pipeline.gathers_once
-    is_split = Placement.SHARD in roles and placement.dp_shard * candidate.cp > 1
-    return (roles if is_split else None), (placement.dp_shard if is_split else 0), gathers_once or not is_split
+    is_split = Placement.SHARD in roles and config.mesh.dp_shard * config.mesh.cp > 1
+    return (roles if is_split else None), (config.mesh.dp_shard if is_split else 0), gathers_once or not is_split
 
 
 @pytest.mark.parametrize(("pp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_every_placement_that_is_another_layout_is_tried_once(pp: int, cp: int) -> None:
     job = job_of(4 * pp * cp, 4)
-    pins: dict[str, tuple[Any, ...]] = {"pp": (pp,), "cp": (cp,), "tp": (1,), "micro_size": (1,), **PLAIN}
-    (candidate, *_) = candidates(job, SearchSpace(pins={**pins, "heads_over": (None,)}))
+    pins: dict[str, tuple[Any, ...]] = {"mesh.pp": (pp,), "mesh.cp": (cp,), "mesh.tp": (1,), **PLAIN}
+    (candidate, *_) = candidates(
+        job, SearchSpace(pins={**pins, "batch.micro_size": (1,), "context.heads_over": (None,)})
+    )
     space, folded = SearchSpace(offloads=False), CompactLayout(job)
     every = {
-        kind_of(folded, candidate, PlacementCandidate(stage, dp_shard, gather, *["device"] * 4), space.base)
+        kind_of(
+            folded,
+            changed(
+                candidate,
+                {
+                    "zero.stage": stage,
+                    "mesh.dp_shard": dp_shard,
+                    "mesh.dp_replicate": 4 // dp_shard,
+                    "pipeline.gather": gather,
+                },
+            ),
+        )
         for stage, dp_shard, gather in product(range(4), (1, 2, 4), ("batch", "micro-batch"))
     }
-    found = [kind_of(folded, candidate, placement, space.base) for placement in placements(job, space, candidate)]
+    found = [kind_of(folded, changed(candidate, placement)) for placement in placements(job, space, candidate)]
     assert set(found) == every
     assert len(found) == len(every)
 

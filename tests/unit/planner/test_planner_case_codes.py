@@ -41,8 +41,8 @@ def traits_of(*args: Any, **parallel: Any) -> PublishedTraits:
 def price_of(*args: Any, **parallel: Any) -> Estimate:
     case = case_of(*args, **parallel)
     assert case.job is not None
-    assert case.strategy is not None
-    return PublishedPricer(case.job).price(case.strategy)
+    assert case.config is not None
+    return PublishedPricer(case.job).price(case.config)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_adapters_are_read_with_their_rank_targets_base_and_dropout() -> None:
     lora = {"rank": 8, "targets": "q_proj,v_proj", "base": "nf4", "dropout": 0.1}
     case = case_of(HUGGING_FACE, lora=lora)
     assert case.job is not None
-    found = case.job.lora
+    found = case.config.lora
     assert (found.rank, found.targets, found.base, found.dropout) == (8, ("q_proj", "v_proj"), "nf4", 0.1)
     narrow, wide = (price_of(HUGGING_FACE, zero_stage=0, lora=lora | {"base": base}) for base in ("bf16", "fp32"))
     assert wide.memory.worst.peak["params"] == pytest.approx(3 * narrow.memory.worst.peak["params"])
@@ -112,20 +112,20 @@ def test_words_of_recomputation_free_tensors_and_run_their_products_again() -> N
 
 def test_torchtitan_selects_ops_where_a_row_is_silent() -> None:
     silent = case_of("torchtitan 2025-11", recompute=None)
-    assert silent.strategy is not None
-    assert silent.strategy.recompute == "selective"
+    assert silent.config is not None
+    assert silent.config.recompute.mode == "selective"
     assert "recompute" not in silent.guesses
     said, none = (price_of("torchtitan 2025-11", recompute=each).time for each in ("selective, per op", "none"))
     assert said.parts["recompute"] > 0.05 * none.step_s  # wk, wo and w3 run again
 
 
 def test_moments_and_gradients_go_where_words_of_offload_send_them() -> None:
-    found = case_of("LLMQ (C++/CUDA)", zero_stage=1, offload="offload-opt-m (pinned host memory)").strategy
+    found = case_of("LLMQ (C++/CUDA)", zero_stage=1, offload="offload-opt-m (pinned host memory)").config
     assert found is not None
-    assert (found.optimizer_tier, found.optimizer_on_device) == ("host", 0.5)
-    whole = case_of("LLMQ (C++/CUDA)", zero_stage=1, offload="offload-opt-m, offload-opt-v, offload-residual").strategy
+    assert (found.tiers.optimizer, found.tiers.optimizer_on_device) == ("host", 0.5)
+    whole = case_of("LLMQ (C++/CUDA)", zero_stage=1, offload="offload-opt-m, offload-opt-v, offload-residual").config
     assert whole is not None
-    assert (whole.optimizer_tier, whole.optimizer_on_device, whole.activations_tier) == ("host", 0.0, "host")
+    assert (whole.tiers.optimizer, whole.tiers.optimizer_on_device, whole.tiers.activations) == ("host", 0.0, "host")
 
 
 def test_loops_over_experts_wait_for_the_host_and_grouped_products_do_not() -> None:
@@ -152,8 +152,8 @@ def test_tokens_go_to_a_node_once_with_deepep() -> None:
         }  # fmt: skip
         case = read_case(row)
         assert case.job is not None
-        assert case.strategy is not None
-        seconds.append(PublishedTimeModel(case.job).communication.block(case.strategy).forward.experts_s)
+        assert case.config is not None
+        seconds.append(PublishedTimeModel(case.job).communication.block(case.config).forward.experts_s)
     assert seconds[1] < 0.7 * seconds[0]
 
 

@@ -1,4 +1,4 @@
-"""What is said of a published run, from a price that is made up: which strategy it had, and in which quantities."""
+"""What is said of a published run, from a price that is made up: which candidate it had, and in which quantities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from planner_eval.prices import (
     predict_row,
     settled,
 )
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.config.resolve import ResolvedConfig
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.schedule.simulate import PipelineSimulator
 
@@ -45,28 +46,28 @@ class MadeUp:
     """Prices by a rule, and keeps what it was asked."""
 
     def __init__(self, peak_gib: Any, step_s: Any) -> None:
-        self.peak_gib, self.step_s, self.asked = peak_gib, step_s, list[Strategy]()
+        self.peak_gib, self.step_s, self.asked = peak_gib, step_s, list[ResolvedConfig]()
         self.time = SimpleNamespace(pipelines=None)
 
     def __call__(self, job: PlanJob) -> MadeUp:
         self.job = job
         return self
 
-    def price(self, strategy: Strategy) -> Estimate:
-        self.asked.append(strategy)
-        step_s = self.step_s(strategy)
-        peaks = self.peak_gib(strategy)
+    def price(self, config: ResolvedConfig) -> Estimate:
+        self.asked.append(config)
+        step_s = self.step_s(config)
+        peaks = self.peak_gib(config)
         ranks = tuple(
             RankMemory(pipeline_rank=rank, at_rest={"param": GIB}, peak={"params": peak * GIB, "rounding": 0.5 * GIB})
             for rank, peak in enumerate(peaks)
         )
         time = TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts={}, bubble_rate=0.375)
-        return Estimate(job=self.job, strategy=strategy, memory=MemoryEstimate(ranks=ranks), time=time)
+        return Estimate(job=self.job, config=config, memory=MemoryEstimate(ranks=ranks), time=time)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
-    found = MadeUp(lambda strategy: (1.0, 2.0), lambda strategy: 1.0 + strategy.micro_size)
+    found = MadeUp(lambda config: (1.0, 2.0), lambda config: 1.0 + config.batch.micro_size)
     monkeypatch.setattr(prices, "PublishedPricer", found)
     return found
 
@@ -75,18 +76,18 @@ def test_what_is_written_is_priced_as_it_is(made: MadeUp) -> None:
     case = case_of()
     price = settled(case)
     assert price is not None
-    assert made.asked == [price.strategy] == [case.strategy]
+    assert made.asked == [price.config] == [case.config]
     assert settled(Case(id="", group="", tier="", quantity="")) is None
 
 
 def test_where_nothing_fits_all_ways_to_spare_memory_are_tried_in_order(made: MadeUp) -> None:
-    made.peak_gib = lambda strategy: (100.0 + strategy.micro_size, 90.0)
+    made.peak_gib = lambda config: (100.0 + config.batch.micro_size, 90.0)
     case = case_of(micro_batch=None, zero_stage=None, recompute=None, offload="possibly")
     price = settled(case)
     assert price is not None
     tried = list(
         dict.fromkeys(
-            (each.activations_tier, each.optimizer_tier, each.zero_stage, each.recompute, each.recompute_every)
+            (each.tiers.activations, each.tiers.optimizer, each.zero.stage, each.recompute.mode, each.recompute.every)
             for each in made.asked
         )
     )
@@ -94,25 +95,25 @@ def test_where_nothing_fits_all_ways_to_spare_memory_are_tried_in_order(made: Ma
     tiers = [("device", "device"), ("host", "device"), ("host", "host")]
     assert tried == [(*tier, stage, *mode) for tier in tiers for stage in (1, 3) for mode in modes]
     # Of 8 samples a rank: with 4 of each micro-batch two would fill no pipeline of two.
-    assert [(each.micro_size, each.num_micro_batches) for each in made.asked] == [(2, 4), (1, 8)] * len(tried)
-    assert price.strategy == made.asked[-1]  # of the last ones, that which lacks least
+    assert [(each.batch.micro_size, each.batch.accumulation) for each in made.asked] == [(2, 4), (1, 8)] * len(tried)
+    assert price.config == made.asked[-1]  # of the last ones, that which lacks least
 
 
 def test_of_sizes_that_fit_the_fastest_is_taken_and_nothing_more_is_tried(made: MadeUp) -> None:
-    made.peak_gib = lambda strategy: (100.0 if strategy.recompute == "none" or strategy.micro_size == 4 else 70.0,)
-    made.step_s = lambda strategy: 1 / strategy.micro_size
+    made.peak_gib = lambda config: (100.0 if config.recompute.mode == "none" or config.batch.micro_size == 4 else 70.0,)
+    made.step_s = lambda config: 1 / config.batch.micro_size
     case = case_of(pp=1, micro_batch=None, recompute=None)
     price = settled(case)
     assert price is not None
-    assert (price.strategy.micro_size, price.strategy.recompute) == (2, "selective")
-    assert [each.micro_size for each in made.asked] == [4, 2, 1, 4, 2, 1]
-    assert {each.zero_stage for each in made.asked} == {1}
+    assert (price.config.batch.micro_size, price.config.recompute.mode) == (2, "selective")
+    assert [each.batch.micro_size for each in made.asked] == [4, 2, 1, 4, 2, 1]
+    assert {each.zero.stage for each in made.asked} == {1}
     assert case.job is not None
     gpu_gib = case.job.cluster.gpu.memory_bytes / GIB
-    made.peak_gib = lambda strategy: (gpu_gib - 0.5,)  # to the last byte
+    made.peak_gib = lambda config: (gpu_gib - 0.5,)  # to the last byte
     fullest = settled(case)
     assert fullest is not None
-    assert (fullest.strategy.recompute, fullest.margin_bytes) == ("none", 0)
+    assert (fullest.config.recompute.mode, fullest.margin_bytes) == ("none", 0)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_sizes_of_a_micro_batch_that_a_run_may_have_had(
     parallel: dict[str, Any], sizes: list[int], made: MadeUp
 ) -> None:
     settled(case_of(**({"pp": 1, "micro_batch": None} | parallel) | ({"dp": 4})))
-    assert [each.micro_size for each in made.asked] == sizes
+    assert [each.batch.micro_size for each in made.asked] == sizes
 
 
 def test_figures_are_of_the_priced_step_in_the_runs_own_batch(made: MadeUp) -> None:
@@ -149,9 +150,9 @@ def test_figures_are_of_the_priced_step_in_the_runs_own_batch(made: MadeUp) -> N
     assert predict(replace(case, quantity="single_layer_time")).as_row() == dict.fromkeys(found.as_row())
     assert predict(replace(case, quantity="activation_memory_ratio")).price is None
     gpu_gib = case.job.cluster.gpu.memory_bytes / GIB
-    made.peak_gib = lambda strategy: (1.0, gpu_gib - 0.5)
+    made.peak_gib = lambda config: (1.0, gpu_gib - 0.5)
     assert predict(case).feasible  # to the last byte
-    made.peak_gib = lambda strategy: (1.0, gpu_gib)
+    made.peak_gib = lambda config: (1.0, gpu_gib)
     assert not predict(case).feasible
 
 
@@ -184,8 +185,8 @@ def test_bubbles_are_of_measured_times_or_of_priced_ones_where_they_are_asked_fo
     row = ROW | {"quantity": "schedule_bubble", "parallel": ROW["parallel"] | {"global_batch": 64}}
     case = read_case(row)
     assert case.job is not None
-    assert case.strategy is not None
-    times = PublishedTimeModel(case.job).op_times(case.strategy)
+    assert case.config is not None
+    times = PublishedTimeModel(case.job).op_times(case.config)
     assert predict(case).bubble_rate == bubble_rate("1f1b", 2, 16, 1, times) != measured.bubble_rate
     searched = case_of(op_times_ms={"T_F": 1, "T_B": 1, "T_W": 1}, global_batch=64, schedule="zb-2p")
     assert searched.searched_schedule == "zb-2p"
@@ -215,22 +216,22 @@ def test_flops_are_counted_as_it_is_written_or_was_usual(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "again"),
+    ("config", "again"),
     [
-        (Strategy(), 0.0),
+        (BASE, 0.0),
         # A third of what the blocks take: products with 12 h^2 weights, scores and values of 128 keys.
-        (Strategy(recompute="full"), 2 * 4 * 12 * 64**2 + 4 * 4 * 64 * 128),
-        (Strategy(recompute="full", recompute_every=4), (2 * 4 * 12 * 64**2 + 4 * 4 * 64 * 128) / 4),
-        (Strategy(recompute="selective"), 4 * 4 * 64 * 128),
+        (changed(BASE, {"recompute.mode": "full"}), 2 * 4 * 12 * 64**2 + 4 * 4 * 64 * 128),
+        (changed(BASE, {"recompute.mode": "full", "recompute.every": 4}), (2 * 4 * 12 * 64**2 + 4 * 4 * 64 * 128) / 4),
+        (changed(BASE, {"recompute.mode": "selective"}), 4 * 4 * 64 * 128),
     ],
 )
-def test_flops_of_the_hardware_count_what_is_computed_again(strategy: Strategy, again: float) -> None:
+def test_flops_of_the_hardware_count_what_is_computed_again(config: ResolvedConfig, again: float) -> None:
     job = case_of().job
     assert job is not None
     once = 6 * (4 * 12 * 64**2 + 1000 * 64) + 12 * 4 * 64 * 128
-    assert flops_per_token(job, strategy, "hardware") == pytest.approx(once + again)
-    assert flops_per_token(job, strategy, "all-keys") == once
-    assert flops_per_token(job, strategy, "causal") == once - 6 * 4 * 64 * 128
+    assert flops_per_token(job, config, "hardware") == pytest.approx(once + again)
+    assert flops_per_token(job, config, "all-keys") == once
+    assert flops_per_token(job, config, "causal") == once - 6 * 4 * 64 * 128
 
 
 def test_memory_of_each_kind_has_its_categories() -> None:
@@ -269,5 +270,5 @@ def test_kinds_of_memory_by_what_people_write(written: str, kind: str) -> None:
 def test_a_priced_run_is_that_of_the_planner() -> None:
     case = case_of()
     assert case.job is not None
-    assert case.strategy is not None
-    assert settled(case) == PublishedPricer(case.job).price(case.strategy)
+    assert case.config is not None
+    assert settled(case) == PublishedPricer(case.job).price(case.config)

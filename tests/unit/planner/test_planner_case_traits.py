@@ -10,7 +10,7 @@ from planner_eval.cases import read_case
 from planner_eval.models import published_traits
 from planner_eval.prices import is_of_first_rank, memory_gib, memory_kind_of, predict_row
 from planner_eval.traits import PublishedTraits
-from shardwise.planner.job import Strategy
+from shardwise.config.resolve import ResolvedConfig
 
 LLAMA = {
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "ffn_type": "swiglu", "vocab": 128256,
@@ -24,11 +24,11 @@ def row(model: dict[str, Any], gpu: str = "H100", num_gpus: int = 16, **parallel
     return {"id": "x", "model": model, "hardware": hardware, "parallel": {"micro_batch": 1, **parallel}}
 
 
-def known(row: dict[str, Any]) -> tuple[Strategy, PublishedTraits]:
+def known(row: dict[str, Any]) -> tuple[ResolvedConfig, PublishedTraits]:
     case = read_case(row)
     assert case.job is not None
-    assert case.strategy is not None
-    return case.strategy, published_traits(case.job)
+    assert case.config is not None
+    return case.config, published_traits(case.job)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_scores_that_fp32_keeps_say_nothing_of_the_codes_age(precision: str, att
 
 
 def test_torchs_own_code_recomputes_every_other_product_where_it_does_not_say() -> None:
-    strategy, traits = known(row(LLAMA, zero_stage=3, compile=True))
-    assert (strategy.recompute, traits.selective) == ("selective", "half")
-    strategy, _ = known(row(LLAMA, zero_stage=3, compile=True, recompute="none"))
-    assert strategy.recompute == "none"
+    config, traits = known(row(LLAMA, zero_stage=3, compile=True))
+    assert (config.recompute.mode, traits.selective) == ("selective", "half")
+    config, _ = known(row(LLAMA, zero_stage=3, compile=True, recompute="none"))
+    assert config.recompute.mode == "none"
     assert [read_case(row(LLAMA, zero_stage=3, compile=each)).guesses for each in (True, False)] == [
         ("global_batch",),
         ("global_batch", "recompute"),
@@ -193,8 +193,8 @@ def test_torchs_own_code_recomputes_every_other_product_where_it_does_not_say() 
 
 @pytest.mark.parametrize(("pp", "dtype"), [(1, "param"), (4, "fp32")])
 def test_sharded_parameters_in_a_pipeline_have_gradients_in_fp32(pp: int, dtype: str) -> None:
-    strategy, _ = known(row(LLAMA, pp=pp, zero_stage=3, precision="bf16"))
-    assert (strategy.accumulate, strategy.reduce) == (dtype, dtype)
+    config, _ = known(row(LLAMA, pp=pp, zero_stage=3, precision="bf16"))
+    assert (config.precision.accumulate, config.precision.reduce) == (dtype, dtype)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from harness.planner_configs import differences
 from planner_eval.cases import Case, KnownStates, read_case
 from planner_eval.prices import predict_row
 from planner_eval.recomputation import recomputation_of
 from planner_eval.words import gpu_of
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import find_gpu
-from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, changed, param_of
+from shardwise.planner.stages import StageTable
 
 # What holds of all published code, whatever it was.
 OTHERS = {"expert_imbalance": 1.0, "is_own": False, "reduces_in_place": True, "selective": "all-but-scores"}
@@ -34,18 +37,22 @@ def written(model: dict[str, Any], gpu: str, num_gpus: int, /, **more: Any) -> d
     return {"id": "x", "model": model, "hardware": {"gpu": gpu, "num_gpus": num_gpus} | hardware, "parallel": more}
 
 
-def known(row: dict[str, Any]) -> tuple[Case, PlanJob, Strategy]:
+def known(row: dict[str, Any]) -> tuple[Case, PlanJob, ResolvedConfig]:
     case = read_case(row)
     assert case.job is not None
-    assert case.strategy is not None
-    return case, case.job, case.strategy
+    assert case.config is not None
+    return case, case.job, case.config
 
 
-def strategy_of(**parallel: Any) -> Strategy:
+def layers_of(config: ResolvedConfig, job: PlanJob) -> tuple[int, ...]:
+    return StageTable(job).of(config).layers
+
+
+def config_of(**parallel: Any) -> ResolvedConfig:
     return known(written(LLAMA, parallel.pop("gpu", "H100"), parallel.pop("num_gpus", 32), **parallel))[2]
 
 
-def facts_of(value: Strategy | FrameworkTraits) -> dict[str, Any]:
+def facts_of(value: FrameworkTraits) -> dict[str, Any]:
     """What is not as usual."""
     found = {each.name: getattr(value, each.name) for each in fields(value)}
     usual = {each.name: each.default for each in fields(value)}
@@ -57,16 +64,18 @@ def test_a_run_of_interleaved_stages_in_fp16() -> None:
         GPT, "A100-SXM4-80GB", 64, interconnect="InfiniBand", tp=2, pp=4, vpp=2, zero_stage=1, micro_batch=2,
         global_batch=256, precision="fp16", schedule="interleaved 1f1b", recompute="full",
     )  # fmt: skip
-    case, job, strategy = known(row)
+    case, job, config = known(row)
     assert (case.guesses, case.tokens_scale, case.trained_share) == (("sequence_parallel",), 1.0, 1.0)
     assert (job.shape, job.seq_len, job.global_batch) == (GPT_SHAPE, 1024, 256)
     gpu = find_gpu("a100-80")
     assert (job.cluster.gpu, job.cluster.num_gpus, job.cluster.gpus_per_node) == (gpu, 64, 8)
     assert job.cluster.nic_bytes_per_s == gpu.nic_bytes_per_s / 4  # 400 Gb/s a node, where no speed is named
-    assert facts_of(strategy) == {
-        "pp": 4, "tp": 2, "dp_shard": 8, "zero_stage": 1, "micro_size": 2, "num_micro_batches": 16,
-        "schedule": "interleaved", "virtual_stages": 2, "stage_layers": (3, 4, 4, 4, 4, 4, 4, 3), "recompute": "full",
-        "param": "fp16",
+    assert layers_of(config, job) == (3, 4, 4, 4, 4, 4, 4, 3)
+    assert differences(changed(config, {"pipeline.cut": None})) == {
+        "mesh.pp": 4, "mesh.tp": 2, "mesh.dp_shard": 8, "zero.stage": 1, "batch.micro_size": 2,
+        "batch.accumulation": 16,
+        "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2, "recompute.mode": "full",
+        "precision.param": "fp16",
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {
         "attention": "fused-softmax", "logits_bytes": 10.0, "is_compiled": True, "overlaps_data": False,
@@ -79,12 +88,14 @@ def test_a_run_of_compiled_blocks_in_fp8_with_replicas_of_a_node() -> None:
         LLAMA, "H100", 32, zero_stage=3, hybrid_shard=True, compile=True, precision="fp8", micro_batch=2,
         attention_kernel="FA3", fp32_grad_accum=True, cuda_graphs=True,
     )  # fmt: skip
-    case, job, strategy = known(row)
+    case, job, config = known(row)
     assert case.guesses == ("global_batch",)
     assert job.shape == LLAMA_SHAPE
     assert (job.global_batch, job.cluster.nic_bytes_per_s) == (64, find_gpu("h100").nic_bytes_per_s)
-    assert facts_of(strategy) == {
-        "dp_replicate": 4, "dp_shard": 8, "zero_stage": 3, "micro_size": 2, "recompute": "selective", "matmul": "fp8",
+    assert differences(config) == {
+        "mesh.dp_replicate": 4, "mesh.dp_shard": 8, "zero.stage": 3, "batch.micro_size": 2,
+        "recompute.mode": "selective",
+        "precision.linears": "fp8",
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "is_compiled": True, "is_graphed": True,
@@ -99,15 +110,15 @@ def test_a_run_of_sharded_parameters_on_disks() -> None:
         interconnect="DGX-2, 8 x EDR", zero_group=16, micro_batch=2, global_batch=128, precision="fp16",
         recompute="selective", offload="NVMe: params, grads, optimizer; activations on CPU",
     )  # fmt: skip
-    case, job, strategy = known(row)
+    case, job, config = known(row)
     assert case.guesses == ()
     assert (job.shape.is_tied, job.shape.has_biases, job.shape.num_positions) == (False, False, 0)
     assert (job.cluster.gpus_per_node, job.cluster.nic_bytes_per_s) == (16, 8 * 12.5e9 / 16)
     assert job.cluster.gpu.link_domain == 16
-    assert facts_of(strategy) == {
-        "dp_replicate": 2, "dp_shard": 16, "zero_stage": 3, "micro_size": 2, "num_micro_batches": 2,
-        "recompute": "full", "params_tier": "nvme", "grads_tier": "host", "optimizer_tier": "nvme",
-        "activations_tier": "host", "param": "fp16", "accumulate": "param",
+    assert differences(config) == {
+        "mesh.dp_replicate": 2, "mesh.dp_shard": 16, "zero.stage": 3, "batch.micro_size": 2, "batch.accumulation": 2,
+        "recompute.mode": "full", "tiers.params": "nvme", "tiers.grads": "host", "tiers.optimizer": "nvme",
+        "tiers.activations": "host", "precision.param": "fp16", "precision.accumulate": "param",
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {
         "attention": "fused-softmax", "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "defers_gathers": False,
@@ -124,16 +135,17 @@ def test_a_run_of_experts_in_two_pipelines() -> None:
         model, "H800", 64, pp=4, ep=16, zero_stage=1, schedule="DualPipe", micro_batch=1, global_batch=512,
         precision="fp8", recompute="none",
     )  # fmt: skip
-    case, job, strategy = known(row)
+    case, job, config = known(row)
     assert case.guesses == ()
     experts = Experts(num_experts=64, num_chosen=6, ffn_size=1408, num_shared=2, num_dense_layers=1)
     assert job.shape == ModelShape(
         num_layers=27, hidden_size=2048, num_heads=16, num_kv_heads=1, head_dim=192, ffn_size=10944, vocab_size=102400,
         experts=experts, name="model",
     )  # fmt: skip
-    assert facts_of(strategy) == {
-        "pp": 4, "ep": 16, "dp_shard": 16, "zero_stage": 1, "num_micro_batches": 32, "schedule": "zb-v",
-        "virtual_stages": 2, "stage_layers": (4, 4, 4, 3, 3, 3, 3, 3), "accumulate": "param", "matmul": "fp8",
+    assert layers_of(config, job) == (4, 4, 4, 3, 3, 3, 3, 3)
+    assert differences(changed(config, {"pipeline.cut": None})) == {
+        "mesh.pp": 4, "mesh.dp_shard": 16, "zero.stage": 1, "batch.accumulation": 32, "pipeline.schedule": "zb-v",
+        "pipeline.virtual_stages": 2, "precision.accumulate": "param", "precision.linears": "fp8",
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "is_compiled": True, "fuses_gate": True, "widens_grads": False,
@@ -146,13 +158,14 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
         sequence_parallel=True, cp_impl="Ulysses, chunked", global_batch=8, num_microbatches=2, precision="bf16",
         attention_kernel="flash", training="LoRA", recompute="every 4 layers", fp32_grad_accum_unsharded=True,
     )  # fmt: skip
-    case, job, strategy = known(row)
+    case, job, config = known(row)
     assert (case.guesses, case.trained_share, case.tokens_scale) == (("micro_batch",), 2 / 3, 1.0)
-    assert (job.seq_len, job.lora.rank) == (65536, 16)
-    assert facts_of(strategy) == {
-        "tp": 2, "cp": 4, "dp_shard": 2, "zero_stage": 2, "micro_size": 2, "num_micro_batches": 2,
-        "sequence_parallel": True, "transport": "ulysses", "chunk_tokens": 16384, "activations_tier": "host",
-        "recompute": "full", "recompute_every": 4, "accumulate": "param",
+    assert (job.seq_len, config.lora.rank) == (65536, 16)
+    assert differences(config) == {
+        "mesh.tp": 2, "mesh.cp": 4, "mesh.dp_shard": 2, "zero.stage": 2, "batch.micro_size": 2, "batch.accumulation": 2,
+        "tensor.sequence_parallel": True, "context.transport": "ulysses", "context.chunk_tokens": 16384,
+        "tiers.activations": "host",
+        "recompute.mode": "full", "recompute.every": 4, "precision.accumulate": "param", "lora.rank": 16,
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "optimizer_shards": 2, "unsharded_grad_bytes": 4.0, "defers_gathers": False,
@@ -166,12 +179,12 @@ def test_a_run_in_fp8_on_one_domain_of_links() -> None:
         LLAMA, "GB200", 72, gpus_per_node=4, tp=4, zero_stage=1, sequence_parallel=True, micro_batch=1,
         global_batch=36, precision="fp8", recompute="none", num_microbatches=2, attention_kernel="cudnn",
     )  # fmt: skip
-    case, job, strategy = known(row)
+    case, job, config = known(row)
     assert case.guesses == ()
     assert (job.cluster.gpus_per_node, job.cluster.gpu.link_domain) == (4, 72)
-    assert facts_of(strategy) == {
-        "tp": 4, "dp_shard": 18, "zero_stage": 1, "num_micro_batches": 2, "sequence_parallel": True,
-        "accumulate": "param", "matmul": "fp8",
+    assert differences(config) == {
+        "mesh.tp": 4, "mesh.dp_shard": 18, "zero.stage": 1, "batch.accumulation": 2, "tensor.sequence_parallel": True,
+        "precision.accumulate": "param", "precision.linears": "fp8",
     }  # fmt: skip
     assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "is_compiled": True, "overlaps_tensor": True, "has_tuned_attention": True,
@@ -218,8 +231,8 @@ def test_a_size_alone_is_known_by_its_states() -> None:
     ],
 )
 def test_the_batch_by_what_is_written(parallel: dict[str, int], sizes: tuple[int, int, float]) -> None:
-    case, _, strategy = known(written(LLAMA, "H100", 32, zero_stage=1, **parallel))
-    assert (strategy.micro_size, strategy.num_micro_batches, case.tokens_scale) == sizes
+    case, _, config = known(written(LLAMA, "H100", 32, zero_stage=1, **parallel))
+    assert (config.batch.micro_size, config.batch.accumulation, case.tokens_scale) == sizes
 
 
 @pytest.mark.parametrize(
@@ -240,14 +253,14 @@ def test_the_batch_by_what_is_written(parallel: dict[str, int], sizes: tuple[int
     ],
 )
 def test_virtual_stages_by_what_is_written(parallel: dict[str, Any], expected: tuple[str, int]) -> None:
-    strategy = strategy_of(**parallel)
-    assert (strategy.schedule, strategy.virtual_stages) == expected
+    config = config_of(**parallel)
+    assert (config.pipeline.schedule, config.pipeline.virtual_stages) == expected
 
 
 @pytest.mark.parametrize(("num_layers", "virtual_stages"), [(24, 6), (30, 2), (36, 3), (44, 2)])
 def test_interleaved_stages_are_as_many_as_divide_the_blocks(num_layers: int, virtual_stages: int) -> None:
     row = written(LLAMA | {"layers": num_layers}, "H100", 8, pp=4, schedule="interleaved")
-    assert known(row)[2].virtual_stages == virtual_stages
+    assert known(row)[2].pipeline.virtual_stages == virtual_stages
 
 
 @pytest.mark.parametrize(
@@ -264,21 +277,26 @@ def test_interleaved_stages_are_as_many_as_divide_the_blocks(num_layers: int, vi
     ],
 )
 def test_blocks_of_each_stage(num_layers: int, more: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert known(written(LLAMA | {"layers": num_layers}, "H100", 8, pp=4, **more))[2].stage_layers == expected
+    _, job, config = known(written(LLAMA | {"layers": num_layers}, "H100", 8, pp=4, **more))
+    assert layers_of(config, job) == expected
 
 
 def test_ends_that_count_as_a_block_each_have_one_less() -> None:
     model = LLAMA | {"first_last_stage_one_layer_less": True}
-    assert known(written(model, "H100", 8, pp=4))[2].stage_layers == (8, 9, 8, 7)
-    assert known(written(model, "H100", 8))[2].stage_layers is None
-    assert known(written(LLAMA, "H100", 8, pp=2))[2].stage_layers == (16, 16)
+    for row, expected in (
+        (written(model, "H100", 8, pp=4), (8, 9, 8, 7)),
+        (written(model, "H100", 8), (32,)),
+        (written(LLAMA, "H100", 8, pp=2), (16, 16)),
+    ):
+        _, job, config = known(row)
+        assert layers_of(config, job) == expected
 
 
 def test_what_is_not_written_is_guessed_and_named() -> None:
-    case, _, strategy = known(written(LLAMA, "H100", 8))
-    assert (strategy.zero_stage, case.quantity, case.searched_schedule) == (1, "end_to_end", None)
+    case, _, config = known(written(LLAMA, "H100", 8))
+    assert (config.zero.stage, case.quantity, case.searched_schedule) == (1, "end_to_end", None)
     assert case.guesses == ("micro_batch", "global_batch", "zero_stage", "recompute")
-    assert known(written(LLAMA, "H100", 8, tp=8))[2].zero_stage == 0
+    assert known(written(LLAMA, "H100", 8, tp=8))[2].zero.stage == 0
     more = {"id": 3, "group": "g", "tier": "core", "quantity": "memory"}
     case, _, _ = known(written(LLAMA, "H100", 8, pp=2, schedule="zb-1p", zero_stage=1, recompute="full") | more)
     assert (case.id, case.group, case.tier, case.quantity) == ("3", "g", "core", "memory")
@@ -290,38 +308,43 @@ def test_what_cannot_be_is_refused() -> None:
     assert refused.refusal == (
         "parallel: pp x vpp = 48 stages are more than the 34 of 32 layers; lower pp or vpp"
     )  # fmt: skip
-    assert (refused.job, refused.strategy) == (None, None)
+    assert (refused.job, refused.config) == (None, None)
     unknown = read_case(written(LLAMA, "abacus", 8))
     assert (unknown.refusal or "").startswith("hardware.gpu: abacus is no device")
-    assert (unknown.job, unknown.strategy) == (None, None)
+    assert (unknown.job, unknown.config) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
-        ({"precision": "bf16", "zero_stage": 1}, ("bf16", "param", "param", None)),
-        ({"precision": "bf16", "zero_stage": 1, "tp": 2}, ("bf16", "fp32", "fp32", None)),
-        ({"precision": "bf16", "zero_stage": 0, "pp": 2}, ("bf16", "fp32", "fp32", None)),
-        ({"precision": "bf16", "zero_stage": 2, "tp": 2}, ("bf16", "param", "param", None)),
-        ({"precision": "bf16", "zero_stage": 2, "tp": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "fp32", None)),
-        ({"precision": "bf16", "zero_stage": 1, "tp": 2, "fp32_grad_accum": False}, ("bf16", "param", "param", None)),
-        ({"precision": "bf16", "zero_stage": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "param", None)),
-        ({"precision": "bf16", "zero_stage": 3, "tp": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "param", None)),
-        ({"precision": "bf16", "zero_stage": 3, "pp": 2}, ("bf16", "fp32", "fp32", None)),
-        ({"precision": "bf16", "zero_stage": 3, "fp32_grad_reduce": True}, ("bf16", "param", "fp32", None)),
-        ({"precision": "bf16", "zero_stage": 3, "pp": 2, "fp32_grad_reduce": "no"}, ("bf16", "fp32", "param", None)),
-        ({"precision": "fp16", "zero_stage": 3, "pp": 2}, ("fp16", "param", "param", None)),
-        ({"precision": "fp16", "zero_stage": 1, "tp": 2}, ("fp16", "fp32", "param", None)),
+        ({"precision": "bf16", "zero_stage": 1}, ("bf16", "param", "param", "keep")),
+        ({"precision": "bf16", "zero_stage": 1, "tp": 2}, ("bf16", "fp32", "fp32", "keep")),
+        ({"precision": "bf16", "zero_stage": 0, "pp": 2}, ("bf16", "fp32", "fp32", "keep")),
+        ({"precision": "bf16", "zero_stage": 2, "tp": 2}, ("bf16", "param", "param", "keep")),
+        ({"precision": "bf16", "zero_stage": 2, "tp": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "fp32", "keep")),
+        ({"precision": "bf16", "zero_stage": 1, "tp": 2, "fp32_grad_accum": False}, ("bf16", "param", "param", "keep")),
+        ({"precision": "bf16", "zero_stage": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "param", "keep")),
+        ({"precision": "bf16", "zero_stage": 3, "tp": 2, "fp32_grad_accum": True}, ("bf16", "fp32", "param", "keep")),
+        ({"precision": "bf16", "zero_stage": 3, "pp": 2}, ("bf16", "fp32", "fp32", "keep")),
+        ({"precision": "bf16", "zero_stage": 3, "fp32_grad_reduce": True}, ("bf16", "param", "fp32", "keep")),
+        ({"precision": "bf16", "zero_stage": 3, "pp": 2, "fp32_grad_reduce": "no"}, ("bf16", "fp32", "param", "keep")),
+        ({"precision": "fp16", "zero_stage": 3, "pp": 2}, ("fp16", "param", "param", "keep")),
+        ({"precision": "fp16", "zero_stage": 1, "tp": 2}, ("fp16", "fp32", "param", "keep")),
         ({"precision": "fp8", "zero_stage": 1, "tp": 2}, ("bf16", "param", "param", "fp8")),
-        ({"precision": "fp4", "zero_stage": 1, "tp": 2}, ("bf16", "fp32", "fp32", None)),  # no such units
+        ({"precision": "fp4", "zero_stage": 1, "tp": 2}, ("bf16", "fp32", "fp32", "keep")),  # no such units
         ({"precision": "fp32"}, ("fp32", "fp32", "param", "tf32")),
         ({"precision": "tf32"}, ("fp32", "fp32", "param", "tf32")),
-        ({"precision": "fp32", "gpu": "V100-32GB"}, ("fp32", "fp32", "param", None)),
+        ({"precision": "fp32", "gpu": "V100-32GB"}, ("fp32", "fp32", "param", "keep")),
     ],
 )
 def test_dtypes_by_what_is_written(parallel: dict[str, Any], expected: tuple[str | None, ...]) -> None:
-    strategy = strategy_of(**parallel)
-    assert (strategy.param, strategy.accumulate, strategy.reduce, strategy.matmul) == expected
+    config = config_of(**parallel)
+    assert (
+        param_of(config),
+        config.precision.accumulate,
+        config.precision.reduce,
+        config.precision.linears,
+    ) == expected
 
 
 @pytest.mark.parametrize(
@@ -339,8 +362,8 @@ def test_dtypes_by_what_is_written(parallel: dict[str, Any], expected: tuple[str
     ],
 )
 def test_over_which_ranks_a_stage_shards(parallel: dict[str, Any], expected: tuple[int, int]) -> None:
-    strategy = strategy_of(**parallel)
-    assert (strategy.dp_replicate, strategy.dp_shard) == expected
+    config = config_of(**parallel)
+    assert (config.mesh.dp_replicate, config.mesh.dp_shard) == expected
 
 
 @pytest.mark.parametrize(
@@ -354,8 +377,8 @@ def test_over_which_ranks_a_stage_shards(parallel: dict[str, Any], expected: tup
     ],
 )
 def test_what_sharded_code_calls_selective(parallel: dict[str, Any], expected: tuple[str, int]) -> None:
-    strategy = strategy_of(**parallel)
-    assert (strategy.recompute, strategy.recompute_every) == expected
+    config = config_of(**parallel)
+    assert (config.recompute.mode, config.recompute.every) == expected
 
 
 @pytest.mark.parametrize(
@@ -369,8 +392,8 @@ def test_what_sharded_code_calls_selective(parallel: dict[str, Any], expected: t
     ],
 )
 def test_sequences_are_split_where_tensors_are(parallel: dict[str, Any], is_split: bool, is_guessed: bool) -> None:
-    case, _, strategy = known(written(LLAMA, "H100", 32, **parallel))
-    assert strategy.sequence_parallel is is_split
+    case, _, config = known(written(LLAMA, "H100", 32, **parallel))
+    assert config.tensor.sequence_parallel is is_split
     assert ("sequence_parallel" in case.guesses) is is_guessed
 
 
@@ -386,7 +409,7 @@ def test_sequences_are_split_where_tensors_are(parallel: dict[str, Any], is_spli
     ],
 )
 def test_how_keys_are_sent(parallel: dict[str, Any], transport: str) -> None:
-    assert strategy_of(**parallel).transport == transport
+    assert config_of(**parallel).context.transport == transport
 
 
 @pytest.mark.parametrize(
@@ -402,7 +425,7 @@ def test_how_keys_are_sent(parallel: dict[str, Any], transport: str) -> None:
 )
 def test_memories_by_what_is_written(offload: str, expected: tuple[str, ...]) -> None:
     case, _, each = known(written(LLAMA, "H100", 32, offload=offload))
-    assert (each.params_tier, each.grads_tier, each.optimizer_tier, each.activations_tier) == expected
+    assert (each.tiers.params, each.tiers.grads, each.tiers.optimizer, each.tiers.activations) == expected
     assert ("offload" in case.guesses) is offload.startswith("possibly")
 
 

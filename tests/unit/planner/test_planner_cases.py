@@ -1,4 +1,4 @@
-"""Rows of published runs, whole and with anything missing, are read as jobs and strategies."""
+"""Rows of published runs, whole and with anything missing, are read as jobs and candidates."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from harness.paths import DATA
 from planner_eval.cases import Case, read_case
 from planner_eval.prices import convention_of, flops_per_token, predict
+from shardwise.planner.job import world_size
+from shardwise.planner.stages import StageTable
 
 ROWS: list[dict[str, Any]] = json.loads((DATA / "planner_cases.json").read_text(encoding="utf-8"))["cases"]
 
@@ -28,22 +30,22 @@ def inputs_of(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("tier", ["core", "bulk"])
 def test_a_case_has_as_many_ranks_as_its_cluster_and_all_its_layers(tier: str) -> None:
     cases = [read_case(row) for row in ROWS if row["tier"] == tier]
-    known = [case for case in cases if case.job is not None and case.strategy is not None]
+    known = [case for case in cases if case.job is not None and case.config is not None]
     assert len(known) > 0.9 * len(cases)
     for case in known:
-        assert case.strategy.num_ranks == case.job.cluster.num_gpus, case.id
-        assert case.strategy.global_batch == case.job.global_batch, case.id
+        assert world_size(case.config) == case.job.cluster.num_gpus, case.id
+        assert case.config.batch.global_size == case.job.global_batch, case.id
         assert case.tokens_scale == pytest.approx(1, abs=0.02), case.id
-        if case.strategy.stage_layers is not None:
-            assert sum(case.strategy.stage_layers) == case.job.shape.num_layers, case.id
-            assert min(case.strategy.stage_layers) >= 0, case.id
+        layers = StageTable(case.job).of(case.config).layers
+        assert sum(layers) == case.job.shape.num_layers, case.id
+        assert min(layers) >= 0, case.id
 
 
 def test_a_row_is_read_from_its_inputs_alone() -> None:
     for row in ROWS[::7]:
         other = inputs_of(row) | {"group": "x", "source": {}, "notes": "x"}
         left, right = read_case(row), read_case(other)
-        assert (left.job, left.strategy, left.guesses) == (right.job, right.strategy, right.guesses)
+        assert (left.job, left.config, left.guesses) == (right.job, right.config, right.guesses)
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,27 +64,28 @@ def test_any_key_may_be_missing_or_null(data: st.DataObject) -> None:
     ):
         row.pop(section, None)
     case = read_case(row)
-    if case.strategy is not None:
-        assert case.strategy.num_ranks >= 1
+    if case.config is not None:
+        assert world_size(case.config) >= 1
 
 
 def test_what_counts_embedding_and_head_as_layers_has_fewer_blocks_at_the_ends() -> None:
     case = read_case(row_of("sailor-clariden-GPT-NEO-N32-N32_D8"))
-    assert case.strategy is not None
-    assert case.strategy.stage_layers == (6, 9, 9, 8)
-    assert case.strategy.matmul == "tf32"
+    assert case.config is not None
+    assert case.job is not None
+    assert StageTable(case.job).of(case.config).layers == (6, 9, 9, 8)
+    assert case.config.precision.linears == "tf32"
 
 
 def test_flops_that_are_reported_count_what_their_convention_says() -> None:
     row = row_of("narayanan21-t1-145.6b")
     case = read_case(row)
     assert case.job is not None
-    assert case.strategy is not None
+    assert case.config is not None
     layers, hidden, seq, vocab = 80, 12288, 2048, 51200
     published = 96 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden))
-    assert flops_per_token(case.job, case.strategy, "hardware") == pytest.approx(published, rel=2e-3)
-    assert flops_per_token(case.job, case.strategy, "hardware") > flops_per_token(case.job, case.strategy, "all-keys")
-    assert flops_per_token(case.job, case.strategy, "causal") < flops_per_token(case.job, case.strategy, "all-keys")
+    assert flops_per_token(case.job, case.config, "hardware") == pytest.approx(published, rel=2e-3)
+    assert flops_per_token(case.job, case.config, "hardware") > flops_per_token(case.job, case.config, "all-keys")
+    assert flops_per_token(case.job, case.config, "causal") < flops_per_token(case.job, case.config, "all-keys")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_offload_that_is_possible_is_taken_where_nothing_else_fits() -> None:
     never = predict(read_case(row | {"parallel": row["parallel"] | {"offload": "none"}})).price
     assert price is not None
     assert never is not None
-    assert (price.strategy.optimizer_tier, never.strategy.optimizer_tier) == ("host", "device")
+    assert (price.config.tiers.optimizer, never.config.tiers.optimizer) == ("host", "device")
     assert price.margin_bytes >= 0 > never.margin_bytes
 
 

@@ -87,7 +87,7 @@ def test_your_own_layout_stands_beside_the_best(capsys):
     text = printed(capsys, "mine.toml", *given)
     yours = json.loads(Path("plan.json").read_text())["yours"]
     assert f"yours {yours['layout']}" in text
-    assert (yours["strategy"]["tp"], yours["strategy"]["micro_size"]) == (2, 2)
+    assert (yours["config"]["mesh"]["tp"], yours["config"]["batch"]["micro_size"]) == (2, 2)
     printed(capsys, "--explain", "mine.toml", *given)
     assert json.loads(Path("plan.json").read_text())["step_s"] == yours["step_s"]
     # A config of another tool's says the batch, too.
@@ -132,21 +132,18 @@ def test_json_alone_goes_to_the_terminal(capsys):
 def test_settings_pin_what_is_chosen(capsys):
     printed(capsys, *SMALL, "--json", "plan.json", "mesh.tp=2", "zero.stage=3", "recompute.mode=none,full")
     for each in json.loads(Path("plan.json").read_text())["best"]:
-        strategy = each["strategy"]
-        assert (strategy["tp"], strategy["zero_stage"]) == (2, 3)
-        assert strategy["recompute"] in ("none", "full")
+        config = each["config"]
+        assert (config["mesh"]["tp"], config["zero"]["stage"]) == (2, 3)
+        assert config["recompute"]["mode"] in ("none", "full")
 
 
 def test_what_is_written_is_what_train_runs(capsys):
     Path("mine.toml").write_text(OURS)
     printed(capsys, "mine.toml", "--cluster", "h100:4", "--write", "best.toml", "--json", "plan.json", "run.steps=7")
     config, _ = check_job(Config.from_toml("best.toml"), 4)
-    strategy = json.loads(Path("plan.json").read_text())["best"][0]["strategy"]
-    assert (config.mesh.tp, config.mesh.pp, config.zero.stage) == (
-        strategy["tp"],
-        strategy["pp"],
-        strategy["zero_stage"],
-    )
+    best = json.loads(Path("plan.json").read_text())["best"][0]["config"]
+    assert (config.mesh.tp, config.mesh.pp) == (best["mesh"]["tp"], best["mesh"]["pp"])
+    assert config.zero.stage == best["zero"]["stage"]
     assert (config.batch.global_size, config.data.seq_len, config.precision.param) == (16, 512, "bf16")
     # What the planner does not choose stays the user's.
     assert (config.optimizer.lr, config.run.steps) == (0.002, 7)
@@ -162,7 +159,7 @@ def test_the_explained_best_costs_what_the_search_said(capsys):
     printed(capsys, "--explain", "best.toml", "--cluster", "h100:4", "--json", "explained.json")
     best = json.loads(Path("plan.json").read_text())["best"][0]
     explained = json.loads(Path("explained.json").read_text())
-    assert explained["strategy"] == best["strategy"]
+    assert explained["config"] == best["config"]
     assert explained["step_s"] == pytest.approx(best["step_s"])
     assert explained["ranks"] == best["ranks"]
 
@@ -373,7 +370,7 @@ def test_a_model_and_a_cluster_are_enough(capsys):
     plan = json.loads(Path("plan.json").read_text())
     assert plan["job"]["global_batch"] == 512
     assert "a batch of 512 sequences, 262 k tokens" in text
-    assert {each["strategy"]["tp"] for each in plan["best"]} == {2}
+    assert {each["config"]["mesh"]["tp"] for each in plan["best"]} == {2}
 
 
 def test_a_written_config_saves_once_an_hour(capsys):
@@ -390,5 +387,5 @@ def test_the_plain_layout_stands_beside_the_best(capsys):
     text = printed(capsys, "llama-7b", "h100:64", "--global-batch", "64", "--seq", "32768", "--json", "plan.json")
     plan = json.loads(Path("plan.json").read_text())
     assert plan["plain"]["step_s"] > plan["best"][0]["step_s"]
-    assert plan["plain"]["strategy"]["schedule"] == "1f1b"
+    assert plan["plain"]["config"]["pipeline"]["schedule"] == "1f1b"
     assert " plain " in text

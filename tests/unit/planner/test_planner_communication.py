@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.config.resolve import Reduce, ZeroConfig
+from shardwise.config.resolve import Reduce
 from shardwise.config.sections import Gather
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
 from shardwise.layout.token_ranges import contiguous, zigzag
@@ -20,7 +20,7 @@ from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
 from shardwise.planner.comm_time import CommTimeModel, TokenExchange, exposed_s
 from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
-from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, num_data_ranks
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
 DISPATCH_NETWORK = NetworkModel(
@@ -39,11 +39,11 @@ MODEL = CommTimeModel(JOB)
 
 
 def with_traits(**facts: bool | int) -> CommTimeModel:
-    return PublishedCommModel(replace(JOB, traits=PublishedTraits(**facts)))  # type: ignore[arg-type]
+    return PublishedCommModel(replace(JOB, traits=PublishedTraits(**facts)))
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    one = Strategy(num_micro_batches=4)
+    one = changed(BASE, {"batch.accumulation": 4})
     block, data = MODEL.block(one), MODEL.data(one)
     for each in (block.forward, block.backward, block.recompute, MODEL.head(one).forward, MODEL.embedding(one).forward):
         assert each.tensor_s == each.context_s == each.experts_s == 0
@@ -51,15 +51,18 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_full_recomputation_repeats_the_forward_s_collectives() -> None:
-    plain = MODEL.block(Strategy(tp=4, recompute="full"))
+    plain = MODEL.block(changed(BASE, {"mesh.tp": 4, "recompute.mode": "full"}))
     assert plain.recompute.tensor_s == plain.forward.tensor_s == plain.backward.tensor_s > 0
-    assert MODEL.block(Strategy(tp=4)).recompute.tensor_s == 0
-    every_other = MODEL.block(Strategy(tp=4, recompute="full", recompute_every=2))
+    assert MODEL.block(changed(BASE, {"mesh.tp": 4})).recompute.tensor_s == 0
+    every_other = MODEL.block(changed(BASE, {"mesh.tp": 4, "recompute.mode": "full", "recompute.every": 2}))
     assert every_other.recompute.tensor_s == plain.recompute.tensor_s / 2
 
 
 def test_split_sequences_gather_their_inputs_again_unless_the_forward_runs_again() -> None:
-    split = {mode: MODEL.block(Strategy(tp=4, sequence_parallel=True, recompute=mode)) for mode in ("none", "full")}
+    split = {
+        mode: MODEL.block(changed(BASE, {"mesh.tp": 4, "tensor.sequence_parallel": True, "recompute.mode": mode}))
+        for mode in ("none", "full")
+    }
     gather_s = MODEL.network.collective_s("all_gather", 2 * 8192 * 4096, 4)
     none, full = split["none"], split["full"]
     assert none.backward.tensor_s == pytest.approx(none.forward.tensor_s + 2 * gather_s)
@@ -69,7 +72,9 @@ def test_split_sequences_gather_their_inputs_again_unless_the_forward_runs_again
 
 
 def test_a_block_is_the_same_for_every_number_of_data_ranks() -> None:
-    assert MODEL.block(Strategy(tp=4, dp_shard=2)) == MODEL.block(Strategy(tp=4, dp_shard=4096))
+    assert MODEL.block(changed(BASE, {"mesh.tp": 4, "mesh.dp_shard": 2})) == MODEL.block(
+        changed(BASE, {"mesh.tp": 4, "mesh.dp_shard": 4096})
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -88,32 +93,33 @@ def test_a_ring_moves_what_its_plan_says(num_ranks: int, split) -> None:  # type
 
 def test_keys_move_less_where_few_heads_have_them_than_heads_do() -> None:
     ring, ulysses, gathered, both = (
-        MODEL.block(Strategy(cp=8, transport=transport, heads_over=over)).forward
+        MODEL.block(changed(BASE, {"mesh.cp": 8, "context.transport": transport, "context.heads_over": over})).forward
         for transport, over in (("ring", None), ("ulysses", None), ("all-gather", None), ("ring", 4))
     )
     assert min(each.context_s for each in (ring, ulysses, gathered, both)) > 0
     assert ring.hidden_context == both.hidden_context == 1
     assert ulysses.hidden_context == gathered.hidden_context == 0
     assert gathered.context_s < ring.context_s  # one call in place of seven
-    assert MODEL.block(Strategy(cp=8)).backward.context_s > 2 * ring.context_s
+    assert MODEL.block(changed(BASE, {"mesh.cp": 8})).backward.context_s > 2 * ring.context_s
 
 
 def test_experts_exchange_tokens_only_where_they_are_split() -> None:
     experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
     job = replace(JOB, shape=replace(JOB.shape, experts=experts))
     model = CommTimeModel(job)
-    assert model.block(Strategy(dp_shard=8)).forward.experts_s == 0
-    split = model.block(Strategy(dp_shard=8, ep=8)).forward.experts_s
+    assert model.block(changed(BASE, {"mesh.dp_shard": 8})).forward.experts_s == 0
+    config, over = changed(BASE, {"mesh.dp_shard": 8}), replace(job, ep=8)
+    split = CommTimeModel(over).block(config).forward.experts_s
     assert split > 0
-    halved = replace(job, shape=replace(job.shape, experts=replace(experts, num_dense_layers=16)))
-    assert CommTimeModel(halved).block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(split / 2)
+    halved = replace(over, shape=replace(job.shape, experts=replace(experts, num_dense_layers=16)))
+    assert CommTimeModel(halved).block(config).forward.experts_s == pytest.approx(split / 2)
 
 
 def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the_code_sends_it_so() -> None:
     def experts_s(num_chosen: int, **facts: bool) -> float:
         experts = Experts(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
-        job = replace(JOB, shape=replace(JOB.shape, experts=experts), traits=PublishedTraits(**facts))  # type: ignore[arg-type]
-        return PublishedCommModel(job).block(Strategy(dp_shard=64, ep=64)).forward.experts_s
+        job = replace(JOB, shape=replace(JOB.shape, experts=experts), traits=PublishedTraits(**facts), ep=64)  # type: ignore[arg-type]
+        return PublishedCommModel(job).block(changed(BASE, {"mesh.dp_shard": 64})).forward.experts_s
 
     tokens_bytes = 2 * 8192 * 4096
     network = DISPATCH_NETWORK
@@ -126,10 +132,10 @@ def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the
 
 
 def test_experts_that_are_not_split_are_the_nearest_ranks() -> None:
-    job = replace(JOB, shape=replace(JOB.shape, experts=Experts(num_experts=8, num_chosen=2, ffn_size=64)))
+    job = replace(JOB, shape=replace(JOB.shape, experts=Experts(num_experts=8, num_chosen=2, ffn_size=64)), ep=8)
     split, whole = (
         PublishedCommModel(replace(job, traits=PublishedTraits(splits_experts=splits, dedups_tokens=False)))
-        .block(Strategy(tp=2, ep=8, dp_shard=32, sequence_parallel=True))
+        .block(changed(BASE, {"mesh.tp": 2, "mesh.dp_shard": 32, "tensor.sequence_parallel": True}))
         .forward.experts_s
         for splits in (True, False)
     )
@@ -137,16 +143,30 @@ def test_experts_that_are_not_split_are_the_nearest_ranks() -> None:
 
 
 def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:
-    data = {stage: MODEL.data(Strategy(dp_shard=8, zero_stage=stage, num_micro_batches=4)) for stage in range(4)}
+    data = {
+        stage: MODEL.data(changed(BASE, {"mesh.dp_shard": 8, "zero.stage": stage, "batch.accumulation": 4}))
+        for stage in range(4)
+    }
     assert data[0].forward_s == data[1].forward_s == data[2].forward_s == 0 < data[3].forward_s
     assert data[0].first_forward_s == data[3].first_forward_s == 0 < data[1].first_forward_s
     assert data[1].backward_s == 0 < data[2].backward_s
     again_s = data[3].backward_s - data[2].backward_s  # all but the root and the last block
     assert 0.7 * data[3].forward_s < again_s < data[3].forward_s
     assert data[1].total_s < data[2].total_s < data[3].total_s
-    scheduled = MODEL.data(Strategy(pp=2, dp_shard=8, zero_stage=3, num_micro_batches=4))
+    scheduled = MODEL.data(changed(BASE, {"mesh.pp": 2, "mesh.dp_shard": 8, "zero.stage": 3, "batch.accumulation": 4}))
     assert scheduled.forward_s == scheduled.backward_s == 0 < scheduled.first_forward_s
-    each = MODEL.data(Strategy(pp=2, dp_shard=8, zero_stage=3, num_micro_batches=4, gather="micro-batch"))
+    each = MODEL.data(
+        changed(
+            BASE,
+            {
+                "mesh.pp": 2,
+                "mesh.dp_shard": 8,
+                "zero.stage": 3,
+                "batch.accumulation": 4,
+                "pipeline.gather": "micro-batch",
+            },
+        )
+    )
     assert each.forward_s > 0
 
 
@@ -154,84 +174,86 @@ def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:
 @pytest.mark.parametrize(
     "axes",
     [
-        {"dp_shard": 8},
-        {"dp_shard": 4, "dp_replicate": 2, "reduce": "fp32"},
-        {"dp_shard": 2, "cp": 2, "tp": 2},
-        {"dp_shard": 4, "pp": 4},
-        {"dp_shard": 4, "pp": 2, "tp": 2, "gather": "micro-batch"},
-        {"dp_shard": 4, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
+        {"mesh.dp_shard": 8},
+        {"mesh.dp_shard": 4, "mesh.dp_replicate": 2, "precision.reduce": "fp32"},
+        {"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.tp": 2},
+        {"mesh.dp_shard": 4, "mesh.pp": 4},
+        {"mesh.dp_shard": 4, "mesh.pp": 2, "mesh.tp": 2, "pipeline.gather": "micro-batch"},
+        {"mesh.dp_shard": 4, "mesh.pp": 2, "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2},
     ],
 )
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], is_tied: bool) -> None:
     model = CommTimeModel(replace(JOB, shape=replace(JOB.shape, is_tied=is_tied)))
-    strategy = Strategy(zero_stage=zero_stage, num_micro_batches=4, **axes)  # type: ignore[arg-type]
-    for rank in range(strategy.pp):
+    config = changed(BASE, {"zero.stage": zero_stage, "batch.accumulation": 4, **axes})
+    for rank in range(config.mesh.pp):
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
-        for call in model.data_calls(strategy, rank):
+        for call in model.data_calls(config, rank):
             times = call.count * (4 if call.moment in ("forward", "backward") else 1)
             sent = call.num_bytes * (call.num_ranks - 1) // call.num_ranks
             wire[call.op] += times * sent * (2 if call.op == "all_reduce" else 1)
-        assert wire == model.compact.on_wire(strategy, rank)
+        assert wire == model.compact.on_wire(config, rank)
 
 
 @pytest.mark.parametrize("gather", ["param", "int8"])
-@pytest.mark.parametrize(("num_micro_batches", "axes"), [(1, {"dp_shard": 64}), (4, {"dp_shard": 16, "pp": 4})])
+@pytest.mark.parametrize(
+    ("num_micro_batches", "axes"), [(1, {"mesh.dp_shard": 64}), (4, {"mesh.dp_shard": 16, "mesh.pp": 4})]
+)
 def test_secondary_shards_keep_gathers_within_a_node(
     gather: Gather, num_micro_batches: int, axes: dict[str, int]
 ) -> None:
     job = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=5e9))  # where the network is slow
-    model = CommTimeModel(replace(job, zero=ZeroConfig(secondary_shard=8), gather_codec=gather))
-    strategy = Strategy(zero_stage=3, num_micro_batches=num_micro_batches, gather="micro-batch", **axes)  # type: ignore[arg-type]
-    sent = {8: 0, axes["dp_shard"]: 0}
-    for call in model.data_calls(strategy):
+    model, late = CommTimeModel(job), {"batch.accumulation": num_micro_batches, "pipeline.gather": "micro-batch"}
+    base = changed(BASE, {"zero.stage": 3, **late, **axes})
+    config = changed(base, {"zero.secondary_shard": 8, "precision.gather": gather})
+    sent = {8: 0, axes["mesh.dp_shard"]: 0}
+    for call in model.data_calls(config):
         if call.op == "all_gather":
             times = call.count * (num_micro_batches if call.moment in ("forward", "backward") else 1)
             sent[call.num_ranks] += times * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
-    wire = model.compact.on_wire(strategy)
-    assert sent[axes["dp_shard"]] == wire["all_gather"]
+    wire = model.compact.on_wire(config)
+    assert sent[axes["mesh.dp_shard"]] == wire["all_gather"]
     near_bytes = wire["secondary_all_gather"]
     assert near_bytes <= sent[8] <= near_bytes * (1 if num_micro_batches == 1 else 1.2)
-    plain = CommTimeModel(job).data(strategy)
-    assert model.data(strategy).total_s < plain.total_s
-    encoded = CommTimeModel(replace(job, gather_codec="int8")).data(strategy)
-    assert encoded.total_s < plain.total_s
+    plain = model.data(base)
+    assert model.data(config).total_s < plain.total_s
+    assert model.data(changed(base, {"precision.gather": "int8"})).total_s < plain.total_s
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("axes", "node"),
     [
-        ({"dp_shard": 8, "tp": 2}, 0),
-        ({"dp_shard": 8, "tp": 2}, 4),
-        ({"dp_shard": 4, "dp_replicate": 2}, 0),
-        ({"dp_shard": 4, "pp": 2}, 0),
+        ({"mesh.dp_shard": 8, "mesh.tp": 2}, 0),
+        ({"mesh.dp_shard": 8, "mesh.tp": 2}, 4),
+        ({"mesh.dp_shard": 4, "mesh.dp_replicate": 2}, 0),
+        ({"mesh.dp_shard": 4, "mesh.pp": 2}, 0),
     ],
 )
 def test_encoded_sums_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], node: int) -> None:
     """As many bytes; steps within nodes are among neighbours, and those across them among one rank of each."""
-    model = CommTimeModel(replace(JOB, zero=ZeroConfig(secondary_shard=node)))
-    strategy = Strategy(zero_stage=zero_stage, num_micro_batches=4, reduce="int8", **axes)  # type: ignore[arg-type]
-    for rank in range(strategy.pp):
-        calls, sent = model.data_calls(strategy, rank), 0
+    model, base = CommTimeModel(JOB), changed(BASE, {"zero.stage": zero_stage, "zero.secondary_shard": node, **axes})
+    config = changed(base, {"batch.accumulation": 4, "precision.reduce": "int8"})
+    for rank in range(config.mesh.pp):
+        calls, sent = model.data_calls(config, rank), 0
         for call in calls:
             times = call.count * (4 if call.moment in ("forward", "backward") else 1)
             passes = 2 if call.op == "all_reduce" else 1
             is_of_sum = call.op != "all_gather" or call.moment == "last backward"
             sent += is_of_sum * times * passes * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
-        wire = model.compact.on_wire(strategy, rank)
+        wire = model.compact.on_wire(config, rank)
         assert sent == wire["all_reduce"] + wire["reduce_scatter"]
         hops = {(call.num_ranks, call.stride) for call in calls if call.op == "all_to_all"}
         if node:
             assert hops == {(4, 2), (2, 8)}
         else:
-            assert (strategy.num_data_ranks if zero_stage == 0 else strategy.dp_shard, strategy.tp) in hops
+            assert (num_data_ranks(config) if zero_stage == 0 else config.mesh.dp_shard, config.mesh.tp) in hops
 
 
 def test_codes_shorten_reductions_where_they_stay_in_a_node_first() -> None:
     def reduce_s(dp_shard: int, reduce: Reduce, node: int) -> float:
-        model = CommTimeModel(replace(JOB, zero=ZeroConfig(secondary_shard=node)))
-        return model.data(Strategy(dp_shard=dp_shard, zero_stage=2, num_micro_batches=2, reduce=reduce)).backward_s
+        zero = {"mesh.dp_shard": dp_shard, "zero.stage": 2, "zero.secondary_shard": node}
+        return MODEL.data(changed(BASE, {**zero, "batch.accumulation": 2, "precision.reduce": reduce})).backward_s
 
     assert reduce_s(8, "int4", 0) < reduce_s(8, "int8", 0) < reduce_s(8, "param", 0)
     assert reduce_s(64, "int8", 8) < reduce_s(64, "param", 0) < reduce_s(64, "int8", 0)
@@ -239,41 +261,49 @@ def test_codes_shorten_reductions_where_they_stay_in_a_node_first() -> None:
 
 def test_shards_within_a_node_need_less_of_the_network() -> None:
     whole, hybrid = (
-        MODEL.data(Strategy(dp_replicate=64 // shards, dp_shard=shards, zero_stage=3, num_micro_batches=8))
+        MODEL.data(
+            changed(
+                BASE,
+                {"mesh.dp_replicate": 64 // shards, "mesh.dp_shard": shards, "zero.stage": 3, "batch.accumulation": 8},
+            )
+        )
         for shards in (64, 8)
     )
     assert hybrid.total_s < whole.total_s
     over_all, in_node = (
-        with_traits(optimizer_shards=shards).data(Strategy(dp_shard=64, zero_stage=1)) for shards in (64, 8)
+        with_traits(optimizer_shards=shards).data(changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 1}))
+        for shards in (64, 8)
     )
     assert in_node.first_forward_s < over_all.first_forward_s
 
 
 def test_wide_reductions_take_longer() -> None:
     narrow, wide = (
-        MODEL.data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2, reduce=reduce))
+        MODEL.data(
+            changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 2, "batch.accumulation": 2, "precision.reduce": reduce})
+        )
         for reduce in ("param", "fp32")
     )
     assert 1.5 < wide.backward_s / narrow.backward_s < 2
 
 
 def test_codes_that_do_not_overlap_wait_for_all() -> None:
-    strategy = Strategy(dp_shard=64, zero_stage=3, num_micro_batches=2)
-    waiting = with_traits(overlaps_data=False).data(strategy)
+    config = changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 3, "batch.accumulation": 2})
+    waiting = with_traits(overlaps_data=False).data(config)
     assert waiting.exposed_s(10.0, 10.0) == waiting.total_s
-    data = MODEL.data(strategy)
+    data = MODEL.data(config)
     assert data.exposed_s(0.0, 0.0) == pytest.approx(data.total_s)
     assert data.alone_forward_s + data.alone_backward_s <= data.exposed_s(10.0, 20.0) < data.total_s / 2
 
 
 def test_gathers_that_are_not_deferred_belong_to_the_step() -> None:
-    strategy = Strategy(dp_shard=64, zero_stage=1, num_micro_batches=2)
-    deferred, waiting = (with_traits(defers_gathers=each).data(strategy) for each in (True, False))
+    config = changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 1, "batch.accumulation": 2})
+    deferred, waiting = (with_traits(defers_gathers=each).data(config) for each in (True, False))
     assert waiting.total_s == pytest.approx(deferred.total_s)
     assert waiting.first_forward_s == 0
     assert waiting.step_s == pytest.approx(deferred.step_s + deferred.first_forward_s)
     assert waiting.exposed_s(10.0, 10.0) > deferred.exposed_s(10.0, 10.0)
-    sharded = Strategy(dp_shard=64, zero_stage=3)
+    sharded = changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 3})
     assert with_traits(defers_gathers=False).data(sharded) == MODEL.data(sharded)
 
 
@@ -288,7 +318,10 @@ def test_what_is_exposed_grows_with_what_moves_and_shrinks_with_what_is_computed
 
 def test_transfers_shrink_with_split_sequences() -> None:
     whole, split = (
-        MODEL.transfer_s(Strategy(pp=4, tp=8, dp_shard=2, sequence_parallel=is_split)) for is_split in (False, True)
+        MODEL.transfer_s(
+            changed(BASE, {"mesh.pp": 4, "mesh.tp": 8, "mesh.dp_shard": 2, "tensor.sequence_parallel": is_split})
+        )
+        for is_split in (False, True)
     )
     assert split < whole < 8 * split
 
@@ -296,7 +329,17 @@ def test_transfers_shrink_with_split_sequences() -> None:
 def test_several_stages_of_a_rank_hide_what_is_needed_once_beside_more_micro_batches() -> None:
     one, several = (
         MODEL.data(
-            Strategy(pp=4, dp_shard=4, zero_stage=1, num_micro_batches=8, schedule=schedule, virtual_stages=stages)
+            changed(
+                BASE,
+                {
+                    "mesh.pp": 4,
+                    "mesh.dp_shard": 4,
+                    "zero.stage": 1,
+                    "batch.accumulation": 8,
+                    "pipeline.schedule": schedule,
+                    "pipeline.virtual_stages": stages,
+                },
+            )
         )
         for schedule, stages in (("1f1b", 1), ("interleaved", 4))
     )
@@ -313,11 +356,10 @@ SECONDS = MODEL.network.collective_s
 
 def test_head_and_embedding_exchange_what_split_vocabularies_need() -> None:
     sum_s, gather_s, scatter_s = (
-        SECONDS(op, ACTIVATION_BYTES, 4)
-        for op in ("all_reduce", "all_gather", "reduce_scatter")  # type: ignore[arg-type]
+        SECONDS(op, ACTIVATION_BYTES, 4) for op in ("all_reduce", "all_gather", "reduce_scatter")
     )
     numbers_s = 3 * SECONDS("all_reduce", 32 * KIB, 4)  # of a token, in fp32
-    whole, split = Strategy(tp=4), Strategy(tp=4, sequence_parallel=True)
+    whole, split = changed(BASE, {"mesh.tp": 4}), changed(BASE, {"mesh.tp": 4, "tensor.sequence_parallel": True})
     assert MODEL.head(whole).forward.tensor_s == pytest.approx(numbers_s)
     assert MODEL.head(whole).backward.tensor_s == pytest.approx(sum_s)
     assert MODEL.head(split).forward.tensor_s == pytest.approx(numbers_s + gather_s)
@@ -326,79 +368,88 @@ def test_head_and_embedding_exchange_what_split_vocabularies_need() -> None:
     assert MODEL.embedding(whole).backward.tensor_s == 0
     assert MODEL.embedding(split).forward.tensor_s == pytest.approx(scatter_s)
     assert MODEL.embedding(split).backward.tensor_s == pytest.approx(gather_s)
-    of_half = MODEL.head(replace(whole, cp=2)).forward.tensor_s
+    of_half = MODEL.head(changed(whole, {"mesh.cp": 2})).forward.tensor_s
     assert of_half == pytest.approx(3 * SECONDS("all_reduce", 16 * KIB, 4))
 
 
 def test_a_stage_sends_its_activation_to_the_same_rank_of_the_next() -> None:
     share = CLUSTER.gpu.fitted.network_share  # which a send alone does not lose
-    strategy = Strategy(pp=4, tp=8, dp_shard=2)
-    assert MODEL.transfer_s(strategy) == pytest.approx(SECONDS("send", share * ACTIVATION_BYTES, 4, 16))
-    split = replace(strategy, sequence_parallel=True)
+    config = changed(BASE, {"mesh.pp": 4, "mesh.tp": 8, "mesh.dp_shard": 2})
+    assert MODEL.transfer_s(config) == pytest.approx(SECONDS("send", share * ACTIVATION_BYTES, 4, 16))
+    split = changed(config, {"tensor.sequence_parallel": True})
     assert MODEL.transfer_s(split) == pytest.approx(SECONDS("send", share * ACTIVATION_BYTES / 8, 4, 16))
 
 
 def test_keys_and_values_are_sent_as_often_as_their_transport_says() -> None:
     # Of 2,048 tokens and 4 of 8 heads, each of 128 elements of 2 bytes, keys and values: 4 MiB to each other rank.
     ring, gathered = (
-        MODEL.block(Strategy(cp=4, tp=2, transport=each)).forward.context_s
-        for each in ("ring", "all-gather")  # type: ignore[arg-type]
+        MODEL.block(changed(BASE, {"mesh.cp": 4, "mesh.tp": 2, "context.transport": each})).forward.context_s
+        for each in ("ring", "all-gather")
     )
     assert ring == pytest.approx(3 * SECONDS("send", 4 * MIB, 4, 2))
     assert gathered == pytest.approx(SECONDS("all_gather", 16 * MIB, 4, 2))
     # Queries, keys, values and results of 2,048 tokens and 32, 8, 8 and 32 heads: 40 MiB in two exchanges.
-    heads = MODEL.block(Strategy(cp=4, transport="ulysses"))
+    heads = MODEL.block(changed(BASE, {"mesh.cp": 4, "context.transport": "ulysses"}))
     assert heads.forward.context_s == pytest.approx(2 * SECONDS("all_to_all", 20 * MIB, 4))
     assert heads.backward.context_s == pytest.approx(heads.forward.context_s)
     # Teams of 2 exchange heads of 1,024 tokens, half of them each (10 MiB), and go around 4 with 2,048 tokens.
-    both = MODEL.block(Strategy(cp=8, tp=2, heads_over=2)).forward
+    both = MODEL.block(changed(BASE, {"mesh.cp": 8, "mesh.tp": 2, "context.heads_over": 2})).forward
     assert both.context_s == pytest.approx(
         2 * SECONDS("all_to_all", 5 * MIB, 2, 2) + 3 * SECONDS("send", 2 * MIB, 4, 4)
     )
-    assert MODEL.block(Strategy(cp=8, heads_over=8)).forward.hidden_context == 0  # nothing goes around
+    assert (
+        MODEL.block(changed(BASE, {"mesh.cp": 8, "context.heads_over": 8})).forward.hidden_context == 0
+    )  # nothing goes around
 
 
 def test_what_overlaps_products_or_attention_is_a_share_of_each() -> None:
     exchange = TokenExchange(tensor_s=4.0, context_s=10.0, experts_s=1.0, hidden_tensor=0.75, hidden_context=1.0)
     # 1 s in the open and a fifth of 3 s; of 10 s what 6 s of attention leave.
     assert exchange.exposed(16.0, 6.0) == pytest.approx({"tensor": 1.6, "context": 4.0, "experts": 1.0})
-    overlapped = with_traits(overlaps_tensor=True).block(Strategy(tp=4)).forward
+    overlapped = with_traits(overlaps_tensor=True).block(changed(BASE, {"mesh.tp": 4})).forward
     assert overlapped.hidden_tensor == 0.75
 
 
 def test_tokens_go_to_experts_and_come_back() -> None:
     experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
-    model = CommTimeModel(replace(JOB, shape=replace(JOB.shape, experts=experts)))
+    over_8, over_4 = (CommTimeModel(replace(JOB, shape=replace(JOB.shape, experts=experts), ep=ep)) for ep in (8, 4))
     there_s = DISPATCH_NETWORK.collective_s("all_to_all", 2 * ACTIVATION_BYTES, 8)
-    assert model.block(Strategy(dp_shard=8, ep=8)).forward.experts_s == pytest.approx(2 * there_s)
-    split = model.block(Strategy(dp_shard=8, tp=2, ep=4, sequence_parallel=True)).forward
+    one, two = (changed(BASE, {"mesh.dp_shard": 8, "mesh.tp": tp}) for tp in (1, 2))
+    assert over_8.block(one).forward.experts_s == pytest.approx(2 * there_s)
+    split = over_4.block(changed(two, {"tensor.sequence_parallel": True})).forward
     assert split.experts_s == pytest.approx(2 * DISPATCH_NETWORK.collective_s("all_to_all", ACTIVATION_BYTES, 4, 2))
-    calls = model.data_calls(Strategy(dp_shard=8, tp=2, ep=4, zero_stage=1))
+    calls = over_4.data_calls(changed(two, {"zero.stage": 1}))
     strides = {call.stride for call in calls if call.num_ranks > 1}
     assert strides == {2, 8}  # of what all data ranks share, and of what every fourth does
 
 
 def test_replicas_of_a_shard_stand_as_far_apart_as_a_shard_group_reaches() -> None:
-    calls = MODEL.data_calls(Strategy(dp_replicate=2, dp_shard=4, tp=2, zero_stage=1, num_micro_batches=2))
+    calls = MODEL.data_calls(
+        changed(
+            BASE, {"mesh.dp_replicate": 2, "mesh.dp_shard": 4, "mesh.tp": 2, "zero.stage": 1, "batch.accumulation": 2}
+        )
+    )
     assert {(call.num_ranks, call.stride) for call in calls if call.op == "all_reduce"} == {(2, 8)}
     assert {(call.num_ranks, call.stride) for call in calls if call.op != "all_reduce"} == {(4, 2)}
-    odd = with_traits(optimizer_shards=48).data_calls(Strategy(dp_shard=64, zero_stage=1))
+    odd = with_traits(optimizer_shards=48).data_calls(changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 1}))
     assert {call.num_ranks for call in odd if call.op != "all_reduce"} == {64}
 
 
 def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
-    strategy = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=2, reduce="fp32")
-    data, root = MODEL.data(strategy), MODEL.compact.rank(strategy).folds[0].group
+    config = changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 3, "batch.accumulation": 2, "precision.reduce": "fp32"})
+    data, root = MODEL.data(config), MODEL.compact.rank(config).folds[0].group
     gather_s = SECONDS("all_gather", 2 * root.padded_numel, 8)
     reduce_s = SECONDS("reduce_scatter", 4 * root.padded_numel, 8)
     assert (data.alone_forward_s, data.alone_backward_s) == pytest.approx((gather_s, reduce_s))
-    stage_2 = with_traits(defers_gathers=False).data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2))
+    stage_2 = with_traits(defers_gathers=False).data(
+        changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 2, "batch.accumulation": 2})
+    )
     assert stage_2.first_forward_s == 0
 
 
 def test_gradients_that_stay_whole_are_reduced_once() -> None:
-    strategy = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=4)
-    each_time, once = (with_traits(reduces_once=each).data_calls(strategy) for each in (False, True))
+    config = changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 3, "batch.accumulation": 4})
+    each_time, once = (with_traits(reduces_once=each).data_calls(config) for each in (False, True))
     assert {call.moment for call in each_time if call.op == "reduce_scatter"} == {"backward"}
     assert {call.moment for call in once if call.op == "reduce_scatter"} == {"last backward"}
     assert [call for call in each_time if call.op != "reduce_scatter"] == [
@@ -407,5 +458,15 @@ def test_gradients_that_stay_whole_are_reduced_once() -> None:
 
 
 def test_no_more_micro_batches_hide_what_is_needed_once_than_there_are() -> None:
-    few = Strategy(pp=4, dp_shard=4, zero_stage=1, num_micro_batches=2, schedule="interleaved", virtual_stages=4)
+    few = changed(
+        BASE,
+        {
+            "mesh.pp": 4,
+            "mesh.dp_shard": 4,
+            "zero.stage": 1,
+            "batch.accumulation": 2,
+            "pipeline.schedule": "interleaved",
+            "pipeline.virtual_stages": 4,
+        },
+    )
     assert MODEL.data(few).num_hiding == 2

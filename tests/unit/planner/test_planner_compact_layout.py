@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, Tier, ZeroConfig
+from shardwise.config.resolve import Config, ResolvedConfig, Tier
 from shardwise.config.sections import Gather
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import StatesDtype
@@ -18,7 +18,7 @@ from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
 from shardwise.schedule import RECIPES
 from shardwise.tensor.plan_layout import plan_layout
 
@@ -51,86 +51,70 @@ def decoders(draw: st.DrawFn) -> DecoderConfig:
 
 
 @st.composite
-def strategies(draw: st.DrawFn) -> Strategy:
+def configs(draw: st.DrawFn) -> ResolvedConfig:
     schedule, virtual = draw(st.sampled_from(SCHEDULES))
     params, grads, optimizer = draw(st.sampled_from(TIERS))
 
     def share(tier: str) -> float:
         return 0.0 if tier == "device" else draw(st.sampled_from((0.0, 0.3, 0.5, 0.8)))
 
-    return Strategy(
-        pp=draw(st.sampled_from((1, 2, 3))),
-        dp_replicate=draw(st.sampled_from((1, 2))),
-        dp_shard=draw(st.sampled_from((1, 3, 4))),
-        cp=draw(st.sampled_from((1, 2))),
-        tp=draw(st.sampled_from((1, 2))),
-        sequence_parallel=draw(st.booleans()),
-        zero_stage=draw(st.sampled_from((0, 1, 2, 3))),
-        num_micro_batches=draw(st.sampled_from((1, 4))),
-        schedule=schedule,
-        virtual_stages=virtual,
-        gather=draw(st.sampled_from(("batch", "micro-batch"))),
-        params_tier=params,
-        grads_tier=grads,
-        optimizer_tier=optimizer,
-        params_on_device=share(params),
-        grads_on_device=share(grads),
-        optimizer_on_device=share(optimizer),
-        param=draw(st.sampled_from(("fp32", "bf16"))),
-        reduce=draw(st.sampled_from(("param", "fp32", "int8"))),
-        accumulate=draw(st.sampled_from(("param", "fp32"))),
+    return changed(
+        BASE,
+        {
+            "mesh.pp": draw(st.sampled_from((1, 2, 3))),
+            "mesh.dp_replicate": draw(st.sampled_from((1, 2))),
+            "mesh.dp_shard": draw(st.sampled_from((1, 3, 4))),
+            "mesh.cp": draw(st.sampled_from((1, 2))),
+            "mesh.tp": draw(st.sampled_from((1, 2))),
+            "tensor.sequence_parallel": draw(st.booleans()),
+            "zero.stage": draw(st.sampled_from((0, 1, 2, 3))),
+            "batch.accumulation": draw(st.sampled_from((1, 4))),
+            "pipeline.schedule": schedule,
+            "pipeline.virtual_stages": virtual,
+            "pipeline.gather": draw(st.sampled_from(("batch", "micro-batch"))),
+            "tiers.params": params,
+            "tiers.grads": grads,
+            "tiers.optimizer": optimizer,
+            "tiers.params_on_device": share(params),
+            "tiers.grads_on_device": share(grads),
+            "tiers.optimizer_on_device": share(optimizer),
+            "precision.param": draw(st.sampled_from(("fp32", "bf16"))),
+            "precision.reduce": draw(st.sampled_from(("param", "fp32", "int8"))),
+            "precision.accumulate": draw(st.sampled_from(("param", "fp32"))),
+            "tiers.nvme_path": "/nvme" if "nvme" in (params, grads, optimizer) else None,
+            "zero.keep_whole_below": draw(st.sampled_from((0, 50, 10**6))),
+            "optimizer.name": draw(st.sampled_from(("adamw", "muon"))),
+        },
     )
 
 
-def config_of(s: Strategy, keep_whole_below: int = 0, states: str = "master", optimizer: str = "adamw") -> Config:
-    mesh = {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp}
-    tiers: dict[str, object] = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
-    tiers |= {f"{state}_on_device": getattr(s, f"{state}_on_device") for state in ("params", "grads", "optimizer")}
-    if "nvme" in tiers.values():
-        tiers["nvme_path"] = "/nvme"
-    sections = {
-        "mesh": mesh,
-        "optimizer": {"name": optimizer},
-        "zero": {"stage": s.zero_stage, "keep_whole_below": keep_whole_below},
-        "tiers": tiers,
-        "tensor": {"sequence_parallel": s.sequence_parallel},
-        "batch": {"accumulation": s.num_micro_batches},
-        "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate, "states": states},
-        "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages, "gather": s.gather},
-    }
-    return Config.from_dict(sections).resolve(s.num_ranks)
-
-
-def layout_or_none(shape: DecoderConfig, s: Strategy, keep_whole_below: int, optimizer: str) -> Layout | None:
+def layout_or_none(shape: DecoderConfig, config: ResolvedConfig) -> Layout | None:
     try:
-        return plan_layout(Decoder(shape, device="meta"), config_of(s, keep_whole_below, optimizer=optimizer))
+        Config(**dict(config)).resolve(world_size(config))
+        return plan_layout(Decoder(shape, device="meta"), config)
     except ConfigError:
         return None
 
 
+def folded_of(shape: DecoderConfig) -> CompactLayout:
+    job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
+    return CompactLayout(job)
+
+
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(
-    shape=decoders(),
-    strategy=strategies(),
-    below=st.sampled_from((0, 50, 10**6)),
-    optimizer=st.sampled_from(("adamw", "muon")),
-)
-def test_folded_bytes_are_those_of_the_whole_model(
-    shape: DecoderConfig, strategy: Strategy, below: int, optimizer: str
-) -> None:
+@given(shape=decoders(), config=configs())
+def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, config: ResolvedConfig) -> None:
     # The planner cuts stages by their elements, of which those of Muon's matrices have fewer bytes than the others.
-    assume(strategy.pp == 1 or optimizer != "muon")
-    layout = layout_or_none(shape, strategy, below, optimizer)
+    assume(config.mesh.pp == 1 or config.optimizer.name != "muon")
+    layout = layout_or_none(shape, config)
     assume(layout is not None)
     assert layout is not None
-    model = ModelShape.of_decoder(shape)
-    job = PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, zero=ZeroConfig(keep_whole_below=below))
-    folded = CompactLayout(replace(job, optimizer=optimizer))
-    for rank in range(strategy.pp):
+    folded = folded_of(shape)
+    for rank in range(config.mesh.pp):
         own = layout.of_pipeline_rank(rank)
-        assert folded.at_rest(strategy, rank) == own.bytes_at_rest()
-        assert folded.by_tier(strategy, rank) == own.bytes_by_tier()
-        assert folded.on_wire(strategy, rank) == own.bytes_on_wire(strategy.num_micro_batches)
+        assert folded.at_rest(config, rank) == own.bytes_at_rest()
+        assert folded.by_tier(config, rank) == own.bytes_by_tier()
+        assert folded.on_wire(config, rank) == own.bytes_on_wire(config.batch.accumulation)
 
 
 @pytest.mark.parametrize("states", ["bf16", "int8"])
@@ -138,12 +122,10 @@ def test_folded_bytes_are_those_of_the_whole_model(
 def test_encoded_states_are_counted_to_the_byte(states: StatesDtype, tp: int) -> None:
     shape = replace(preset("tiny"), hidden_size=512, ffn_size=1024, num_layers=3, num_heads=8, num_kv_heads=8)
     shape = replace(shape, head_dim=64, vocab_size=1000)
-    job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER, states=states)
-    strategy = Strategy(dp_shard=4, tp=tp, zero_stage=2)
-    own = plan_layout(Decoder(shape, device="meta"), config_of(strategy, states=states))
-    assert CompactLayout(job).at_rest(strategy) == own.bytes_at_rest()
-    plain = CompactLayout(replace(job, states="master")).at_rest(strategy)
-    assert CompactLayout(job).at_rest(strategy)["optimizer"] < 0.8 * plain["optimizer"]
+    plain = changed(BASE, {"mesh.dp_shard": 4, "mesh.tp": tp, "zero.stage": 2})
+    config, folded = changed(plain, {"precision.states": states}), folded_of(shape)
+    assert folded.at_rest(config) == plan_layout(Decoder(shape, device="meta"), config).bytes_at_rest()
+    assert folded.at_rest(config)["optimizer"] < 0.8 * folded.at_rest(plain)["optimizer"]
 
 
 @pytest.mark.parametrize("gather", get_args(Gather))
@@ -153,48 +135,40 @@ def test_encoded_gathers_and_secondary_shards_are_counted_to_the_byte(
 ) -> None:
     shape = replace(preset("tiny"), hidden_size=512, ffn_size=1024, num_layers=3, num_heads=8, num_kv_heads=8)
     shape = replace(shape, head_dim=64, vocab_size=1000)
-    job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
-    strategy = Strategy(dp_shard=4, tp=tp, zero_stage=stage, num_micro_batches=2, param="bf16")
-    config = config_of(strategy)
-    zero, precision = config.zero.model_dump(), config.precision.model_dump()
-    sections = {"zero": {**zero, "secondary_shard": near}, "precision": {**precision, "gather": gather}}
-    own = plan_layout(Decoder(shape, device="meta"), Config.from_dict({**config.model_dump(), **sections}))
-    folded = CompactLayout(replace(job, gather_codec=gather, zero=ZeroConfig(secondary_shard=near)))
-    assert folded.at_rest(strategy) == own.bytes_at_rest()
-    assert folded.on_wire(strategy) == own.bytes_on_wire(2)
+    plain = changed(BASE, {"mesh.dp_shard": 4, "mesh.tp": tp, "zero.stage": stage, "batch.accumulation": 2})
+    config = changed(plain, {"zero.secondary_shard": near, "precision.gather": gather})
+    own, folded = plan_layout(Decoder(shape, device="meta"), config), folded_of(shape)
+    assert folded.at_rest(config) == own.bytes_at_rest()
+    assert folded.on_wire(config) == own.bytes_on_wire(2)
     if gather == "param" and not near:
         return
-    plain = CompactLayout(job)
     if gather != "param" and stage:
-        assert folded.on_wire(strategy)["all_gather"] < 0.6 * plain.on_wire(strategy)["all_gather"]
+        assert folded.on_wire(config)["all_gather"] < 0.6 * folded.on_wire(plain)["all_gather"]
     if near:
-        assert folded.at_rest(strategy)["param"] > plain.at_rest(strategy)["param"]
-        assert folded.on_wire(strategy)["all_gather"] < 0.4 * plain.on_wire(strategy)["all_gather"]
+        assert folded.at_rest(config)["param"] > folded.at_rest(plain)["param"]
+        assert folded.on_wire(config)["all_gather"] < 0.4 * folded.on_wire(plain)["all_gather"]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("axes", "node"), [({"dp_shard": 4}, 0), ({"dp_shard": 8}, 2), ({"dp_shard": 2, "dp_replicate": 2, "pp": 2}, 0)]
+    ("axes", "node"),
+    [
+        ({"mesh.dp_shard": 4}, 0),
+        ({"mesh.dp_shard": 8}, 2),
+        ({"mesh.dp_shard": 2, "mesh.dp_replicate": 2, "mesh.pp": 2}, 0),
+    ],
 )
 def test_encoded_gradients_are_counted_to_the_byte(zero_stage: int, axes: dict[str, int], node: int) -> None:
     shape = replace(preset("tiny"), num_layers=3, vocab_size=1000)
-    strategy = Strategy(zero_stage=zero_stage, reduce="int4", param="bf16", num_micro_batches=2, **axes)  # type: ignore[arg-type]
-    config = config_of(strategy)
-    config = config.model_copy(
-        update={
-            "precision": config.precision.model_copy(update={"reduce_feedback": True}),
-            "zero": config.zero.model_copy(update={"secondary_shard": node}),
-        }
-    )
-    own = plan_layout(Decoder(shape, device="meta"), config)
-    job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
-    folded = CompactLayout(replace(job, reduce_feedback=True, zero=ZeroConfig(secondary_shard=node)))
-    plain = CompactLayout(replace(job, zero=ZeroConfig(secondary_shard=node)))
-    for rank in range(strategy.pp):
-        found = folded.at_rest(strategy, rank)
+    base = changed(BASE, {"zero.stage": zero_stage, "zero.secondary_shard": node, "batch.accumulation": 2, **axes})
+    plain = changed(base, {"precision.reduce": "int4"})
+    config = changed(plain, {"precision.reduce_feedback": True})
+    own, folded = plan_layout(Decoder(shape, device="meta"), config), folded_of(shape)
+    for rank in range(config.mesh.pp):
+        found = folded.at_rest(config, rank)
         assert found == own.of_pipeline_rank(rank).bytes_at_rest()
-        assert folded.on_wire(strategy, rank) == own.of_pipeline_rank(rank).bytes_on_wire(2)
-        assert found["grad"] > plain.at_rest(strategy, rank)["grad"]
+        assert folded.on_wire(config, rank) == own.of_pipeline_rank(rank).bytes_on_wire(2)
+        assert found["grad"] > folded.at_rest(plain, rank)["grad"]
 
 
 def test_experts_are_spread_over_fewer_ranks() -> None:
@@ -203,11 +177,11 @@ def test_experts_are_spread_over_fewer_ranks() -> None:
         experts=Experts(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1),
     )  # fmt: skip
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
-    plain = Strategy(dp_shard=1, param="bf16")
+    plain = changed(BASE, {"mesh.dp_shard": 1, "precision.param": "bf16"})
     assert CompactLayout(job).at_rest(plain)["param"] == 2 * shape.num_params
-    spread = replace(plain, dp_shard=4, ep=4)
+    spread = changed(plain, {"mesh.dp_shard": 4})
     experts = 2 * 2 * 8 * 3 * 64 * 32  # bytes of both layers' experts
-    assert CompactLayout(job).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
+    assert CompactLayout(replace(job, ep=4)).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
 
 
 def test_biases_and_learned_positions_are_held() -> None:
@@ -216,7 +190,7 @@ def test_biases_and_learned_positions_are_held() -> None:
         ffn="plain", is_tied=True, has_biases=True, num_positions=128,
     )  # fmt: skip
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
-    assert CompactLayout(job).at_rest(Strategy(param="bf16"))["param"] == 2 * shape.num_params
+    assert CompactLayout(job).at_rest(changed(BASE, {"precision.param": "bf16"}))["param"] == 2 * shape.num_params
 
 
 @pytest.mark.parametrize("num_layers", [8, 80])
@@ -225,4 +199,4 @@ def test_no_more_groups_for_more_layers(num_layers: int) -> None:
         num_layers=num_layers, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=256
     )
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
-    assert len(CompactLayout(job).rank(Strategy(pp=2, num_micro_batches=4), 1).folds) == 2
+    assert len(CompactLayout(job).rank(changed(BASE, {"mesh.pp": 2, "batch.accumulation": 4}), 1).folds) == 2

@@ -1,4 +1,4 @@
-"""Configs into jobs and strategies, and back."""
+"""Configs into jobs and candidates, and back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models.presets import PRESETS, preset
-from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
+from shardwise.planner.candidates import SearchSpace, candidates, placements
+from shardwise.planner.configs import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, to_toml, written
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
+from shardwise.planner.stages import StageTable
 from shardwise.schedule import RECIPES
 from shardwise.train.setup import check_job
 
@@ -36,7 +38,7 @@ def job(num_gpus: int, global_batch: int, shape: ModelShape = SHAPE) -> PlanJob:
 
 
 @st.composite
-def legal_strategies(draw: st.DrawFn) -> Strategy:
+def legal_strategies(draw: st.DrawFn) -> ResolvedConfig:
     """That our engine runs on the small shape."""
     tp, cp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     schedules = [(name, recipe.min_virtual_stages) for name, recipe in RECIPES.items()]
@@ -47,48 +49,52 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     transport = draw(st.sampled_from(["ring", "all-gather"] + ["ulysses"] * (cp * tp <= 4))) if cp > 1 else "ring"
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
     tiers = draw(st.sampled_from(["device", "host", "nvme"])) if stage else "device"
-    return Strategy(
-        pp=pp,
-        dp_replicate=draw(st.integers(1, 2)),
-        dp_shard=draw(st.integers(1, 3)),
-        cp=cp,
-        tp=tp,
-        zero_stage=stage,
-        micro_size=draw(st.integers(1, 2)),
-        num_micro_batches=draw(st.integers(1, 4)),
-        schedule=schedule,
-        virtual_stages=virtual_stages,
-        gather=gather,
-        sequence_parallel=tp > 1 and draw(st.booleans()),
-        transport=transport,
-        heads_over=2 if cp == 4 and tp <= 2 and transport != "ulysses" and draw(st.booleans()) else None,
-        recompute=recompute,
-        recompute_every=draw(st.integers(1, 3)) if recompute != "none" else 1,
-        optimizer_tier=tiers,
-        grads_tier="host" if tiers != "device" and draw(st.booleans()) else "device",
-        params_tier="host" if tiers != "device" and stage == 3 and draw(st.booleans()) else "device",
-        activations_tier="host" if recompute != "none" and draw(st.booleans()) else "device",
-        param=draw(st.sampled_from(["bf16", "fp32"])),
+    return changed(
+        BASE,
+        {
+            "mesh.pp": pp,
+            "mesh.dp_replicate": draw(st.integers(1, 2)),
+            "mesh.dp_shard": draw(st.integers(1, 3)),
+            "mesh.cp": cp,
+            "mesh.tp": tp,
+            "zero.stage": stage,
+            "batch.micro_size": draw(st.integers(1, 2)),
+            "batch.accumulation": draw(st.integers(1, 4)),
+            "pipeline.schedule": schedule,
+            "pipeline.virtual_stages": virtual_stages,
+            "pipeline.gather": gather,
+            "tensor.sequence_parallel": tp > 1 and draw(st.booleans()),
+            "context.transport": transport,
+            "context.heads_over": 2 if cp == 4 and tp <= 2 and transport != "ulysses" and draw(st.booleans()) else None,
+            "recompute.mode": recompute,
+            "recompute.every": draw(st.integers(1, 3)) if recompute != "none" else 1,
+            "tiers.optimizer": tiers,
+            "tiers.nvme_path": "nvme" if tiers == "nvme" else None,
+            "tiers.grads": "host" if tiers != "device" and draw(st.booleans()) else "device",
+            "tiers.params": "host" if tiers != "device" and stage == 3 and draw(st.booleans()) else "device",
+            "tiers.activations": "host" if recompute != "none" and draw(st.booleans()) else "device",
+            "precision.param": draw(st.sampled_from(["bf16", "fp32"])),
+        },
     )
 
 
 @settings(max_examples=60, deadline=None)
 @given(legal_strategies())
-def test_a_strategy_is_that_of_its_config_and_can_be_trained(strategy: Strategy) -> None:
-    whole = job(strategy.num_ranks, strategy.global_batch)
-    config = config_of(whole, strategy)
-    assert strategy_of(config, strategy.num_ranks) == strategy
-    assert replace(job_of(config, whole.cluster).shape, name="small") == whole.shape
-    assert Config.from_dict(tomllib.loads(to_toml(config))) == config
-    assert Config.from_dict(tomllib.loads(to_toml(config, ALWAYS_WRITTEN))) == config
-    resolved, _ = check_job(config, strategy.num_ranks)
-    assert resolved.batch.accumulation == strategy.num_micro_batches
+def test_a_candidate_is_what_its_config_resolves_to_and_can_be_trained(config: ResolvedConfig) -> None:
+    whole = job(world_size(config), config.batch.global_size)
+    plain = written(whole, config)
+    assert split_as(plain.resolve(world_size(config)), config) == plain.resolve(world_size(config))
+    assert replace(job_of(plain, whole.cluster).shape, name="small") == whole.shape
+    assert Config.from_dict(tomllib.loads(to_toml(plain))) == plain
+    assert Config.from_dict(tomllib.loads(to_toml(plain, ALWAYS_WRITTEN))) == plain
+    resolved, _ = check_job(plain, world_size(config))
+    assert resolved.batch.accumulation == config.batch.accumulation
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_found_again(name: str) -> None:
     shape = ModelShape.of_decoder(preset(name), name="of my own")
-    config = config_of(job(1, 1, shape), Strategy())
+    config = written(job(1, 1, shape), BASE)
     assert replace(job_of(config, job(1, 1).cluster).shape, name="of my own") == shape
     given = config.model.model_dump(exclude_none=True)
     assert given == {"preset": given["preset"], "trust_remote_code": False}
@@ -98,32 +104,43 @@ def test_what_the_planner_does_not_choose_stays() -> None:
     base = Config.from_dict(
         {"optimizer": {"lr": 1e-5, "name": "lion"}, "tiers": {"optimizer": "nvme", "nvme_path": "/fast"}}
     )
-    whole = replace(job(2, 2), optimizer="lion")
-    config = config_of(whole, Strategy(dp_shard=2, zero_stage=3, optimizer_tier="nvme"), base)
+    whole = replace(job(2, 2), base=base_of(base))
+    on_disk, on_device = (
+        next(
+            changed(candidate, placement)
+            for candidate in candidates(whole, space)
+            for placement in placements(whole, space, candidate)
+        )
+        for space in (SearchSpace(pins={"tiers.optimizer": (tier,)}) for tier in ("nvme", "device"))
+    )
+    config = written(whole, on_disk)
     assert (config.optimizer.lr, config.optimizer.name, config.tiers.nvme_path) == (1e-5, "lion", "/fast")
-    assert config_of(whole, Strategy(dp_shard=2), base).tiers.nvme_path is None
+    assert written(whole, on_device).tiers.nvme_path is None
 
 
 @pytest.mark.parametrize(
-    ("shape", "strategy", "code", "value"),
+    ("shape", "config", "code", "value"),
     [
         (
             replace(SHAPE, experts=Experts(num_experts=4, num_chosen=1, ffn_size=8)),
-            Strategy(),
+            BASE,
             "model-plan-only",
             "experts",
         ),
-        (replace(SHAPE, ffn="plain"), Strategy(), "model-plan-only", "two matrices"),
-        (replace(SHAPE, has_biases=True), Strategy(), "model-plan-only", "biases"),
-        (replace(SHAPE, head_dim=8), Strategy(), "model-plan-only", "head_dim=8"),
-        (SHAPE, Strategy(ep=2), "plan-only", "ep=2"),
-        (SHAPE, Strategy(matmul="fp8"), "plan-only", "matmul=fp8"),
-        (SHAPE, Strategy(pp=3, stage_layers=(3, 0, 3)), "plan-only", "(3, 0, 3)"),
+        (replace(SHAPE, ffn="plain"), BASE, "model-plan-only", "two matrices"),
+        (replace(SHAPE, has_biases=True), BASE, "model-plan-only", "biases"),
+        (replace(SHAPE, head_dim=8), BASE, "model-plan-only", "head_dim=8"),
+        (SHAPE, changed(BASE, {"precision.linears": "fp4"}), "unknown-choice", "fp4"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(shape: ModelShape, strategy: Strategy, code: str, value: str) -> None:
+def test_what_cannot_be_trained_is_refused(shape: ModelShape, config: ResolvedConfig, code: str, value: str) -> None:
     with refused(code, value):
-        config_of(job(1, 1, shape), strategy)
+        written(job(1, 1, shape), config)
+
+
+def test_experts_over_ranks_are_not_trained() -> None:
+    with refused("plan-only", "ep=2"):
+        written(replace(job(1, 1), ep=2), BASE)
 
 
 def test_none_that_toml_cannot_say_is_refused() -> None:
@@ -132,8 +149,8 @@ def test_none_that_toml_cannot_say_is_refused() -> None:
 
 
 def test_pins_are_read_as_the_config_reads_them() -> None:
-    assert pins_of(["mesh.tp=2,4", "pipeline.schedule=zb-h1"]) == {"tp": (2, 4), "schedule": ("zb-h1",)}
-    assert pins_of(["context.heads_over=none"]) == {"heads_over": (None,)}
+    assert pins_of(["mesh.tp=2,4", "pipeline.schedule=zb-h1"]) == {"mesh.tp": (2, 4), "pipeline.schedule": ("zb-h1",)}
+    assert pins_of(["context.heads_over=none"]) == {"context.heads_over": (None,)}
     with refused("key-not-planned", "zero.stage"):
         pins_of(["zero.stege=3"])
     with refused("out-of-range", "zero.stage=7"):
@@ -141,7 +158,7 @@ def test_pins_are_read_as_the_config_reads_them() -> None:
 
 
 def test_traits_and_shape_are_those_of_the_config() -> None:
-    changed = Config.from_dict(
+    config = Config.from_dict(
         {
             "compile": {"enabled": True},
             "zero": {"overlap": False},
@@ -152,35 +169,27 @@ def test_traits_and_shape_are_those_of_the_config() -> None:
         }
     )
     cluster = job(1, 1).cluster
-    found, usual = job_of(changed, cluster), job_of(Config(), cluster)
+    found, usual = job_of(config, cluster), job_of(Config(), cluster)
     assert (found.traits.is_compiled, usual.traits.is_compiled) == (True, False)
     assert (found.traits.overlaps_data, usual.traits.overlaps_data) == (False, True)
     assert (found.traits.overlaps_tensor, usual.traits.overlaps_tensor) == (True, False)
-    assert (found.optimizer, found.seq_len) == ("lion", 2048)
+    assert (found.base.optimizer.name, found.seq_len) == ("lion", 2048)
     assert found.shape.window == 3 * 64  # of five blocks in a row around a query its own and two before it
     assert usual.shape.window is None
 
 
-def test_what_a_config_leaves_to_the_engine_is_what_the_strategy_says() -> None:
-    pipeline = {"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v"}, "batch": {"global_size": 4, "micro_size": 1}}
-    assert strategy_of(Config.from_dict(pipeline), 2).virtual_stages == 2
-    context = {"mesh": {"cp": 4}, "context": {"transport": "ulysses"}, "batch": {"global_size": 4, "micro_size": 1}}
-    assert strategy_of(Config.from_dict(context), 4).heads_over is None
-
-
-def test_a_planned_config_has_the_job_s_own_values_and_no_leftovers() -> None:
-    base = Config.from_dict({"tiers": {"optimizer": "host", "optimizer_on_device": 0.5}})
-    whole = replace(job(2, 4), optimizer="lion")
-    config = config_of(whole, Strategy(dp_shard=2, num_micro_batches=2, chunk_tokens=16), base)
-    assert (config.data.seq_len, config.optimizer.name, config.context.chunk_tokens) == (64, "lion", 16)
-    assert (config.tiers.optimizer, config.tiers.optimizer_on_device) == ("device", 0.0)
+def test_what_a_user_splits_is_free_and_what_no_plan_chooses_stays() -> None:
+    values = {"tiers": {"optimizer": "host", "optimizer_on_device": 0.5}, "optimizer": {"name": "lion"}}
+    base = base_of(Config.from_dict({**values, "mesh": {"tp": 4}, "context": {"chunk_tokens": 16}}))
+    assert (base.mesh.tp, base.tiers.optimizer, base.tiers.optimizer_on_device) == (1, "device", 0.0)
+    assert (base.optimizer.name, base.context.chunk_tokens) == ("lion", 16)
 
 
 def test_a_tied_model_is_never_taken_for_one_that_is_not() -> None:
     for name in PRESETS:
         shape = ModelShape.of_decoder(preset(name), name=name)
         other = replace(shape, is_tied=not shape.is_tied)
-        config = config_of(job(1, 1, other), Strategy())
+        config = written(job(1, 1, other), BASE)
         assert job_of(config, job(1, 1).cluster).shape.is_tied == other.is_tied
         assert config.model.tie_embeddings == other.is_tied
 
@@ -188,16 +197,15 @@ def test_a_tied_model_is_never_taken_for_one_that_is_not() -> None:
 def test_of_two_presets_of_one_shape_that_of_its_name_is_written() -> None:
     for name in PRESETS:
         shape = ModelShape.of_decoder(preset(name), name=name)
-        assert config_of(job(1, 1, shape), Strategy()).model.preset == name
+        assert written(job(1, 1, shape), BASE).model.preset == name
 
 
 def test_pins_may_have_spaces_and_files_no_none() -> None:
-    assert pins_of(["mesh.tp=2, 4"]) == {"tp": (2, 4)}
+    assert pins_of(["mesh.tp=2, 4"]) == {"mesh.tp": (2, 4)}
     text = to_toml(Config(), {"optimizer.lr", "batch.global_size"})  # of which the second has none by default
     assert set(tomllib.loads(text)) == {"optimizer"}
 
 
 def test_a_cut_of_the_config_is_priced() -> None:
-    values = {"mesh": {"pp": 2}, "pipeline": {"cut": ["blocks.2"]}, "batch": {"global_size": 4, "micro_size": 1}}
-    config = config_of(job(1, 1), Strategy())
-    assert strategy_of(Config.from_dict({**config.model_dump(), **values}), 2).stage_layers == (2, 4)
+    config = changed(BASE, {"mesh.pp": 2, "pipeline.cut": ("blocks.2",), "batch.accumulation": 4})
+    assert StageTable(job(2, 4)).of(config).layers == (2, 4)

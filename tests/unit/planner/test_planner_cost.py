@@ -13,7 +13,7 @@ from shardwise.models.presets import preset
 from shardwise.planner.candidates import SearchSpace
 from shardwise.planner.cost import by_num_gpus, cost_per_step, gpu_s_per_token, run_cost, usd_per_million_tokens
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.job import ModelShape, PlanJob
+from shardwise.planner.job import ModelShape, PlanJob, world_size
 from shardwise.planner.render import cost_dict, cost_view
 from shardwise.planner.search import Limits, SearchResult, search
 
@@ -22,7 +22,7 @@ CLUSTER = replace(parse_cluster("h100:32"), nic_bytes_per_s=2e9)
 JOB = PlanJob(
     shape=ModelShape.of_decoder(preset("llama-3-8b"), "llama-3-8b"), seq_len=8192, global_batch=32, cluster=CLUSTER
 )
-SPACE = SearchSpace(pins={"pp": (1,), "tp": (1,), "cp": (1,), "recompute": ("full",)})
+SPACE = SearchSpace(pins={"mesh.pp": (1,), "mesh.tp": (1,), "mesh.cp": (1,), "recompute.mode": ("full",)})
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_cheapest_token_comes_first_and_every_size_is_searched_alone(sizes: 
     winners = [each.winner for each in sizes if each.winner is not None]
     assert len(winners) == len(sizes)
     assert {each.job.cluster.num_gpus for each in winners} >= {8, 16, 32}
-    assert all(each.strategy.num_ranks == each.job.cluster.num_gpus for each in winners)
+    assert all(world_size(each.config) == each.job.cluster.num_gpus for each in winners)
     costs = [usd_per_million_tokens(each) or 0.0 for each in winners]
     assert costs == sorted(costs)
     assert [gpu_s_per_token(each) for each in sizes] == sorted(map(gpu_s_per_token, sizes))
@@ -43,7 +43,7 @@ def test_the_cheapest_token_comes_first_and_every_size_is_searched_alone(sizes: 
     assert winners[0].job.cluster.num_gpus <= 8
     alone = search(winners[0].job, SPACE, Limits(num_best=2)).winner
     assert alone is not None
-    assert alone.strategy == winners[0].strategy
+    assert alone.config == winners[0].config
 
 
 def test_a_budget_buys_what_tokens_cost(sizes: tuple[SearchResult, ...]) -> None:
@@ -75,7 +75,7 @@ def test_sizes_are_shown_and_written(sizes: tuple[SearchResult, ...]) -> None:
 
 
 def test_pins_that_go_with_no_size_are_refused_and_that_go_with_some_are_taken() -> None:
-    only_32 = SearchSpace(pins={**SPACE.pins, "dp_shard": (32,)})
+    only_32 = SearchSpace(pins={**SPACE.pins, "mesh.dp_shard": (32,)})
     assert [each.job.cluster.num_gpus for each in by_num_gpus(JOB, only_32, Limits(num_best=1))] == [32]
     with refused("no-layout", "32 GPUs"):
-        by_num_gpus(JOB, SearchSpace(pins={"tp": (7,)}), Limits(num_best=1))
+        by_num_gpus(JOB, SearchSpace(pins={"mesh.tp": (7,)}), Limits(num_best=1))

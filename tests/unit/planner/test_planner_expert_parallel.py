@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, parse_cluster
-from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.planner.plan import plan
 
 FAST = parse_cluster("h100:64")
@@ -22,7 +22,7 @@ PINS = ["mesh.tp=1", "mesh.pp=1", "mesh.cp=1", "batch.micro_size=1", "recompute.
 
 def notes_of(shape: ModelShape, cluster: Cluster = FAST) -> tuple[str, ...]:
     found = plan(shape, cluster, global_batch=256, seq_len=2048, settings=PINS)
-    assert found.best.price.strategy.ep == 1
+    assert found.asked.job.ep == 1
     return found.asked.notes
 
 
@@ -40,8 +40,8 @@ def test_experts_over_ranks_are_named_where_they_are_faster() -> None:
 @pytest.mark.parametrize("ep", [2, 8])
 def test_each_rank_holds_its_experts_and_zero_shards_them_over_the_others(ep: int) -> None:
     job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
-    one = Strategy(dp_shard=64, zero_stage=1)
-    whole, split = (CompactLayout(job).at_rest(replace(one, ep=each)) for each in (1, ep))
+    one = changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 1})
+    whole, split = (CompactLayout(replace(job, ep=each)).at_rest(one) for each in (1, ep))
     experts = 2 * SHAPE.num_layers * 256 * 3 * 7168 * 512
     assert whole["param"] - split["param"] == pytest.approx(experts * (1 - 1 / ep), rel=0.001)
     # ZeRO-1's states are as many on each rank: ep times fewer experts over ep times fewer ranks.

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
 from shardwise.planner.candidates import SearchSpace
 from shardwise.planner.cost import cost_per_step
@@ -19,7 +20,7 @@ from shardwise.planner.explain import (
     why_yours,
 )
 from shardwise.planner.hardware import Cluster, Host, find_gpu
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
 from shardwise.planner.results import (
     Estimate,
     MemoryEstimate,
@@ -58,11 +59,11 @@ def memory_of(*peaks: dict[str, float], host_gib: float = 0.0) -> MemoryEstimate
     )
 
 
-def price_of(strategy: Strategy, memory: MemoryEstimate, **parts: float) -> Estimate:
+def price_of(config: ResolvedConfig, memory: MemoryEstimate, **parts: float) -> Estimate:
     step_s = sum(parts.values())
     return Estimate(
         job=JOB,
-        strategy=strategy,
+        config=config,
         memory=memory,
         time=TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts),
     )
@@ -71,30 +72,30 @@ def price_of(strategy: Strategy, memory: MemoryEstimate, **parts: float) -> Esti
 class Memory:
     """32 GiB of activations for each sample, or 4 of them recomputed; 128 GiB of states, shared from stage 1 on."""
 
-    def estimate(self, s: Strategy, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
-        activations = 32.0 * s.micro_size * {"none": 1.0, "selective": 0.75, "full": 0.125}[s.recompute]
-        states = 128.0 / (s.dp_shard if s.zero_stage else 1) / s.tp
-        logits = 0.0 if s.chunk_tokens else 16.0 * s.micro_size
+    def estimate(self, s: ResolvedConfig, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
+        activations = 32.0 * s.batch.micro_size * {"none": 1.0, "selective": 0.75, "full": 0.125}[s.recompute.mode]
+        states = 128.0 / (s.mesh.dp_shard if s.zero.stage else 1) / s.mesh.tp
+        logits = 0.0 if s.context.chunk_tokens else 16.0 * s.batch.micro_size
         return memory_of({"optimizer": states, "activations": activations, "logits": logits})
 
 
 class Time:
     """A second, less where samples are taken together, more where something is computed or moved besides."""
 
-    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+    def estimate(self, s: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         parts = {
-            "compute": 1.0 + 0.1 / s.micro_size,
-            "recompute": {"none": 0.0, "selective": 0.2, "full": 0.33}[s.recompute],
-            "tensor": 0.3 * (s.tp - 1),
-            "context": 0.2 * (s.cp - 1),
-            "bubble": 0.25 * (s.pp - 1),
-            "data": 0.01 * s.zero_stage,
-            "offload": 0.4 * sum(each != "device" for each in (s.params_tier, s.grads_tier, s.optimizer_tier)),
+            "compute": 1.0 + 0.1 / s.batch.micro_size,
+            "recompute": {"none": 0.0, "selective": 0.2, "full": 0.33}[s.recompute.mode],
+            "tensor": 0.3 * (s.mesh.tp - 1),
+            "context": 0.2 * (s.mesh.cp - 1),
+            "bubble": 0.25 * (s.mesh.pp - 1),
+            "data": 0.01 * s.zero.stage,
+            "offload": 0.4 * sum(each != "device" for each in (s.tiers.params, s.tiers.grads, s.tiers.optimizer)),
         }
         step_s = sum(parts.values())
         return TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts)
 
-    def busy_s(self, s: Strategy) -> float:
+    def busy_s(self, s: ResolvedConfig) -> float:
         parts = self.estimate(s).parts
         return parts["compute"] + parts["recompute"] + parts["tensor"] + parts["context"]
 
@@ -105,8 +106,8 @@ class Prices:
 
 
 def test_the_parts_that_differ_are_said() -> None:
-    one = price_of(Strategy(), memory_of({}), compute=1.0, bubble=0.5)
-    other = price_of(Strategy(tp=8), memory_of({}), compute=1.0, tensor=0.9, bubble=0.1)
+    one = price_of(BASE, memory_of({}), compute=1.0, bubble=0.5)
+    other = price_of(changed(BASE, {"mesh.tp": 8}), memory_of({}), compute=1.0, tensor=0.9, bubble=0.1)
     assert why_faster(one, other).startswith("500 ms faster than TP 8")
     assert why_faster(one, other).endswith(": 900 ms less exposed tensor exchange, 400 ms more bubble")
     assert why_slower(other, one) == "500 ms (33.3 %) slower: 900 ms more exposed tensor exchange, 400 ms less bubble"
@@ -118,7 +119,7 @@ def test_what_does_not_fit_is_of_the_rank_that_lacks_most() -> None:
     assert missing is not None
     assert (missing.tier, missing.pipeline_rank) == ("device", 1)
     assert missing.missing_bytes == pytest.approx(82 * GIB - 0.94 * 80 * GIB)
-    said = why_not(price_of(Strategy(pp=2), memory, compute=1.0), missing, None)
+    said = why_not(price_of(changed(BASE, {"mesh.pp": 2}), memory, compute=1.0), missing, None)
     assert said.startswith("out of memory by 2.00 GiB on pipeline rank 1: activations 60.0 GiB, logits 12.0 GiB;")
     assert missing_memory(memory, CLUSTER, -0.1) is None
     assert usable_bytes(CLUSTER, 0.5) == 40 * GIB
@@ -128,22 +129,27 @@ def test_hosts_hold_what_all_their_ranks_move() -> None:
     assert missing_memory(memory_of({}, host_gib=125.0), CLUSTER, 0.0) is None
     missing = missing_memory(memory_of({}, host_gib=126.0), CLUSTER, 0.0)
     assert missing == MissingMemory("host", 8 * GIB, 0)
-    said = why_not(price_of(Strategy(), memory_of({}), compute=1.0), MissingMemory("host", 8 * GIB, 0), None)
+    said = why_not(price_of(BASE, memory_of({}), compute=1.0), MissingMemory("host", 8 * GIB, 0), None)
     assert said.startswith("out of memory by 8.00 GiB of each node's host memory")
 
 
 def test_the_fewest_changes_that_fit_are_the_fix() -> None:
     # 32 + 16 GiB a sample; two samples are 21 GiB too many, of which one at a time saves 48.
-    strategy = Strategy(dp_shard=16, zero_stage=1, micro_size=2, num_micro_batches=2)
-    change = smallest_change(JOB, strategy, Prices(), 0.06)
+    config = changed(BASE, {"mesh.dp_shard": 16, "zero.stage": 1, "batch.micro_size": 2, "batch.accumulation": 2})
+    change = smallest_change(JOB, config, Prices(), 0.06)
     assert change is not None
     assert change.words == "batch.micro_size=1"
     # Whole states on every rank are too many, until they are shared.
-    alone = smallest_change(JOB, Strategy(dp_shard=16, num_micro_batches=4), Prices(), 0.06)
+    alone = smallest_change(JOB, changed(BASE, {"mesh.dp_shard": 16, "batch.accumulation": 4}), Prices(), 0.06)
     assert alone is not None
     assert alone.words == "zero.stage=1"
     # Of 8 samples neither is enough; less of them at a time and all recomputed.
-    both = smallest_change(JOB, Strategy(dp_shard=8, tp=2, micro_size=8, sequence_parallel=True), Prices(), 0.06)
+    both = smallest_change(
+        JOB,
+        changed(BASE, {"mesh.dp_shard": 8, "mesh.tp": 2, "batch.micro_size": 8, "tensor.sequence_parallel": True}),
+        Prices(),
+        0.06,
+    )
     assert both is not None
     assert missing_memory(both.price.memory, CLUSTER, 0.06) is None
     assert len(both.words.split()) > 1
@@ -172,25 +178,25 @@ def test_popular_layouts_recompute_where_they_must_and_the_fastest_is_the_plain_
     """A sample of 48 GiB beside states of 8 does not fit on 40 GiB, its recomputed one does."""
     small = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=40 * GIB)))
     prices = Prices()
-    plan = search(small, SearchSpace(pins={"recompute": ("full",)}), Limits(num_best=4), pricer=prices)
+    plan = search(small, SearchSpace(pins={"recompute.mode": ("full",)}), Limits(num_best=4), pricer=prices)
     reasons = reasons_of(plan, prices)
     fsdp = next(each for each in reasons.defaults if each.name.startswith("FSDP"))
     assert fsdp.price is not None
     assert fsdp.missing is None
-    assert fsdp.price.strategy.recompute == "full"
+    assert fsdp.price.config.recompute.mode == "full"
     assert fsdp.sentence.startswith("with recompute full, ")
     plain = reasons.plain
     assert plain is not None
     assert plain.price is not None
     fitting = [each.price for each in reasons.defaults if each.missing is None and each.price is not None]
-    on_device = [each for each in fitting if each.strategy.optimizer_tier == "device"]
+    on_device = [each for each in fitting if each.config.tiers.optimizer == "device"]
     assert plain.price.time.step_s == min(each.time.step_s for each in on_device)
     assert len(on_device) < len(fitting)
 
 
 def test_where_nothing_fits_it_is_said_what_would_do() -> None:
     small = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=12 * GIB)))
-    space = SearchSpace(pins={"recompute": ("none",), "chunk_tokens": (None,)})
+    space = SearchSpace(pins={"recompute.mode": ("none",)})
     plan = search(small, space, Limits(num_best=2), Prices())
     assert plan.winner is None
     reasons = reasons_of(plan, Prices())
@@ -199,14 +205,14 @@ def test_where_nothing_fits_it_is_said_what_would_do() -> None:
 
 
 def test_cost_is_that_of_all_devices() -> None:
-    price = price_of(Strategy(), memory_of({}), compute=3600.0)
+    price = price_of(BASE, memory_of({}), compute=3600.0)
     job = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, price_per_hour=2.0)))
     assert cost_per_step(replace(price, job=job)) == 32.0
     free = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, price_per_hour=0.0)))
     assert cost_per_step(replace(price, job=free)) is None
 
 
-PLAIN, SPLIT = Strategy(dp_shard=16), Strategy(tp=2, dp_shard=8)
+PLAIN, SPLIT = changed(BASE, {"mesh.dp_shard": 16}), changed(BASE, {"mesh.tp": 2, "mesh.dp_shard": 8})
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,7 @@ def test_what_is_as_fast_but_simpler_is_said(other_s: float, faster: str, slower
     assert why_slower(other, winner).startswith(slower)
     if "less simple" in slower:
         # One that does no more than the winner has no excuse.
-        assert why_slower(replace(other, strategy=PLAIN), winner) == "as fast"
+        assert why_slower(replace(other, config=PLAIN), winner) == "as fast"
 
 
 @pytest.mark.parametrize(
@@ -257,43 +263,43 @@ def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_th
     assert fsdp.price is not None
     assert ddp.price is not None
     # 8 GiB of states and 48 of a sample: of 1, 2 and 4 samples on each of 16 ranks, one fits.
-    assert (fsdp.price.strategy.micro_size, ddp.price.strategy.micro_size) == (1, 1)
+    assert (fsdp.price.config.batch.micro_size, ddp.price.config.batch.micro_size) == (1, 1)
     roomy = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=400 * GIB)))
     plan = search(roomy, limits=Limits(num_best=4), pricer=prices)
     by_name = {each.name: each for each in reasons_of(plan, prices).defaults}
     ddp = by_name["DDP"]
     assert ddp.price is not None
-    assert ddp.price.strategy.micro_size == 4  # larger ones compute faster
+    assert ddp.price.config.batch.micro_size == 4  # larger ones compute faster
     assert ddp.sentence.endswith("nothing is faster")
     megatron = by_name["Megatron (TP to 8 + PP)"]
     assert megatron.price is not None
     # Each further rank of a tensor or a pipeline axis costs more than it brings, in `Time`.
-    assert (megatron.price.strategy.tp, megatron.price.strategy.pp, megatron.price.strategy.zero_stage) == (2, 2, 1)
+    assert (megatron.price.config.mesh.tp, megatron.price.config.mesh.pp, megatron.price.config.zero.stage) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "number"),
+    ("config", "number"),
     [
-        (Strategy(recompute="full"), 0),
-        (Strategy(recompute="full", recompute_every=2), 1),
-        (Strategy(pp=2), 1),
-        (Strategy(pp=2, schedule="interleaved", virtual_stages=2), 2),
-        (Strategy(pp=2, schedule="zb-h1"), 3),
-        (Strategy(cp=2), 1),
-        (Strategy(cp=2, transport="ulysses"), 2),
-        (Strategy(cp=4, heads_over=2), 3),
-        (Strategy(optimizer_tier="host"), 1),
-        (Strategy(optimizer_tier="nvme"), 2),
+        (changed(BASE, {"recompute.mode": "full"}), 0),
+        (changed(BASE, {"recompute.mode": "full", "recompute.every": 2}), 1),
+        (changed(BASE, {"mesh.pp": 2}), 1),
+        (changed(BASE, {"mesh.pp": 2, "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2}), 2),
+        (changed(BASE, {"mesh.pp": 2, "pipeline.schedule": "zb-h1"}), 3),
+        (changed(BASE, {"mesh.cp": 2}), 1),
+        (changed(BASE, {"mesh.cp": 2, "context.transport": "ulysses"}), 2),
+        (changed(BASE, {"mesh.cp": 4, "context.heads_over": 2}), 3),
+        (changed(BASE, {"tiers.optimizer": "host"}), 1),
+        (changed(BASE, {"tiers.optimizer": "nvme"}), 2),
     ],
 )
-def test_what_a_strategy_does_besides_is_counted(strategy: Strategy, number: int) -> None:
-    assert num_extras(strategy) == number
+def test_what_a_strategy_does_besides_is_counted(config: ResolvedConfig, number: int) -> None:
+    assert num_extras(config) == number
 
 
 def test_a_simpler_one_may_be_two_per_cent_slower() -> None:
     fast, slow, slower = (
         price_of(each, memory_of({}), compute=seconds)
-        for each, seconds in ((SPLIT, 1.0), (PLAIN, 1.019), (replace(PLAIN, zero_stage=1), 1.018))
+        for each, seconds in ((SPLIT, 1.0), (PLAIN, 1.019), (changed(PLAIN, {"zero.stage": 1}), 1.018))
     )
     assert simplest([fast, slow]) is slow
     assert simplest([fast, slow, slower]) is slower

@@ -79,7 +79,7 @@ def test_adapters_fit_where_all_weights_do_not() -> None:
     assert not whole.does_fit
     assert "lora.rank=16" in whole.more
     assert whole.price is not None
-    assert whole.price.job.lora.rank == 16, "the fastest fix is timed"
+    assert whole.price.config.lora.rank == 16, "the fastest fix is timed"
     assert missing_memory(whole.price.memory, whole.price.job.cluster, 0.06) is None
     assert whole.num_steps == adapters.num_steps == math.ceil(math.ceil(10_000 * 400 / 2048) / 32)
 
@@ -89,7 +89,17 @@ def test_a_base_in_4_bits_is_a_fix_of_adapters_that_do_not_fit() -> None:
     assert not ruling.does_fit
     assert "lora.base=nf4" in ruling.more
     assert ruling.price is not None
-    assert ruling.price.job.lora.base == "nf4"
+    assert ruling.price.config.lora.base == "nf4"
+
+
+def test_a_base_in_4_bits_may_be_stored_on_the_host() -> None:
+    """70.6 B weights take 131 GiB in bf16 and 35 GiB in 4 bits: more than the card has, and less than its desktop."""
+    found = plan("llama-3-70b", "rtx-5090:1", settings=["lora.rank=16"])
+    ruling = verdict(found.result, found.reasons, Pricer(found.asked.job), TEN_THOUSAND)
+    assert not ruling.does_fit
+    assert "lora.base=nf4" in ruling.more
+    assert ruling.price is not None
+    assert ruling.price.config.tiers.params == "host"
 
 
 def test_the_time_is_the_steps_of_the_best() -> None:

@@ -1,4 +1,4 @@
-"""What is read from files of other tools: shapes, strategies, and one line for each mistake."""
+"""What is read from files of other tools: shapes, candidates, and one line for each mistake."""
 
 import json
 from dataclasses import replace
@@ -504,9 +504,9 @@ def test_a_script_that_is_made_to_hurt_is_refused_at_once(tmp_path: Path, script
 def test_senseless_values_are_refused_in_one_line(tmp_path: Path, key: str, value: object) -> None:
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     model |= {"intermediate_size": 64}
-    strategy = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {key: value}}}
+    config = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {key: value}}}
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({**strategy, key: value}))
+    path.write_text(json.dumps({**config, key: value}))
     refusals: list[str] = []
     for read in (
         lambda: shape_of({**model, key: value}, "config.json"),

@@ -11,6 +11,7 @@ import pytest
 
 from planner_eval.cases import read_case
 from planner_eval.prices import Prediction, memory_gib, predict_row
+from shardwise.planner.job import trains_all
 
 GPT2 = {"layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "ffn_type": "gelu_mlp", "vocab": 50257, "seq": 1024}
 LLAMA_8B = {
@@ -97,9 +98,9 @@ def check(found: Prediction) -> None:
         return
     assert isinstance(found.feasible, bool)
     worst = found.price.memory.worst
-    tiers = {found.price.strategy.params_tier, found.price.strategy.grads_tier, found.price.strategy.optimizer_tier}
-    if (
-        tiers == {"device"} and found.price.job.trains_all
+    tiers = {found.price.config.tiers.params, found.price.config.tiers.grads, found.price.config.tiers.optimizer}
+    if tiers == {"device"} and trains_all(
+        found.price.config
     ):  # at rest counts states off the device, and of frozen weights
         assert memory_gib(worst, "allocated") >= memory_gib(worst, "states") > 0
     assert found.price.time.low_s < found.price.time.step_s < found.price.time.high_s

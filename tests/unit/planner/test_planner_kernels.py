@@ -9,12 +9,13 @@ import pytest
 
 from planner_eval.models import PublishedComputeModel
 from planner_eval.traits import PublishedTraits
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
 from shardwise.planner.host_time import HostTimes
-from shardwise.planner.job import SHARDWISE, Experts, FrameworkTraits, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, SHARDWISE, Experts, FrameworkTraits, ModelShape, PlanJob, changed
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 
 RATE, FREE = 1e9, 1e30
@@ -39,7 +40,13 @@ GPU = GpuSpec(
 
 
 def model(
-    *, products: float = FREE, scores: float = FREE, stream: float = FREE, shape: ModelShape = SHAPE, **facts: Any
+    *,
+    products: float = FREE,
+    scores: float = FREE,
+    stream: float = FREE,
+    shape: ModelShape = SHAPE,
+    ep: int = 1,
+    **facts: Any,
 ) -> ComputeTimeModel:
     """A machine that does so many FLOPs in products and in attention's scores, and moves so many bytes, a second."""
     profile = Profile(
@@ -59,7 +66,7 @@ def model(
     )
     cluster = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9, profile=profile)
     return ComputeTimeModel(
-        PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, traits=FrameworkTraits(**facts))
+        PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, traits=FrameworkTraits(**facts), ep=ep)
     )
 
 
@@ -73,40 +80,42 @@ def flops_s(params: float, tokens: float = TOKENS) -> float:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tokens", "params"),
+    ("config", "tokens", "params"),
     [
-        (Strategy(), TOKENS, ATTENTION_PARAMS + FFN_PARAMS),
-        (Strategy(micro_size=3, cp=2), 1.5 * TOKENS, ATTENTION_PARAMS + FFN_PARAMS),
-        (Strategy(tp=2), TOKENS, (ATTENTION_PARAMS + FFN_PARAMS) / 2),
+        (BASE, TOKENS, ATTENTION_PARAMS + FFN_PARAMS),
+        (changed(BASE, {"batch.micro_size": 3, "mesh.cp": 2}), 1.5 * TOKENS, ATTENTION_PARAMS + FFN_PARAMS),
+        (changed(BASE, {"mesh.tp": 2}), TOKENS, (ATTENTION_PARAMS + FFN_PARAMS) / 2),
         # Each of 4 ranks has 2 heads, and keys and values of 1, since half a head is none.
-        (Strategy(tp=4), TOKENS, 64 * (2 + 2) * 16 + 64 * 2 * 16 + FFN_PARAMS / 4),
+        (changed(BASE, {"mesh.tp": 4}), TOKENS, 64 * (2 + 2) * 16 + 64 * 2 * 16 + FFN_PARAMS / 4),
     ],
 )
-def test_each_pass_multiplies_each_token_by_each_weight(strategy: Strategy, tokens: float, params: float) -> None:
+def test_each_pass_multiplies_each_token_by_each_weight(config: ResolvedConfig, tokens: float, params: float) -> None:
     each_s = flops_s(params, tokens)
-    assert seconds(model(products=RATE).block(strategy)) == pytest.approx((each_s, each_s, each_s, 0.0))
-    head_s = flops_s(HEAD_PARAMS / strategy.tp, tokens)
-    assert seconds(model(products=RATE).head(strategy)) == pytest.approx((head_s, head_s, head_s, 0.0))
+    assert seconds(model(products=RATE).block(config)) == pytest.approx((each_s, each_s, each_s, 0.0))
+    head_s = flops_s(HEAD_PARAMS / config.mesh.tp, tokens)
+    assert seconds(model(products=RATE).head(config)) == pytest.approx((head_s, head_s, head_s, 0.0))
 
 
 def test_a_plain_feed_forward_has_two_matrices() -> None:
-    block = model(products=RATE, shape=replace(SHAPE, ffn="plain")).block(Strategy())
+    block = model(products=RATE, shape=replace(SHAPE, ffn="plain")).block(BASE)
     assert block.forward_s == pytest.approx(flops_s(ATTENTION_PARAMS + FFN_PARAMS * 2 / 3))
 
 
 @pytest.mark.parametrize("ep", [1, 4])
 def test_tokens_pass_the_experts_that_they_chose_and_those_that_all_pass(ep: int) -> None:
-    even = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS), expert_imbalance=1.0)
-    block = even.block(Strategy(ep=ep, dp_shard=8))
+    even = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS), ep=ep, expert_imbalance=1.0)
+    block = even.block(changed(BASE, {"mesh.dp_shard": 8}))
     each_s = flops_s(ATTENTION_PARAMS + FFN_PARAMS / 4 + PASSED_PARAMS * 3 / 4)  # one layer of four is dense
     assert seconds(block) == pytest.approx((each_s, each_s, each_s, 0.0))
 
 
 def test_the_fullest_rank_of_experts_is_waited_for() -> None:
     shape = replace(SHAPE, experts=EXPERTS)
+    config = changed(BASE, {"mesh.dp_shard": 8})
     even, free = (model(products=RATE, shape=shape, expert_imbalance=each) for each in (1.0, 1.5))
-    assert free.block(Strategy(dp_shard=8)) == even.block(Strategy(dp_shard=8))
-    over = [each.block(Strategy(ep=4, dp_shard=8)).forward_s for each in (even, free)]
+    assert free.block(config) == even.block(config)
+    split = [model(products=RATE, shape=shape, ep=4, expert_imbalance=each) for each in (1.0, 1.5)]
+    over = [each.block(config).forward_s for each in split]
     routed = FFN_PARAMS / 96 * EXPERTS.ffn_size * EXPERTS.num_chosen
     assert over[1] - over[0] == pytest.approx(0.5 * flops_s(routed * 3 / 4))
 
@@ -117,54 +126,62 @@ def test_streams_of_experts_grow_with_the_tokens_they_are_sent() -> None:
         for chosen in (1, 2)
     )
     # Another 2 x 128 x 64 bytes are copied there and back, and 2 x 128 x 32 more are activated.
-    passes_s = two.block(Strategy()).forward_s - one.block(Strategy()).forward_s
-    dense = model(stream=RATE).block(Strategy()).forward_s
-    wider = model(stream=RATE, shape=replace(SHAPE, ffn_size=96 + 32)).block(Strategy()).forward_s
+    passes_s = two.block(BASE).forward_s - one.block(BASE).forward_s
+    dense = model(stream=RATE).block(BASE).forward_s
+    wider = model(stream=RATE, shape=replace(SHAPE, ffn_size=96 + 32)).block(BASE).forward_s
     assert passes_s == pytest.approx(wider - dense + 11 * 2 * TOKENS * 64 / RATE)
     dense_layer = replace(EXPERTS, num_dense_layers=1)
-    mixed = model(stream=RATE, shape=replace(SHAPE, experts=dense_layer)).block(Strategy()).forward_s
-    all_routed = two.block(Strategy()).forward_s
+    mixed = model(stream=RATE, shape=replace(SHAPE, experts=dense_layer)).block(BASE).forward_s
+    all_routed = two.block(BASE).forward_s
     assert mixed == pytest.approx(0.75 * all_routed + 0.25 * dense)
 
 
 def test_attention_meets_all_keys_or_those_of_its_windows() -> None:
     # 4 FLOPs of each token, key and element of all heads, and 10 in the backward.
     whole_s = 4 * TOKENS * TOKENS * 128 / RATE
-    block = model(scores=RATE).block(Strategy())
+    block = model(scores=RATE).block(BASE)
     assert seconds(block) == pytest.approx((whole_s, 2.5 * whole_s, 0.0, 0.0))
-    assert model(scores=RATE).block(Strategy(tp=2, cp=2)).forward_s == pytest.approx(whole_s / 4)
+    assert model(scores=RATE).block(changed(BASE, {"mesh.tp": 2, "mesh.cp": 2})).forward_s == pytest.approx(whole_s / 4)
     windowed = model(scores=RATE, shape=replace(SHAPE, window=32))
-    assert windowed.block(Strategy()).forward_s == pytest.approx(whole_s / 2)
+    assert windowed.block(BASE).forward_s == pytest.approx(whole_s / 2)
 
 
 def test_split_sequences_stream_their_share_of_everything() -> None:
     streams = model(stream=RATE)
     whole, split, shared = (
-        streams.block(each).forward_s for each in (Strategy(), Strategy(tp=2, sequence_parallel=True), Strategy(tp=2))
+        streams.block(each).forward_s
+        for each in (
+            BASE,
+            changed(BASE, {"mesh.tp": 2, "tensor.sequence_parallel": True}),
+            changed(BASE, {"mesh.tp": 2}),
+        )
     )
     assert split == pytest.approx(whole / 2)
     assert whole / 2 < shared < whole
 
 
 @pytest.mark.parametrize(
-    ("strategy", "wide_bytes"),
+    ("config", "wide_bytes"),
     [
-        (Strategy(num_micro_batches=2), 8),  # read and written in fp32
-        (Strategy(num_micro_batches=2, accumulate="param"), 4),
-        (Strategy(num_micro_batches=1), 0),
-        (Strategy(num_micro_batches=2, zero_stage=3, dp_shard=8), 0),  # each is reduced as it comes
+        (changed(BASE, {"batch.accumulation": 2}), 8),  # read and written in fp32
+        (changed(BASE, {"batch.accumulation": 2, "precision.accumulate": "param"}), 4),
+        (changed(BASE, {"batch.accumulation": 1}), 0),
+        (
+            changed(BASE, {"batch.accumulation": 2, "zero.stage": 3, "mesh.dp_shard": 8}),
+            0,
+        ),  # each is reduced as it comes
     ],
 )
-def test_gradients_are_added_to_those_of_other_micro_batches(strategy: Strategy, wide_bytes: int) -> None:
-    block = model(stream=RATE).block(strategy)
+def test_gradients_are_added_to_those_of_other_micro_batches(config: ResolvedConfig, wide_bytes: int) -> None:
+    block = model(stream=RATE).block(config)
     assert block.backward_weight_s == pytest.approx(wide_bytes * (ATTENTION_PARAMS + FFN_PARAMS) / RATE)
 
 
 def test_what_is_computed_again_is_what_was_not_kept() -> None:
     full, every_other, selective = (
-        Strategy(recompute="full"),
-        Strategy(recompute="full", recompute_every=2),
-        Strategy(recompute="selective"),
+        changed(BASE, {"recompute.mode": "full"}),
+        changed(BASE, {"recompute.mode": "full", "recompute.every": 2}),
+        changed(BASE, {"recompute.mode": "selective"}),
     )
     products, streams, scores = model(products=RATE), model(stream=RATE), model(scores=RATE)
     assert products.block(full).recompute_s == products.block(full).forward_s
@@ -177,7 +194,7 @@ def test_what_is_computed_again_is_what_was_not_kept() -> None:
 
 
 def test_the_loss_reads_and_writes_whole_logits_or_a_rank_s_own() -> None:
-    split, whole = Strategy(tp=4), Strategy()
+    split, whole = changed(BASE, {"mesh.tp": 4}), BASE
     own, kept = model(stream=RATE), model(stream=RATE, splits_logits=False)
     assert own.head(split).forward_s == pytest.approx(own.head(whole).forward_s / 4)
     assert kept.head(split).forward_s == pytest.approx(kept.head(whole).forward_s)
@@ -186,22 +203,22 @@ def test_the_loss_reads_and_writes_whole_logits_or_a_rank_s_own() -> None:
     logits = TOKENS * 1000
     assert widened.head(whole).forward_s == pytest.approx((8 + 6) * logits / RATE)
     assert widened.head(whole).backward_input_s == pytest.approx((16 + 6) * logits / RATE)
-    assert widened.head(Strategy(param="fp32")).forward_s == pytest.approx(8 * logits / RATE)
+    assert widened.head(changed(BASE, {"precision.param": "fp32"})).forward_s == pytest.approx(8 * logits / RATE)
 
 
 def test_the_head_is_no_narrower_than_its_weights() -> None:
-    assert model(stream=RATE).head(Strategy(matmul="fp8")) == model(stream=RATE).head(Strategy())
+    assert model(stream=RATE).head(changed(BASE, {"precision.linears": "fp8"})) == model(stream=RATE).head(BASE)
 
 
 def test_the_embedding_is_looked_up_and_its_gradients_are_summed() -> None:
     wide_s = 2 * TOKENS * 64 / RATE
-    assert seconds(model(stream=RATE).embedding(Strategy())) == pytest.approx((2 * wide_s, 0.0, 4 * wide_s, 0.0))
+    assert seconds(model(stream=RATE).embedding(BASE)) == pytest.approx((2 * wide_s, 0.0, 4 * wide_s, 0.0))
 
 
 def test_the_optimizer_moves_its_states_and_what_is_narrower_besides() -> None:
     # Parameter, gradient and two moments in fp32 are read, and all but the gradient written: 28 bytes.
-    assert model(stream=RATE).step_s(Strategy(param="fp32"), 1e6) == pytest.approx(0.028)
-    assert model(stream=RATE).step_s(Strategy(), 1e6) == pytest.approx(0.030)
+    assert model(stream=RATE).step_s(changed(BASE, {"precision.param": "fp32"}), 1e6) == pytest.approx(0.028)
+    assert model(stream=RATE).step_s(BASE, 1e6) == pytest.approx(0.030)
 
 
 def unmeasured(shape: ModelShape = SHAPE, gpu: GpuSpec = GPU, **facts: Any) -> ComputeTimeModel:
@@ -213,32 +230,32 @@ def unmeasured(shape: ModelShape = SHAPE, gpu: GpuSpec = GPU, **facts: Any) -> C
 
 def test_the_host_launches_what_a_block_s_code_has_and_a_graph_launches_itself() -> None:
     eager, compiled, graphed = (
-        unmeasured(**facts).host(Strategy()) for facts in ({}, {"is_compiled": True}, {"is_graphed": True})
+        unmeasured(**facts).host(BASE) for facts in ({}, {"is_compiled": True}, {"is_graphed": True})
     )
     assert (eager.forward_s, eager.backward_s) == pytest.approx((42 * 12e-6, 78 * 10e-6))
     assert (compiled.forward_s, compiled.backward_s) == pytest.approx((14 * 14e-6, 25 * 14e-6))
     assert graphed == HostTimes()
-    again = unmeasured().host(Strategy(recompute="full", recompute_every=2))
+    again = unmeasured().host(changed(BASE, {"recompute.mode": "full", "recompute.every": 2}))
     assert again.backward_s == pytest.approx(eager.backward_s + eager.forward_s / 2)
-    grace = unmeasured(gpu=replace(GPU, name="gb200")).host(Strategy())
+    grace = unmeasured(gpu=replace(GPU, name="gb200")).host(BASE)
     assert grace.forward_s == pytest.approx(2.6 * eager.forward_s)
     profile = Profile(device="plain", num_ranks=1, num_threads=1, memory_bytes=1e12, call_s=24e-6)
     measured = replace(unmeasured().job.cluster, profile=profile)
-    slow = PublishedComputeModel(replace(unmeasured().job, cluster=measured)).host(Strategy())
+    slow = PublishedComputeModel(replace(unmeasured().job, cluster=measured)).host(BASE)
     assert slow.forward_s == pytest.approx(2 * eager.forward_s)
     job = unmeasured().job
     processor = replace(job, cluster=replace(job.cluster, gpu=replace(GPU, name="cpu")))
-    assert ComputeTimeModel(processor).host(Strategy()) == HostTimes()
+    assert ComputeTimeModel(processor).host(BASE) == HostTimes()
 
 
 def test_our_own_code_around_a_block_costs_by_stage_and_parameter() -> None:
     own = ComputeTimeModel(replace(unmeasured().job, traits=SHARDWISE))
-    plain = unmeasured().host(Strategy())
+    plain = unmeasured().host(BASE)
     for stage, around_s in ((0, 51e-6), (2, 51e-6 + 9 * 6e-6), (3, 81e-6 + 9 * 6e-6)):
-        host = own.host(Strategy(dp_shard=8, zero_stage=stage))
+        host = own.host(changed(BASE, {"mesh.dp_shard": 8, "zero.stage": stage}))
         both_s = host.forward_s + host.backward_s - plain.forward_s - plain.backward_s
         assert both_s == pytest.approx(around_s)
-    assert own.host(Strategy()).param_s > 0
+    assert own.host(BASE).param_s > 0
 
 
 def test_experts_of_few_tokens_multiply_half_empty_tiles() -> None:
@@ -269,7 +286,7 @@ def test_flash_attention_takes_half_of_all_pairs_and_five_halves_of_that_back() 
     # Of heads as large as its tiles are, over so many keys that beginning and ending are nothing.
     long = replace(SHAPE, head_dim=128)
     deep = unmeasured(shape=long)
-    times = ComputeTimeModel(replace(deep.job, seq_len=10**8)).attention(Strategy())
+    times = ComputeTimeModel(replace(deep.job, seq_len=10**8)).attention(BASE)
     pairs_s = 4 * 1e8 * 1e8 * 8 * 128 / 2 / RATE
     assert times.forward_s == pytest.approx(pairs_s / 0.97, rel=1e-4)
     assert times.backward_input_s == pytest.approx(2.5 * pairs_s / 0.86, rel=1e-4)
@@ -278,8 +295,8 @@ def test_flash_attention_takes_half_of_all_pairs_and_five_halves_of_that_back() 
 @pytest.mark.parametrize(("param", "num_more"), [("fp32", 4), ("bf16", 9)])  # scale, mask; widen, narrow, wide softmax
 def test_a_softmax_that_is_written_out_reads_and_writes_scores_more_often(param: Any, num_more: int) -> None:
     gpu = replace(GPU, peak_flops_per_s={"bf16": RATE, "fp32": RATE}, ceiling_flops_per_s={})
-    strategy = Strategy(param=param)
-    fused, written = (unmeasured(gpu=gpu, attention=each).attention(strategy) for each in ("fused-softmax", "unfused"))
+    config = changed(BASE, {"precision.param": param})
+    fused, written = (unmeasured(gpu=gpu, attention=each).attention(config) for each in ("fused-softmax", "unfused"))
     pass_s = 8 * TOKENS**2 * DTYPE_BYTES[param] / RATE
     assert written.forward_s - fused.forward_s == pytest.approx(num_more * pass_s)
     assert written.backward_input_s - fused.backward_input_s == pytest.approx(num_more * pass_s)
@@ -287,6 +304,6 @@ def test_a_softmax_that_is_written_out_reads_and_writes_scores_more_often(param:
 
 def test_gradients_of_a_rank_s_own_experts_are_added() -> None:
     shape = replace(SHAPE, experts=replace(EXPERTS, num_dense_layers=0))
-    block = model(stream=RATE, shape=shape).block(Strategy(ep=4, dp_shard=8, num_micro_batches=2))
+    block = model(stream=RATE, shape=shape, ep=4).block(changed(BASE, {"mesh.dp_shard": 8, "batch.accumulation": 2}))
     held = ATTENTION_PARAMS + 64 * 8 + (8 // 4 + 1) * 3 * 64 * 32  # the router, 2 experts of 8, and the shared one
     assert block.backward_weight_s == pytest.approx(8 * held / RATE)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config, LoraConfig
+from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.configs import job_of, strategy_of, to_toml
+from shardwise.planner.configs import job_of, to_toml
 from shardwise.planner.hardware import Cluster, parse_cluster
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
 from shardwise.planner.plan import plan
 from shardwise.planner.render import job_rows
 from shardwise.planner.step_time import TimeModel
@@ -31,9 +31,9 @@ SIZES = {
 }  # fmt: skip
 
 
-def job(cluster: Cluster = EIGHT, **lora: Any) -> PlanJob:
-    shape = ModelShape.of_decoder(preset("llama-3-8b"), "llama-3-8b")
-    return PlanJob(shape=shape, seq_len=2048, global_batch=8, cluster=cluster, lora=LoraConfig(**lora))
+JOB = PlanJob(
+    shape=ModelShape.of_decoder(preset("llama-3-8b"), "llama-3-8b"), seq_len=2048, global_batch=8, cluster=EIGHT
+)
 
 
 @pytest.mark.quick(8)
@@ -74,7 +74,7 @@ def test_states_are_those_of_the_model_that_trains(
     )  # fmt: skip
     resolved = config.resolve(8)
     layout = plan_layout(HuggingFaceModel.open(config).skeleton(), resolved)
-    priced = CompactLayout(job_of(config, EIGHT)).at_rest(strategy_of(config, 8))
+    priced = CompactLayout(job_of(config, EIGHT)).at_rest(config.resolve(8))
     built = layout.bytes_at_rest()
     assert priced == pytest.approx(built, rel=0.02)
     assert built["optimizer"] < built["param"]
@@ -100,41 +100,36 @@ def test_a_packed_base_takes_a_quarter_and_is_never_split() -> None:
     packed = plan("llama-3-70b", eight, settings=[*settings, "lora.base=nf4"], **batch)
     assert {choice.config().mesh.tp for choice in packed.choices} == {1}
     assert 'base = "nf4"' in to_toml(packed.best.config())
-    strategy = Strategy(dp_shard=4, zero_stage=3, recompute="full")
-    wide, narrow = ComputeTimeModel(job(rank=16)), ComputeTimeModel(job(rank=16, base="nf4"))
-    assert wide.block(strategy).forward_s < narrow.block(strategy).forward_s
-    sent = [CompactLayout(job(rank=16, base=base)).on_wire(strategy)["all_gather"] for base in ("keep", "nf4")]
+    split = {"mesh.dp_shard": 4, "zero.stage": 3, "recompute.mode": "full", "lora.rank": 16}
+    wide, narrow = (changed(BASE, {**split, "lora.base": base}) for base in ("keep", "nf4"))
+    assert ComputeTimeModel(JOB).block(wide).forward_s < ComputeTimeModel(JOB).block(narrow).forward_s
+    sent = [CompactLayout(JOB).on_wire(config)["all_gather"] for config in (wide, narrow)]
     assert 0.25 < sent[1] / sent[0] < 0.4  # what is in no block stays bf16
 
 
 def test_frozen_weights_have_no_gradients_to_compute_or_reduce() -> None:
-    strategy = Strategy(dp_shard=8, zero_stage=3, recompute="none")
-    full, lora = ComputeTimeModel(job()), ComputeTimeModel(job(rank=16))
+    full = changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 3})
+    lora, compute, time = changed(full, {"lora.rank": 16}), ComputeTimeModel(JOB), TimeModel(JOB)
     # The weights' gradients are a third of a step's products; the adapters' are few.
-    assert lora.block(strategy).backward_weight_s < 0.1 * full.block(strategy).backward_weight_s
-    assert full.block(strategy).forward_s < lora.block(strategy).forward_s
-    assert lora.head(strategy).backward_weight_s == 0.0
-    assert 0.6 < TimeModel(job(rank=16)).estimate(strategy).step_s / TimeModel(job()).estimate(strategy).step_s < 1.0
-    reduced = {
-        rank: sum(
-            call.num_bytes * call.count
-            for call in CommTimeModel(job(rank=rank)).data_calls(strategy)
-            if call.op != "all_gather"
-        )
-        for rank in (0, 16)
-    }
-    assert 0 < reduced[16] < 0.02 * reduced[0]
+    assert compute.block(lora).backward_weight_s < 0.1 * compute.block(full).backward_weight_s
+    assert compute.block(full).forward_s < compute.block(lora).forward_s
+    assert compute.head(lora).backward_weight_s == 0.0
+    assert 0.6 < time.estimate(lora).step_s / time.estimate(full).step_s < 1.0
+    calls = [CommTimeModel(JOB).data_calls(config) for config in (full, lora)]
+    reduced = [sum(call.num_bytes * call.count for call in every if call.op != "all_gather") for every in calls]
+    assert 0 < reduced[1] < 0.02 * reduced[0]
 
 
 def test_adapters_grow_with_their_rank_and_stand_beside_their_targets() -> None:
     def optimizer_bytes(**lora: Any) -> int:
-        return CompactLayout(job(**lora)).at_rest(Strategy(dp_shard=8, zero_stage=0))["optimizer"]
+        config = changed(BASE, {"mesh.dp_shard": 8, **{f"lora.{key}": value for key, value in lora.items()}})
+        return CompactLayout(JOB).at_rest(config)["optimizer"]
 
     assert optimizer_bytes(rank=32) == pytest.approx(2 * optimizer_bytes(rank=16), rel=0.001)
     # A query's has 16 x (4096 + 4096) elements, of each of 32 blocks, with master and two moments in fp32.
-    assert optimizer_bytes(rank=16, targets=["q_proj"]) == 12 * 16 * 8192 * 32
+    assert optimizer_bytes(rank=16, targets=("q_proj",)) == 12 * 16 * 8192 * 32
     with refused("lora-targets-unknown", "q_prj", "q_proj"):
-        optimizer_bytes(rank=16, targets=["q_prj"])
+        optimizer_bytes(rank=16, targets=("q_prj",))
 
 
 def test_what_fits_by_adapters_is_suggested_as_a_key() -> None:

@@ -12,7 +12,7 @@ import shardwise
 from harness.refusals import refused
 from shardwise.models.decoder import Decoder
 from shardwise.models.presets import preset
-from shardwise.planner.configs import strategy_of
+from shardwise.planner.configs import split_as
 from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.job import ModelShape
 from shardwise.planner.request import model_of
@@ -30,7 +30,7 @@ class Configured:
         return dict(GPT2)
 
 
-def test_the_best_is_a_config_that_runs_its_strategy() -> None:
+def test_the_best_is_a_config_that_resolves_to_it() -> None:
     plan = shardwise.plan("llama-7b", "h100:8", global_batch=16, settings=PINS, limits=FEW)
     config = plan.best.config()
     assert plan.best is plan.choices[0]
@@ -38,7 +38,7 @@ def test_the_best_is_a_config_that_runs_its_strategy() -> None:
     assert config.model.preset == "llama-7b"
     assert config.batch.global_size == 16
     assert config.recompute.mode == "full"
-    assert strategy_of(config, 8) == plan.best.price.strategy
+    assert split_as(plan.asked.job.base, config.resolve(8)) == plan.best.price.config
     times = [choice.price.time.step_s for choice in plan.choices]
     assert len(times) == 3
     assert times == sorted(times)

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.profiles import BLOCKS, PROFILE, SHAPES
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.calibration import LogInterpolator
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import cluster_of
-from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.planner.profile import Profile
 
 
@@ -34,54 +35,61 @@ def job(hidden: int, ffn: int, heads: int, seq_len: int, profile: Profile = PROF
 @pytest.mark.parametrize("measured", BLOCKS)
 def test_a_measured_block_takes_what_was_measured(measured):
     model = ComputeTimeModel(job(measured.hidden_size, measured.ffn_size, measured.num_heads, measured.seq_len))
-    times = model.block(Strategy(param="fp32"))
+    times = model.block(changed(BASE, {"precision.param": "fp32"}))
     assert times.forward_s == pytest.approx(measured.forward_s)
     assert times.backward_s == pytest.approx(measured.backward_s)
 
 
 def test_two_samples_of_half_the_tokens_are_near_one_of_all():
-    whole = ComputeTimeModel(job(*SHAPES[1], 512)).block(Strategy(param="fp32"))
-    halves = ComputeTimeModel(job(*SHAPES[1], 256)).block(Strategy(param="fp32", micro_size=2))
+    whole = ComputeTimeModel(job(*SHAPES[1], 512)).block(changed(BASE, {"precision.param": "fp32"}))
+    halves = ComputeTimeModel(job(*SHAPES[1], 256)).block(
+        changed(BASE, {"precision.param": "fp32", "batch.micro_size": 2})
+    )
     assert halves.forward_s == pytest.approx(whole.forward_s, rel=0.2)
 
 
 def test_a_measured_head_takes_what_was_measured():
-    times = ComputeTimeModel(job(*SHAPES[0], 128)).head(Strategy(param="fp32"))
+    times = ComputeTimeModel(job(*SHAPES[0], 128)).head(changed(BASE, {"precision.param": "fp32"}))
     assert times.forward_s == pytest.approx(0.02)
     assert times.backward_s == pytest.approx(0.05)
 
 
 def test_full_recompute_takes_a_measured_forward_again_and_selective_less():
     model = ComputeTimeModel(job(*SHAPES[0], 128))
-    assert model.block(Strategy(param="fp32", recompute="full")).recompute_s == pytest.approx(BLOCKS[0].forward_s)
-    selective_s = model.block(Strategy(param="fp32", recompute="selective")).recompute_s
+    assert model.block(
+        changed(BASE, {"precision.param": "fp32", "recompute.mode": "full"})
+    ).recompute_s == pytest.approx(BLOCKS[0].forward_s)
+    selective_s = model.block(changed(BASE, {"precision.param": "fp32", "recompute.mode": "selective"})).recompute_s
     assert 0 <= selective_s < BLOCKS[0].forward_s
 
 
 def test_measured_products_and_attention_of_their_own_dtype_count():
     kernels = replace(PROFILE, blocks=(), heads=())
     model = ComputeTimeModel(job(256, 768, 4, 128, kernels))
-    assert model.attention(Strategy(param="fp32")).forward_s == pytest.approx(0.001)
-    assert model.attention(Strategy(param="bf16")).backward_s == pytest.approx(0.3)
+    assert model.attention(changed(BASE, {"precision.param": "fp32"})).forward_s == pytest.approx(0.001)
+    assert model.attention(changed(BASE, {"precision.param": "bf16"})).backward_s == pytest.approx(0.3)
     twice = replace(kernels, matmuls=tuple(replace(each, seconds=2 * each.seconds) for each in kernels.matmuls))
     slower = ComputeTimeModel(job(256, 768, 4, 128, twice))
-    assert slower.block(Strategy(param="fp32")).forward_s > 1.3 * model.block(Strategy(param="fp32")).forward_s
+    assert (
+        slower.block(changed(BASE, {"precision.param": "fp32"})).forward_s
+        > 1.3 * model.block(changed(BASE, {"precision.param": "fp32"})).forward_s
+    )
 
 
 def test_what_is_compiled_is_not_corrected_by_what_was_not():
     plain = job(*SHAPES[0], 128)
     compiled = replace(plain, traits=replace(plain.traits, is_compiled=True))
     kernels = replace(compiled, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
-    strategy = Strategy(param="fp32")
-    assert ComputeTimeModel(compiled).block(strategy) == ComputeTimeModel(kernels).block(strategy)
+    config = changed(BASE, {"precision.param": "fp32"})
+    assert ComputeTimeModel(compiled).block(config) == ComputeTimeModel(kernels).block(config)
 
 
 def test_what_a_machine_does_not_hide_shows():
-    strategy = Strategy(dp_shard=2, zero_stage=3, param="fp32")
+    config = changed(BASE, {"mesh.dp_shard": 2, "zero.stage": 3, "precision.param": "fp32"})
     exposed = []
     for hidden_share in (1.0, 0.5, 0.0):
         measured = job(*SHAPES[0], 128, replace(PROFILE, hidden_share=hidden_share))
-        data = CommTimeModel(measured).data(strategy)
+        data = CommTimeModel(measured).data(config)
         exposed.append(data.exposed_s(10.0, 10.0))
     assert exposed == sorted(exposed)
     assert exposed[2] == pytest.approx(data.total_s)
@@ -122,17 +130,17 @@ def test_near_points_weigh_more_by_the_fourth_power_of_their_distance():
 
 
 def test_a_split_block_is_corrected_as_a_whole_one_of_as_many_weights():
-    split = Strategy(param="fp32", tp=4)
+    split = changed(BASE, {"precision.param": "fp32", "mesh.tp": 4})
     small, large = job(*SHAPES[0], 128), job(*SHAPES[1], 128)  # of a fourth of the weights
 
-    def factor(of: PlanJob, strategy: Strategy) -> float:
+    def factor(of: PlanJob, config: ResolvedConfig) -> float:
         kernels = replace(of, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
-        return ComputeTimeModel(of).block(strategy).forward_s / ComputeTimeModel(kernels).block(strategy).forward_s
+        return ComputeTimeModel(of).block(config).forward_s / ComputeTimeModel(kernels).block(config).forward_s
 
-    assert factor(large, split) == pytest.approx(factor(small, Strategy(param="fp32")))
-    assert factor(large, split) != pytest.approx(factor(large, Strategy(param="fp32")), rel=0.05)
+    assert factor(large, split) == pytest.approx(factor(small, changed(BASE, {"precision.param": "fp32"})))
+    assert factor(large, split) != pytest.approx(factor(large, changed(BASE, {"precision.param": "fp32"})), rel=0.05)
     experts = replace(large, shape=replace(large.shape, experts=Experts(num_experts=4, num_chosen=1, ffn_size=64)))
-    assert factor(experts, Strategy(param="fp32")) == 1.0  # no block with experts was measured
+    assert factor(experts, changed(BASE, {"precision.param": "fp32"})) == 1.0  # no block with experts was measured
 
 
 def test_heads_of_two_sizes_take_what_was_measured_of_each():
@@ -140,5 +148,5 @@ def test_heads_of_two_sizes_take_what_was_measured_of_each():
     profile = replace(PROFILE, heads=(*PROFILE.heads, wide))
     plain = job(*SHAPES[0], 128, profile)
     larger = replace(plain, shape=replace(plain.shape, vocab_size=65536))
-    assert ComputeTimeModel(plain).head(Strategy(param="fp32")).forward_s == pytest.approx(0.02)
-    assert ComputeTimeModel(larger).head(Strategy(param="fp32")).forward_s == pytest.approx(1.0)
+    assert ComputeTimeModel(plain).head(changed(BASE, {"precision.param": "fp32"})).forward_s == pytest.approx(0.02)
+    assert ComputeTimeModel(larger).head(changed(BASE, {"precision.param": "fp32"})).forward_s == pytest.approx(1.0)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models.presets import preset
 from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setups
 from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
-from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, ModelSource, PlanJob, changed, param_of
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.profile import Profile
 from shardwise.planner.request import ask, is_split, read_model, usual_batch, usual_dtype
@@ -47,9 +47,10 @@ def test_what_is_given_goes_before_what_a_file_says(tmp_path: Path) -> None:
     own, given = ask(model, NODE), ask(model, NODE, seq_len=256, global_batch=8)
     assert (own.job.seq_len, own.job.global_batch) == (512, 16)
     assert (given.job.seq_len, given.job.global_batch) == (256, 8)
-    base = own.space.base
-    assert (base.param, base.reduce, base.accumulate, base.chunk_tokens) == ("bf16", "fp32", "param", 128)
-    assert ask(model, NODE, settings=["precision.param=fp32"]).space.base.param == "fp32"
+    base = own.job.base
+    assert (base.precision.param, base.precision.reduce, base.precision.accumulate) == ("bf16", "fp32", "param")
+    assert base.context.chunk_tokens == 128
+    assert ask(model, NODE, settings=["precision.param=fp32"]).job.base.precision.param == "fp32"
     assert not is_split(model)  # a batch, a precision and chunks are any layout's
     path.write_text(FILE + "[mesh]\ntp = 2\n")
     assert is_split(read_model(str(path)))
@@ -111,7 +112,7 @@ def test_the_job_has_the_keys_of_zero_that_the_config_sets() -> None:
     zero = {"keep_whole_below": 50, "secondary_shard": 4, "replicate_frozen": True}
     model = replace(read_model("llama-7b"), config=Config.from_dict({"zero": zero}))
     job = ask(model, NODE, global_batch=8).job
-    assert {key: getattr(job.zero, key) for key in zero} == zero
+    assert {key: getattr(job.base.zero, key) for key in zero} == zero
 
 
 def test_the_usual_dtype_is_faster_than_fp32() -> None:
@@ -130,24 +131,28 @@ def test_the_largest_is_found(limit: int, low: int, high: int) -> None:
 
 
 def test_setups_are_split_as_their_names_say() -> None:
-    whole = Strategy(dp_shard=16)
-    saving = replace(whole, zero_stage=3, recompute="full")
-    host = replace(saving, optimizer_tier="host")
-    away = replace(host, params_tier="host", grads_tier="host", activations_tier="host", chunk_tokens=1024)
+    whole = changed(BASE, {"mesh.dp_shard": 16})
+    saving = changed(whole, {"zero.stage": 3, "recompute.mode": "full"})
+    host = changed(saving, {"tiers.optimizer": "host"})
+    away = changed(
+        host, {"tiers.params": "host", "tiers.grads": "host", "tiers.activations": "host", "context.chunk_tokens": 1024}
+    )
     cluster = replace(parse_cluster("h100:16"), host=Host(nvme_bytes=1.0))
     assert CHUNK_TOKENS == 1024
-    assert {each.name: each.strategy for each in setups(cluster)} == {
+    assert {each.name: each.config for each in setups(cluster)} == {
         "DDP": whole,
-        "ZeRO-1": replace(whole, zero_stage=1),
-        "ZeRO-2": replace(whole, zero_stage=2),
-        "ZeRO-3": replace(whole, zero_stage=3),
+        "ZeRO-1": changed(whole, {"zero.stage": 1}),
+        "ZeRO-2": changed(whole, {"zero.stage": 2}),
+        "ZeRO-3": changed(whole, {"zero.stage": 3}),
         "... recompute full": saving,
-        "... TP 8+SP": replace(saving, tp=8, dp_shard=2, sequence_parallel=True),
-        "... CP 8": replace(saving, cp=8, dp_shard=2),
-        "... in chunks": replace(saving, chunk_tokens=1024),
+        "... TP 8+SP": changed(saving, {"mesh.tp": 8, "mesh.dp_shard": 2, "tensor.sequence_parallel": True}),
+        "... CP 8": changed(saving, {"mesh.cp": 8, "mesh.dp_shard": 2}),
+        "... in chunks": changed(saving, {"context.chunk_tokens": 1024}),
         "... optimizer on host": host,
         "... chunks, all on host": away,
-        "... chunks, states on NVMe": replace(away, params_tier="nvme", grads_tier="nvme", optimizer_tier="nvme"),
+        "... chunks, states on NVMe": changed(
+            away, {"tiers.params": "nvme", "tiers.grads": "nvme", "tiers.optimizer": "nvme"}
+        ),
     }
     alone = [each.name for each in setups(parse_cluster("h100:1"))]
     assert alone == [
@@ -177,7 +182,7 @@ def test_setups_are_those_that_a_cluster_can_run() -> None:
     assert names("h100:8", host=Host(nvme_bytes=1e12))[-1].endswith("NVMe")
     pairs = replace(find_gpu("h100"), link_domain=2)
     assert "... TP 2+SP" in names("h100:8", gpu=pairs)
-    assert {each.strategy.param for each in setups(NODE, "fp32")} == {"fp32"}
+    assert {param_of(each.config) for each in setups(NODE, "fp32")} == {"fp32"}
 
 
 def test_one_more_of_what_fits_does_not() -> None:
@@ -191,17 +196,17 @@ def test_one_more_of_what_fits_does_not() -> None:
     assert stage_3.seq_len % 1024 == 0
 
     def fits(seq_len: int, micro_size: int) -> bool:
-        strategy = replace(stage_3.strategy, micro_size=micro_size)
-        job = PlanJob(shape=narrow, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
-        return missing_memory(MemoryModel(job).estimate(strategy), cluster, 0.25) is None
+        config = changed(stage_3.config, {"batch.micro_size": micro_size})
+        job = PlanJob(shape=narrow, seq_len=seq_len, global_batch=config.batch.global_size, cluster=cluster)
+        return missing_memory(MemoryModel(job).estimate(config), cluster, 0.25) is None
 
     assert stage_3.shape is not None
     heads = stage_3.shape.num_heads
     assert heads % 4 == 0
     job = PlanJob(shape=stage_3.shape, seq_len=512, global_batch=8, cluster=cluster)
-    assert missing_memory(MemoryModel(job).estimate(stage_3.strategy), cluster, 0.25) is None
+    assert missing_memory(MemoryModel(job).estimate(stage_3.config), cluster, 0.25) is None
     larger = replace(job, shape=family_shape(heads + 4))
-    assert missing_memory(MemoryModel(larger).estimate(stage_3.strategy), cluster, 0.25) is not None
+    assert missing_memory(MemoryModel(larger).estimate(stage_3.config), cluster, 0.25) is not None
     assert next(fit(cluster, seq_len=512)).micro_size is None
     assert fits(512, stage_3.micro_size)
     assert not fits(512, stage_3.micro_size + 1)
@@ -219,23 +224,23 @@ def test_sizes_end_where_none_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "facts", "kind"),
+    ("config", "facts", "kind"),
     [
-        (Strategy(), {}, "fitted"),
-        (Strategy(matmul="fp8", zero_stage=3), {}, "fitted"),
-        (Strategy(param="fp32"), {}, "unfitted"),
-        (Strategy(param="fp32", matmul="tf32"), {}, "unfitted"),
-        (Strategy(param="fp32"), {"fitted": FittedConstants()}, "unfitted"),
+        (BASE, {}, "fitted"),
+        (changed(BASE, {"precision.linears": "fp8", "zero.stage": 3}), {}, "fitted"),
+        (changed(BASE, {"precision.param": "fp32"}), {}, "unfitted"),
+        (changed(BASE, {"precision.param": "fp32", "precision.linears": "tf32"}), {}, "unfitted"),
+        (changed(BASE, {"precision.param": "fp32"}), {"fitted": FittedConstants()}, "unfitted"),
     ],
 )
-def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kind: str) -> None:
+def test_how_well_a_time_is_known(config: ResolvedConfig, facts: dict[str, Any], kind: str) -> None:
     job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=replace(NODE.gpu, **facts)))
-    assert kind_of(job, strategy) == kind
-    assert kind_of(job, strategy, launching_share=0.9) == "launches"
+    assert kind_of(job, config) == kind
+    assert kind_of(job, config, launching_share=0.9) == "launches"
     profile = Profile(device="cpu", num_ranks=1, num_threads=1, memory_bytes=1.0)
-    assert kind_of(replace(job, cluster=replace(job.cluster, profile=profile)), strategy) == "measured"
-    share = SHARES[kind_of(job, strategy)]
-    assert interval_s(kind_of(job, strategy), 10.0) == pytest.approx((10 - 10 * share, 10 + 10 * share))
+    assert kind_of(replace(job, cluster=replace(job.cluster, profile=profile)), config) == "measured"
+    share = SHARES[kind_of(job, config)]
+    assert interval_s(kind_of(job, config), 10.0) == pytest.approx((10 - 10 * share, 10 + 10 * share))
 
 
 def test_what_is_known_better_is_given_more_closely() -> None:
@@ -243,7 +248,7 @@ def test_what_is_known_better_is_given_more_closely() -> None:
     assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
     fitted = replace(NODE.gpu, fitted=FittedConstants())
     job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
-    assert kind_of(job, Strategy()) == "unfitted"
+    assert kind_of(job, BASE) == "unfitted"
 
 
 def test_a_model_in_the_hubs_cache_is_read_by_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

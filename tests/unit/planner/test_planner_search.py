@@ -12,18 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.refusals import refused
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
 from shardwise.planner.candidates import (
-    PlacementCandidate,
     SearchSpace,
     candidates,
     is_legal,
     placements,
-    strategy_at,
 )
-from shardwise.planner.configs import KEYS, config_of, strategy_of
-from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.configs import split_as, written
+from shardwise.planner.hardware import Cluster, find_gpu, parse_cluster
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
@@ -74,24 +73,24 @@ class FakeMemory:
     job: PlanJob
     scale: float
 
-    def estimate(self, s: Strategy, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
-        numel = self.job.shape.num_params / (s.tp * s.pp)
-        shards = s.dp_shard * s.cp
+    def estimate(self, s: ResolvedConfig, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
+        numel = self.job.shape.num_params / (s.mesh.tp * s.mesh.pp)
+        shards = s.mesh.dp_shard * s.mesh.cp
         sizes = {
-            "params": (2 * numel, 3, s.params_tier),
-            "grads": (4 * numel, 2, s.grads_tier),
-            "optimizer": (12 * numel, 1, s.optimizer_tier),
+            "params": (2 * numel, 3, s.tiers.params),
+            "grads": (4 * numel, 2, s.tiers.grads),
+            "optimizer": (12 * numel, 1, s.tiers.optimizer),
         }
         peak: dict[str, float] = {}
         elsewhere: dict[str, float] = {}
         for name, (size, stage, tier) in sizes.items():
-            held = size / (shards if s.zero_stage >= stage else 1)
+            held = size / (shards if s.zero.stage >= stage else 1)
             where = peak if tier == "device" else elsewhere
             where[name if tier == "device" else tier] = where.get(tier, 0.0) + held
-        kept = {"none": 34.0, "selective": 24.0, "full": 2 + 32 * (1 - 1 / s.recompute_every)}[s.recompute]
-        tokens = self.job.seq_len * s.micro_size / s.cp / (s.tp if s.sequence_parallel else 1)
-        layers = self.job.shape.num_layers / s.pp * min(s.pp, s.num_micro_batches)
-        factor = 0.1 if s.activations_tier == "host" else 1.0
+        kept = {"none": 34.0, "selective": 24.0, "full": 2 + 32 * (1 - 1 / s.recompute.every)}[s.recompute.mode]
+        tokens = self.job.seq_len * s.batch.micro_size / s.mesh.cp / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        layers = self.job.shape.num_layers / s.mesh.pp * min(s.mesh.pp, s.batch.accumulation)
+        factor = 0.1 if s.tiers.activations == "host" else 1.0
         peak["activations"] = self.scale * factor * kept * tokens * layers * self.job.shape.hidden_size
         return MemoryEstimate(
             ranks=(RankMemory(pipeline_rank=0, at_rest={}, peak=peak, elsewhere=elsewhere),)  # type: ignore[arg-type]
@@ -100,27 +99,27 @@ class FakeMemory:
 
 @dataclass(frozen=True)
 class FakeTime:
-    """Parts that differ from strategy to strategy as they do in truth, by numbers drawn once."""
+    """Parts that differ from candidate to candidate as they do in truth, by numbers drawn once."""
 
     job: PlanJob
     weights: Mapping[str, float]
 
-    def busy_s(self, s: Strategy) -> float:
+    def busy_s(self, s: ResolvedConfig) -> float:
         inner = ("compute", "recompute", "tensor", "context")
         return sum(seconds for part, seconds in self.estimate(s).parts.items() if part in inner)
 
-    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+    def estimate(self, s: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         w = self.weights
-        compute = 1.0 + w["small"] / (s.micro_size * s.cp**-1) + w["split"] * (s.tp - 1)
-        again = {"none": 0.0, "selective": 0.05, "full": 0.33 / s.recompute_every}[s.recompute] * compute
-        tensor = w["tensor"] * (s.tp - 1) * (1.0 if s.sequence_parallel else 1.1)
-        context = w["context"] * (s.cp - 1) * {"ring": 1.0, "all-gather": 1.2, "ulysses": 0.9}[s.transport]
+        compute = 1.0 + w["small"] / (s.batch.micro_size * s.mesh.cp**-1) + w["split"] * (s.mesh.tp - 1)
+        again = {"none": 0.0, "selective": 0.05, "full": 0.33 / s.recompute.every}[s.recompute.mode] * compute
+        tensor = w["tensor"] * (s.mesh.tp - 1) * (1.0 if s.tensor.sequence_parallel else 1.1)
+        context = w["context"] * (s.mesh.cp - 1) * {"ring": 1.0, "all-gather": 1.2, "ulysses": 0.9}[s.context.transport]
         inner = compute + again + tensor + context
-        share = least_bubble_share(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages)
-        bubble = inner * share + (w["transfer"] * (s.pp * s.virtual_stages - 1))
-        data = w["data"] * (s.zero_stage == 3) * s.num_micro_batches + w["shards"] * s.dp_shard
-        offload = w["offload"] * sum(FAR[t] for t in (s.params_tier, s.grads_tier, s.optimizer_tier))
-        offload += w["offload"] * FAR[s.activations_tier]
+        share = least_bubble_share(s.pipeline.schedule, s.mesh.pp, s.batch.accumulation, s.pipeline.virtual_stages)
+        bubble = inner * share + (w["transfer"] * (s.mesh.pp * s.pipeline.virtual_stages - 1))
+        data = w["data"] * (s.zero.stage == 3) * s.batch.accumulation + w["shards"] * s.mesh.dp_shard
+        offload = w["offload"] * sum(FAR[t] for t in (s.tiers.params, s.tiers.grads, s.tiers.optimizer))
+        offload += w["offload"] * FAR[s.tiers.activations]
         parts = {
             "compute": compute,
             "recompute": again,
@@ -152,11 +151,11 @@ def brute_force(job: PlanJob, pricer: FakePricer, space: SearchSpace, margin_sha
     found = []
     for candidate in candidates(job, space):
         for placement in placements(job, space, candidate):
-            strategy = strategy_at(candidate, placement, space.base)
-            memory = pricer.memory.estimate(strategy)
+            config = changed(candidate, placement)
+            memory = pricer.memory.estimate(config)
             if missing_memory(memory, job.cluster, margin_share) is None:
-                time = pricer.time.estimate(strategy)
-                found.append(Estimate(job=job, strategy=strategy, memory=memory, time=time))
+                time = pricer.time.estimate(config)
+                found.append(Estimate(job=job, config=config, memory=memory, time=time))
     return simplest(found) if found else None
 
 
@@ -187,23 +186,24 @@ def check_best(num_gpus: int, batches: int, memory_gib: float, seed: int) -> Non
         assert plan.nearest is not None
     else:
         assert plan.winner is not None
-        assert num_extras(plan.winner.strategy) == num_extras(expected.strategy)
+        assert num_extras(plan.winner.config) == num_extras(expected.config)
         # Of equally simple ones at the edge of a tie, either may be the winner.
         assert plan.winner.time.step_s == pytest.approx(expected.time.step_s, rel=0.002)
         others = [each.time.step_s for each in plan.best[1:]]
         assert others == sorted(others)
-        assert len({each.strategy for each in plan.best}) == len(plan.best)
-        kinds = [kind_of(each.strategy) for each in (plan.best[0], *plan.runners_up)]
+        assert len({each.config for each in plan.best}) == len(plan.best)
+        kinds = [kind_of(each.config) for each in (plan.best[0], *plan.runners_up)]
         assert len(set(kinds)) == len(kinds)
     assert plan.num_priced <= 100_000
 
 
-def test_fewer_prices_than_strategies_find_it_too() -> None:
+def test_fewer_prices_than_placed_candidates_find_it_too() -> None:
     job = job_of(8, 48, 2.0)
     pricer = fake_pricer(job, 7)
     plan = search(job, limits=Limits(num_best=1, max_prices=10**6), pricer=pricer)
-    num_strategies = sum(len(placements(job, SearchSpace(), candidate)) for candidate in candidates(job, SearchSpace()))
-    assert plan.num_priced < num_strategies / 5
+    space = SearchSpace()
+    every = [placement for candidate in candidates(job, space) for placement in placements(job, space, candidate)]
+    assert plan.num_priced < len(every) / 5
 
 
 def test_prices_are_bounded_and_that_is_said() -> None:
@@ -239,23 +239,37 @@ def test_each_candidate_is_counted_once(memory_gib: float, max_prices: int) -> N
     assert (plan.num_fitting > 0) == bool(plan.best)
 
 
+def test_what_fits_only_with_its_activations_away_is_found() -> None:
+    """Without recomputation no activations move: the leanest layout is none of those that are looked at first."""
+    experts = Experts(num_experts=128, num_chosen=8, ffn_size=1536)
+    sizes = {"num_layers": 94, "hidden_size": 4096, "num_heads": 64, "num_kv_heads": 4, "head_dim": 128}
+    shape = ModelShape(**sizes, ffn_size=12_288, vocab_size=151_936, experts=experts)
+    job = PlanJob(shape=shape, seq_len=40_960, global_batch=64, cluster=parse_cluster("h100:64"))
+    winner = search(job, SearchSpace(pins={"mesh.cp": (1,), "mesh.tp": (1,), "mesh.pp": (1,)})).winner
+    assert winner is not None
+    assert winner.config.tiers.activations == "host"
+    assert missing_memory(winner.memory, job.cluster, 0.06) is None
+
+
 def test_twice_the_same() -> None:
     job = job_of(8, 16, 2.0)
     one, other = (search(job, pricer=fake_pricer(job, 3)) for _ in range(2))
-    assert [each.strategy for each in one.best] == [each.strategy for each in other.best]
+    assert [each.config for each in one.best] == [each.config for each in other.best]
     assert one.rejected == other.rejected
 
 
 def test_pins_hold() -> None:
     job = job_of(8, 16, 16.0)
-    pins: dict[str, tuple[Any, ...]] = {"tp": (2,), "zero_stage": (3,), "recompute": ("full",), "schedule": ("gpipe",)}
-    plan = search(job, SearchSpace(pins={**pins, "pp": (2,)}), pricer=fake_pricer(job, 3))
+    pins: dict[str, tuple[Any, ...]] = {"mesh.tp": (2,), "zero.stage": (3,), "recompute.mode": ("full",)}
+    plan = search(
+        job, SearchSpace(pins={**pins, "mesh.pp": (2,), "pipeline.schedule": ("gpipe",)}), pricer=fake_pricer(job, 3)
+    )
     assert plan.best
     for price in plan.best:
-        assert (price.strategy.tp, price.strategy.pp, price.strategy.schedule) == (2, 2, "gpipe")
-        assert (price.strategy.zero_stage, price.strategy.recompute) == (3, "full")
+        assert (price.config.mesh.tp, price.config.mesh.pp, price.config.pipeline.schedule) == (2, 2, "gpipe")
+        assert (price.config.zero.stage, price.config.recompute.mode) == (3, "full")
     with refused("no-layout", "8 GPUs"):
-        search(job, SearchSpace(pins={"tp": (3,)}), pricer=fake_pricer(job, 3))
+        search(job, SearchSpace(pins={"mesh.tp": (3,)}), pricer=fake_pricer(job, 3))
     with refused("key-not-planned", "tq"):
         SearchSpace(pins={"tq": (3,)})
 
@@ -268,15 +282,14 @@ def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
     every = list(candidates(job, space))
     assert len(every) == len(set(every))
     for candidate in drawn.sample(every, min(len(every), 25)):
-        options = placements(job, space, candidate)
+        options = [changed(candidate, placement) for placement in placements(job, space, candidate)]
         assert len(options) == len(set(options))
-        strategy = strategy_at(candidate, drawn.choice(options), space.base)
-        assert strategy.num_ranks == num_gpus
-        assert strategy.global_batch == job.global_batch
-        assert is_legal(job, strategy)
-        config = config_of(job, strategy)
-        assert strategy_of(config, num_gpus) == strategy
-        check_job(config, num_gpus)
+        config = drawn.choice(options)
+        assert world_size(config) == num_gpus
+        assert config.batch.global_size == job.global_batch
+        assert is_legal(job, config)
+        assert split_as(job.base, written(job, config).resolve(num_gpus)) == config
+        check_job(written(job, config), num_gpus)
 
 
 @pytest.mark.parametrize("hidden_size", [64, 4096])
@@ -285,15 +298,13 @@ def test_no_candidate_takes_less_than_its_bound(hidden_size: int) -> None:
     job = job_of(8, 16, 80.0, replace(SHAPE, hidden_size=hidden_size, ffn_size=4 * hidden_size))
     model, space, drawn = TimeModel(job), SearchSpace(offloads=False), random.Random(hidden_size)
     for candidate in drawn.sample(list(candidates(job, space)), 60):
-        placement = drawn.choice(
-            placements(job, space, candidate)
-            or [PlacementCandidate(0, candidate.num_data_ranks, "batch", *["device"] * 4)]
+        config = changed(candidate, drawn.choice([*placements(job, space, candidate)] or [{}]))
+        least_s = model.busy_s(changed(config, {"zero.stage": 3}))
+        pipeline = (config.pipeline.schedule, config.mesh.pp, config.batch.accumulation)
+        step_s = model.estimate(config, is_quick=True).step_s
+        assert least_s * (1 + least_bubble_share(*pipeline, config.pipeline.virtual_stages)) <= step_s * (1 + 1e-9), (
+            config
         )
-        least_s = model.busy_s(strategy_at(candidate, placement._replace(zero_stage=3), space.base))
-        strategy = strategy_at(candidate, placement, space.base)
-        pipeline = (candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages)
-        step_s = model.estimate(strategy, is_quick=True).step_s
-        assert least_s * (1 + least_bubble_share(*pipeline)) <= step_s * (1 + 1e-9), strategy
 
 
 @given(
@@ -316,30 +327,37 @@ def test_no_schedule_waits_less_than_its_bound(
 
 def test_what_the_engine_refuses_is_not_legal() -> None:
     job = job_of(8, 16, 2.0)
-    legal = Strategy(tp=2, dp_shard=4, zero_stage=3, num_micro_batches=4, sequence_parallel=True)
+    legal = changed(
+        BASE,
+        {"mesh.tp": 2, "mesh.dp_shard": 4, "zero.stage": 3, "batch.accumulation": 4, "tensor.sequence_parallel": True},
+    )
     assert is_legal(job, legal)
-    assert is_legal(job, replace(legal, activations_tier="host", recompute="selective"))
+    assert is_legal(job, changed(legal, {"tiers.activations": "host", "recompute.mode": "selective"}))
     for changes in (
-        {"tp": 1},
-        {"num_micro_batches": 3},
-        {"zero_stage": 2, "params_tier": "host"},
-        {"activations_tier": "host"},
-        {"transport": "ulysses"},
-        {"virtual_stages": 2},
+        {"mesh.tp": 1},
+        {"batch.accumulation": 3},
+        {"zero.stage": 2, "tiers.params": "host"},
+        {"tiers.activations": "host"},
+        {"context.transport": "ulysses"},
+        {"pipeline.virtual_stages": 2},
     ):
-        assert not is_legal(job, replace(legal, **changes)), changes
+        assert not is_legal(job, changed(legal, changes)), changes
 
 
 def test_as_much_stays_on_the_device_as_fits_and_helps() -> None:
     job = job_of(1, 4, 5.0)
-    pins = {"optimizer_tier": ("host",), "grads_tier": ("device",), "params_tier": ("device",), "micro_size": (1,)}
+    pins = {"tiers.optimizer": ("host",), "tiers.grads": ("device",), "tiers.params": ("device",)}
     pricer = Pricer(job)
-    winner = search(job, SearchSpace(pins={**pins, "recompute": ("none",)}), pricer=pricer).winner
+    winner = search(
+        job, SearchSpace(pins={**pins, "recompute.mode": ("none",), "batch.micro_size": (1,)}), pricer=pricer
+    ).winner
     assert winner is not None
-    share = winner.strategy.optimizer_on_device
+    share = winner.config.tiers.optimizer_on_device
     assert 0 < share < 1
-    assert config_of(job, winner.strategy).tiers.optimizer_on_device == share
-    less, more = (pricer.price(replace(winner.strategy, optimizer_on_device=each)) for each in (0.0, share + 0.05))
+    assert written(job, winner.config).tiers.optimizer_on_device == share
+    less, more = (
+        pricer.price(changed(winner.config, {"tiers.optimizer_on_device": each})) for each in (0.0, share + 0.05)
+    )
     assert winner.time.step_s < less.time.step_s
     assert sum(winner.memory.worst.elsewhere.values()) < sum(less.memory.worst.elsewhere.values())
     assert missing_memory(more.memory, job.cluster, Limits().margin_share) is not None
@@ -352,11 +370,7 @@ def test_winners_of_the_real_prices_can_be_trained(num_gpus: int, global_batch: 
     plan = search(job, limits=Limits(num_best=5, max_prices=150))
     assert plan.best
     for price in plan.best:
-        check_job(config_of(job, price.strategy), num_gpus)
-
-
-def test_every_key_is_of_a_strategy() -> None:
-    assert set(KEYS.values()) <= set(Strategy.__dataclass_fields__)
+        check_job(written(job, price.config), num_gpus)
 
 
 @dataclass(frozen=True)
@@ -364,14 +378,14 @@ class Delayed:
     """Closed forms promise what no pipeline keeps: each takes an hour longer, once its schedule is simulated."""
 
     times: FakeTime
-    simulated: list[Strategy]
+    simulated: list[ResolvedConfig]
 
-    def busy_s(self, s: Strategy) -> float:
+    def busy_s(self, s: ResolvedConfig) -> float:
         return self.times.busy_s(s)
 
-    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+    def estimate(self, s: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         time = self.times.estimate(s)
-        if is_quick or s.pp == 1:
+        if is_quick or s.mesh.pp == 1:
             return time
         self.simulated.append(s)
         return replace(time, step_s=time.step_s + 3600)
@@ -381,13 +395,13 @@ def test_so_many_schedules_are_simulated_at_most_and_no_others_are_shown() -> No
     job, num_best = job_of(8, 48, 80.0), 3
     pricer = fake_pricer(job, 7)
     delayed = Delayed(pricer.time, [])
-    space, limits = SearchSpace(pins={"pp": (2, 4), "recompute": ("none",)}), Limits(num_best=num_best)
+    space, limits = SearchSpace(pins={"mesh.pp": (2, 4), "recompute.mode": ("none",)}), Limits(num_best=num_best)
     plan = search(job, space, limits, FakePricer(pricer.memory, delayed))  # type: ignore[arg-type]
     assert 5 * num_best <= len(delayed.simulated) == len(set(delayed.simulated)) <= 10 * num_best
     assert len(plan.best) == num_best
     assert all(price.time.step_s > 3600 for price in (*plan.best, *plan.runners_up))
     alone = Delayed(pricer.time, [])
-    few = search(job, SearchSpace(pins={"pp": (1,)}), limits, FakePricer(pricer.memory, alone))  # type: ignore[arg-type]
+    few = search(job, SearchSpace(pins={"mesh.pp": (1,)}), limits, FakePricer(pricer.memory, alone))  # type: ignore[arg-type]
     assert few.best
     assert alone.simulated == []  # nothing waits for anything
 
@@ -396,35 +410,42 @@ def test_a_simpler_one_that_is_hardly_slower_is_looked_for_even_where_one_is_wan
     job = job_of(4, 8, 80.0)
     weights = dict.fromkeys(fake_pricer(job, 0).time.weights, 0.0) | {"split": -0.01}
     pricer = FakePricer(FakeMemory(job, 1.0), FakeTime(job, weights))
-    space = SearchSpace(pins={"tp": (1, 2), "pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
+    space = SearchSpace(
+        pins={
+            "mesh.tp": (1, 2),
+            "mesh.pp": (1,),
+            "mesh.cp": (1,),
+            "recompute.mode": ("none",),
+            "batch.micro_size": (1,),
+        }
+    )
     plan = search(job, space, Limits(num_best=1), pricer)
     assert plan.winner is not None
-    assert (plan.winner.strategy.tp, plan.winner.time.step_s) == (1, 1.0)
+    assert (plan.winner.config.mesh.tp, plan.winner.time.step_s) == (1, 1.0)
 
 
 def test_runners_up_are_the_best_of_each_other_mesh_and_schedule() -> None:
     job = job_of(4, 8, 80.0)
     pricer = fake_pricer(job, 0)
-    strategies = [
-        Strategy(pp=2, micro_size=1),
-        Strategy(pp=2, micro_size=2),
-        Strategy(pp=2, schedule="zb-h1"),
-        Strategy(tp=2),
-        Strategy(tp=2, micro_size=4),
-        Strategy(cp=2),
+    configs = [
+        changed(BASE, {"mesh.pp": 2, "batch.micro_size": 1}),
+        changed(BASE, {"mesh.pp": 2, "batch.micro_size": 2}),
+        changed(BASE, {"mesh.pp": 2, "pipeline.schedule": "zb-h1"}),
+        changed(BASE, {"mesh.tp": 2}),
+        changed(BASE, {"mesh.tp": 2, "batch.micro_size": 4}),
+        changed(BASE, {"mesh.cp": 2}),
     ]
-    memory, time = pricer.memory.estimate(strategies[0]), pricer.time.estimate(strategies[0])
-    prices = [Estimate(job=job, strategy=each, memory=memory, time=time) for each in strategies]
-    assert [each.strategy for each in runners_up(prices, 3)] == [strategies[2], strategies[3]]
+    memory, time = pricer.memory.estimate(configs[0]), pricer.time.estimate(configs[0])
+    prices = [Estimate(job=job, config=each, memory=memory, time=time) for each in configs]
+    assert [each.config for each in runners_up(prices, 3)] == [configs[2], configs[3]]
 
 
-def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
+def test_what_a_candidate_is_known_to_hold_is_no_more_than_it_holds() -> None:
     shape = replace(SHAPE, num_layers=24, hidden_size=2048, num_heads=16, ffn_size=8192)
     job = replace(job_of(8, 16, 80.0, shape), seq_len=256)
     space, memory, drawn = SearchSpace(offloads=True), MemoryModel(job), random.Random(0)
     for candidate in drawn.sample(list(candidates(job, space)), 80):
-        options = placements(job, space, candidate)
-        for placement in drawn.sample(options, min(3, len(options))):
-            held = memory.estimate(strategy_at(candidate, placement, space.base))
-            least = least_states_bytes(job, space.base, candidate, placement)
-            assert least <= held.worst.peak_bytes, (candidate, placement)
+        options = [changed(candidate, placement) for placement in placements(job, space, candidate)]
+        for config in drawn.sample(options, min(3, len(options))):
+            held = memory.estimate(config)
+            assert least_states_bytes(job, config) <= held.worst.peak_bytes, config

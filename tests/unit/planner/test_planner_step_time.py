@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from planner_eval.models import PublishedComputeModel
 from planner_eval.traits import PublishedTraits
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import exposed_s
 from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, shape_share
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, Experts, FrameworkTraits, ModelShape, PlanJob, changed
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.step_time import STRAGGLING, TimeModel, quick_bubble_s
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
@@ -31,7 +32,7 @@ SHAPE = ModelShape(
 )
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=32, gpus_per_node=8, nic_bytes_per_s=50e9)
 JOB = PlanJob(shape=SHAPE, seq_len=4096, global_batch=128, cluster=CLUSTER)
-PLAIN = Strategy(dp_shard=32, micro_size=4)
+PLAIN = changed(BASE, {"mesh.dp_shard": 32, "batch.micro_size": 4})
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,17 +47,20 @@ PLAIN = Strategy(dp_shard=32, micro_size=4)
 def test_parts_make_up_the_step(tp: int, pp: int, cp: int, zero_stage: int, recompute: str, is_quick: bool) -> None:
     shards = 32 // (tp * pp * cp)
     micro_batches = 128 // shards
-    strategy = Strategy(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp_shard=shards,
-        zero_stage=zero_stage,
-        recompute=recompute,  # type: ignore[arg-type]
-        num_micro_batches=micro_batches,
-        sequence_parallel=tp > 1,
+    config = changed(
+        BASE,
+        {
+            "mesh.tp": tp,
+            "mesh.pp": pp,
+            "mesh.cp": cp,
+            "mesh.dp_shard": shards,
+            "zero.stage": zero_stage,
+            "recompute.mode": recompute,
+            "batch.accumulation": micro_batches,
+            "tensor.sequence_parallel": tp > 1,
+        },
     )
-    time = TimeModel(JOB).estimate(strategy, is_quick=is_quick)
+    time = TimeModel(JOB).estimate(config, is_quick=is_quick)
     assert sum(time.parts.values()) == pytest.approx(time.step_s, rel=1e-12)
     assert min(time.parts.values()) >= 0
     assert time.low_s < time.step_s < time.high_s
@@ -66,7 +70,9 @@ def test_parts_make_up_the_step(tp: int, pp: int, cp: int, zero_stage: int, reco
 
 def test_what_is_computed_again_takes_a_forward() -> None:
     model = ComputeTimeModel(JOB)
-    whole, every_second = (model.block(replace(PLAIN, recompute="full", recompute_every=n)) for n in (1, 2))
+    whole, every_second = (
+        model.block(changed(PLAIN, {"recompute.mode": "full", "recompute.every": n})) for n in (1, 2)
+    )
     assert whole.recompute_s == whole.forward_s
     assert every_second.recompute_s == whole.forward_s / 2
 
@@ -75,17 +81,30 @@ def test_more_micro_batches_leave_less_bubble() -> None:
     rates = []
     for count in (4, 8, 64):
         job = replace(JOB, global_batch=8 * count)
-        rates.append(TimeModel(job).estimate(Strategy(pp=4, dp_shard=8, num_micro_batches=count)).bubble_rate)
+        rates.append(
+            TimeModel(job)
+            .estimate(changed(BASE, {"mesh.pp": 4, "mesh.dp_shard": 8, "batch.accumulation": count}))
+            .bubble_rate
+        )
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 2 * rates[-1]
 
 
 @pytest.mark.parametrize("field", ["memory_bytes_per_s", "link_bytes_per_s"])
 def test_a_faster_device_is_no_slower(field: str) -> None:
-    strategy = Strategy(tp=4, dp_shard=8, sequence_parallel=True, micro_size=4, num_micro_batches=4)
+    config = changed(
+        BASE,
+        {
+            "mesh.tp": 4,
+            "mesh.dp_shard": 8,
+            "tensor.sequence_parallel": True,
+            "batch.micro_size": 4,
+            "batch.accumulation": 4,
+        },
+    )
     faster = replace(CLUSTER.gpu, **{field: 2 * getattr(CLUSTER.gpu, field)})
-    before = TimeModel(JOB).estimate(strategy).step_s
-    assert TimeModel(replace(JOB, cluster=replace(CLUSTER, gpu=faster))).estimate(strategy).step_s < before
+    before = TimeModel(JOB).estimate(config).step_s
+    assert TimeModel(replace(JOB, cluster=replace(CLUSTER, gpu=faster))).estimate(config).step_s < before
 
 
 def test_scores_that_are_written_out_cost_time() -> None:
@@ -122,7 +141,7 @@ def test_experts_take_time_by_all_their_tokens_however_many_each_has() -> None:
     for num_experts in (16, 12):  # 4096 tokens of each, and 5461 and a third
         experts = Experts(num_experts=num_experts, num_chosen=4, ffn_size=2048)
         job = replace(JOB, shape=replace(SHAPE, experts=experts))
-        seconds[num_experts] = ComputeTimeModel(job).block(replace(PLAIN, num_micro_batches=1)).total_s
+        seconds[num_experts] = ComputeTimeModel(job).block(changed(PLAIN, {"batch.accumulation": 1})).total_s
     assert seconds[12] == pytest.approx(seconds[16], rel=0.05)
 
 
@@ -152,7 +171,7 @@ def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_pr
 
 
 def test_adding_up_a_gradient_costs_more_where_it_is_a_kernel_of_its_own() -> None:
-    several = replace(PLAIN, micro_size=1, num_micro_batches=4)
+    several = changed(PLAIN, {"batch.micro_size": 1, "batch.accumulation": 4})
     eager, fused = (
         ComputeTimeModel(replace(JOB, traits=FrameworkTraits(is_compiled=is_fused))).block(several).backward_weight_s
         for is_fused in (False, True)
@@ -167,7 +186,7 @@ def test_fp4_casts_read_more_than_fp8_casts() -> None:
     casts, products = (
         [
             ComputeTimeModel(replace(JOB, cluster=replace(CLUSTER, gpu=each)))
-            .block(replace(PLAIN, matmul=dtype))
+            .block(changed(PLAIN, {"precision.linears": dtype}))
             .forward_s
             for dtype in ("fp8", "fp4")
         ]
@@ -180,14 +199,14 @@ def test_fp4_casts_read_more_than_fp8_casts() -> None:
 MODEL = TimeModel(JOB)
 
 
-def units(s: Strategy) -> tuple[PassTimes, PassTimes, PassTimes]:
+def units(s: ResolvedConfig) -> tuple[PassTimes, PassTimes, PassTimes]:
     """A block, the embedding and the head, which exchange nothing."""
     return MODEL.compute.block(s), MODEL.compute.embedding(s), MODEL.compute.head(s)
 
 
 def test_a_pipeline_takes_what_its_stages_and_their_schedule_take() -> None:
-    layers = (5, 4, 4, 3)
-    s = Strategy(pp=4, dp_shard=8, num_micro_batches=16, stage_layers=layers)
+    layers, cut = (5, 4, 4, 3), ("blocks.5", "blocks.9", "blocks.13")
+    s = changed(BASE, {"mesh.pp": 4, "mesh.dp_shard": 8, "batch.accumulation": 16, "pipeline.cut": cut})
     block, first, last = units(s)
     stages = [block.times(num) for num in layers]
     stages = [stages[0].plus(first), *stages[1:3], stages[3].plus(last)]
@@ -206,7 +225,16 @@ def test_a_pipeline_takes_what_its_stages_and_their_schedule_take() -> None:
 
 
 def test_operations_of_a_rank_are_all_its_stages_and_its_share_of_the_step() -> None:
-    s = Strategy(pp=4, dp_shard=8, num_micro_batches=16, schedule="interleaved", virtual_stages=2)
+    s = changed(
+        BASE,
+        {
+            "mesh.pp": 4,
+            "mesh.dp_shard": 8,
+            "batch.accumulation": 16,
+            "pipeline.schedule": "interleaved",
+            "pipeline.virtual_stages": 2,
+        },
+    )
     block, first, last = units(s)
     whole, times = block.times(16).plus(first).plus(last), MODEL.op_times(s)
     for name in ("forward_s", "backward_input_s", "backward_weight_s"):
@@ -220,15 +248,19 @@ def test_the_slowest_of_many_nodes_decides() -> None:
     others_s = found.step_s - found.parts["other"]
     assert found.parts["other"] == pytest.approx(STRAGGLING * math.sqrt(2 * math.log(4)) * others_s)
     alone = replace(JOB, cluster=replace(CLUSTER, num_gpus=8), global_batch=32)
-    assert TimeModel(alone).estimate(Strategy(dp_shard=8, micro_size=4)).parts["other"] == 0
+    assert TimeModel(alone).estimate(changed(BASE, {"mesh.dp_shard": 8, "batch.micro_size": 4})).parts["other"] == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "shards"),
-    [({}, 1), ({"zero_stage": 1}, 32), ({"zero_stage": 1, "cp": 2, "dp_shard": 16, "micro_size": 8}, 32)],
+    [
+        ({}, 1),
+        ({"zero.stage": 1}, 32),
+        ({"zero.stage": 1, "mesh.cp": 2, "mesh.dp_shard": 16, "batch.micro_size": 8}, 32),
+    ],
 )
 def test_a_step_is_over_a_rank_s_share_of_the_elements(changes: dict[str, int], shards: int) -> None:
-    s = replace(PLAIN, **changes)  # type: ignore[arg-type]
+    s = changed(PLAIN, changes)
     rank = MODEL.compact.rank(s, 0)
     launched_s = MODEL.compute.host(s).param_s * sum(fold.count * len(fold.group.params) for fold in rank.folds)
     found = MODEL.estimate(s).parts["step"]
@@ -239,7 +271,7 @@ def test_a_step_is_over_a_rank_s_share_of_the_elements(changes: dict[str, int], 
 def test_a_step_waits_for_the_host_where_kernels_are_short() -> None:
     cluster = replace(CLUSTER, num_gpus=1)
     few = replace(JOB, cluster=cluster, seq_len=128, global_batch=4)
-    one, model = Strategy(micro_size=1, num_micro_batches=4), TimeModel(few)
+    one, model = changed(BASE, {"batch.micro_size": 1, "batch.accumulation": 4}), TimeModel(few)
     host = model.compute.host(one)
     found = model.estimate(one)
     launched_s = 4 * few.shape.num_layers * (host.forward_s + host.backward_s)
@@ -254,7 +286,7 @@ def test_a_step_waits_for_the_host_where_kernels_are_short() -> None:
 
 def test_passes_of_a_pipeline_take_no_less_than_their_launches() -> None:
     few = replace(JOB, seq_len=128, global_batch=64)
-    s = Strategy(pp=4, dp_shard=8, micro_size=1, num_micro_batches=8)
+    s = changed(BASE, {"mesh.pp": 4, "mesh.dp_shard": 8, "batch.micro_size": 1, "batch.accumulation": 8})
     model = TimeModel(few)
     host = model.compute.host(s)
     found = model.estimate(s)
@@ -263,14 +295,24 @@ def test_passes_of_a_pipeline_take_no_less_than_their_launches() -> None:
 
 
 def test_a_step_on_the_host_is_part_of_the_offload() -> None:
-    parts = MODEL.estimate(replace(PLAIN, zero_stage=1, optimizer_tier="host")).parts
+    parts = MODEL.estimate(changed(PLAIN, {"zero.stage": 1, "tiers.optimizer": "host"})).parts
     assert parts["step"] == 0 < parts["offload"]
 
 
 def test_gathers_and_moves_hide_beside_the_pass_that_they_belong_to() -> None:
     slow = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=1e10, gpu=replace(CLUSTER.gpu, host_bytes_per_s=2e9)))
     model = TimeModel(slow)
-    s = Strategy(dp_shard=32, micro_size=1, num_micro_batches=4, zero_stage=3, params_tier="host", reduce="fp32")
+    s = changed(
+        BASE,
+        {
+            "mesh.dp_shard": 32,
+            "batch.micro_size": 1,
+            "batch.accumulation": 4,
+            "zero.stage": 3,
+            "tiers.params": "host",
+            "precision.reduce": "fp32",
+        },
+    )
     block, first, last = model.compute.block(s), model.compute.embedding(s), model.compute.head(s)
     whole = block.times(16).plus(first).plus(last)
     passes = whole.forward_s, whole.backward_s
@@ -284,10 +326,9 @@ def test_gathers_and_moves_hide_beside_the_pass_that_they_belong_to() -> None:
 def test_exchanges_of_a_block_hide_beside_its_own_products_and_attention() -> None:
     far = replace(JOB, cluster=replace(CLUSTER, gpus_per_node=1, gpu=replace(CLUSTER.gpu, link_bytes_per_s=0.0)))
     model = TimeModel(far)
-    s = Strategy(
-        cp=2, tp=2, dp_shard=8, micro_size=4, num_micro_batches=4, sequence_parallel=True,
-        recompute="full", recompute_every=4,
-    )  # fmt: skip
+    split = {"mesh.cp": 2, "mesh.tp": 2, "mesh.dp_shard": 8, "tensor.sequence_parallel": True}
+    batch = {"batch.micro_size": 4, "batch.accumulation": 4, "recompute.mode": "full", "recompute.every": 4}
+    s = changed(BASE, split | batch)
     block, attention, exchange = model.compute.block(s), model.compute.attention(s), model.communication.block(s)
     again_s = min(attention.forward_s, block.recompute_s)
     sides = ((exchange.forward, attention.forward_s), (exchange.backward, attention.backward_s))
@@ -312,5 +353,8 @@ def test_quick_bubbles_of_zero_bubble_schedules_are_those_of_their_simulation(ti
         stage = OpTimes(forward_s=forward_s, backward_input_s=backward_s, backward_weight_s=weight_s)
         stages = [stage] * (4 * num_virtual)
         span = PipelineSimulator().span(name, 4, num_virtual, 16, stages)
-        s = Strategy(pp=4, num_micro_batches=16, schedule=name, virtual_stages=num_virtual)
+        s = changed(
+            BASE,
+            {"mesh.pp": 4, "batch.accumulation": 16, "pipeline.schedule": name, "pipeline.virtual_stages": num_virtual},
+        )
         assert quick_bubble_s(s, stages) == pytest.approx(max(span.rank_spans_s) - span.busy_s[0], abs=off_s), name

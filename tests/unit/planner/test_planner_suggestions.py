@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
 from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.explain import lacks, more_gpus, smallest_change, suggest, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     Estimate,
@@ -42,34 +43,43 @@ class Made:
     def time(self) -> Times:
         return Times()
 
-    def estimate(self, s: Strategy, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
-        size = 60 + 30 * (s.recompute != "full") + 20 * (s.optimizer_tier == "device") + (s.zero_stage < 3)
+    def estimate(self, s: ResolvedConfig, *, too_much_bytes: float = 0.0) -> MemoryEstimate:
+        size = 60 + 30 * (s.recompute.mode != "full") + 20 * (s.tiers.optimizer == "device") + (s.zero.stage < 3)
         return MemoryEstimate(ranks=(RankMemory(pipeline_rank=0, at_rest={}, peak={"params": size * GIB}),))
 
 
 class Times:
-    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
+    def estimate(self, s: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         return TimeEstimate(step_s=1.0, low_s=1.0, high_s=1.0, parts={})
 
 
 def test_no_more_is_changed_than_must_be() -> None:
     gpu = replace(find_gpu("h100"), memory_bytes=80 * GIB)
     job = job_of("llama-3-8b", replace(parse_cluster("h100:8"), gpu=gpu))
-    strategy = Strategy(dp_shard=8, zero_stage=1)
-    change = smallest_change(job, strategy, Made(), 0.06)
+    config = changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 1})
+    change = smallest_change(job, config, Made(), 0.06)
     assert change is not None
     assert change.words == "recompute.mode=full tiers.optimizer=host"
     # 61 GiB with both: with less than that nothing does.
-    assert smallest_change(job, strategy, Made(), 0.26) is None
+    assert smallest_change(job, config, Made(), 0.26) is None
 
 
 def test_more_gpus_fill_the_node_first() -> None:
     alone = job_of("llama-7b", replace(parse_cluster("a100-80:1"), host=Host(memory_bytes=0.0)), global_batch=1)
     # 113 GiB of states and little else.
-    assert more_gpus(alone, Strategy(recompute="full"), 0.06) == 2
+    assert more_gpus(alone, changed(BASE, {"recompute.mode": "full"}), 0.06) == 2
     # Eight devices share one host: two hosts of 128 GiB have enough, one has not.
     job = job_of("llama-13b", DESKTOP, global_batch=1)
-    away = Strategy(zero_stage=3, recompute="full", params_tier="host", grads_tier="host", optimizer_tier="host")
+    away = changed(
+        BASE,
+        {
+            "zero.stage": 3,
+            "recompute.mode": "full",
+            "tiers.params": "host",
+            "tiers.grads": "host",
+            "tiers.optimizer": "host",
+        },
+    )
     assert more_gpus(job, away, 0.06) == 16
 
 
@@ -82,8 +92,8 @@ def test_each_fix_is_said_with_what_makes_it_so() -> None:
     held = price.memory.worst.elsewhere["host"]
     assert missing.tier == "host"
     said = list(suggest(price, missing, Pricer(job), 0.06))
-    assert said[1] == f"host memory of {held / GIB:.0f} GiB a node would fit (host_memory_gib in the cluster's file)"
-    assert any("adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4)" in each for each in said)
+    assert f"host memory of {held / GIB:.0f} GiB a node would fit (host_memory_gib in the cluster's file)" in said
+    assert any("adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4" in each for each in said)
     # What is said of the host holds.
     roomy = replace(job, cluster=replace(DESKTOP, host=Host(memory_bytes=held)))
     assert search(roomy).winner is not None
@@ -93,7 +103,7 @@ def test_a_host_that_holds_not_all_may_hold_enough() -> None:
     job = job_of("llama-7b", replace(DESKTOP, host=Host(memory_bytes=110 * GIB)))
     winner = search(job).winner
     assert winner is not None
-    assert winner.strategy.params_tier == "device"
+    assert winner.config.tiers.params == "device"
     assert winner.memory.worst.elsewhere["host"] <= 110 * GIB
 
 
@@ -107,12 +117,13 @@ def test_what_lacks_in_both_memories_counts_twice() -> None:
     assert missing.missing_bytes == 10 * GIB
 
 
-@pytest.mark.parametrize("away", ["optimizer_tier", "grads_tier", "params_tier"])
+@pytest.mark.parametrize("away", ["tiers.optimizer", "tiers.grads", "tiers.params"])
 def test_one_rank_has_one_stage_for_each_way_to_store(away: str) -> None:
     job = job_of("llama-7b", DESKTOP)
     space = SearchSpace(offloads=True)
-    candidate = next(each for each in candidates(job, space) if each.recompute == "full")
-    found = [(each.tiers, each.gather) for each in placements(job, space, candidate) if getattr(each, away) == "host"]
+    candidate = next(each for each in candidates(job, space) if each.recompute.mode == "full")
+    placed = [changed(candidate, each) for each in placements(job, space, candidate) if each[away] == "host"]
+    found = [(each.tiers, each.pipeline.gather) for each in placed]
     assert found
     assert len(set(found)) == len(found)
 
@@ -120,23 +131,23 @@ def test_one_rank_has_one_stage_for_each_way_to_store(away: str) -> None:
 def test_your_own_layout_has_a_fix_and_no_pipeline_rank_without_a_pipeline() -> None:
     job = job_of("llama-7b", parse_cluster("a100-40:8"))
     pricer = Pricer(job)
-    yours: Estimate = pricer.price(Strategy(dp_shard=8, zero_stage=2))
+    yours: Estimate = pricer.price(changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 2}))
     said = why_yours(yours, None, pricer, 0.06)
     assert said.startswith("out of memory by ")
     assert "pipeline rank" not in said
     assert " would fit, at " in said
-    split = pricer.price(Strategy(pp=2, dp_shard=4, num_micro_batches=2))
+    split = pricer.price(changed(BASE, {"mesh.pp": 2, "mesh.dp_shard": 4, "batch.accumulation": 2}))
     missing = missing_memory(split.memory, job.cluster, 0.06)
     assert missing is not None
     assert "on pipeline rank 0: " in lacks(split, missing)
-    fits = pricer.price(Strategy(dp_shard=8, zero_stage=3, recompute="full"))
+    fits = pricer.price(changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 3, "recompute.mode": "full"}))
     assert why_yours(fits, None, pricer, 0.06).startswith("fits, ")
 
 
 def test_where_a_config_would_do_no_one_trains_adapters() -> None:
     job = job_of("llama-7b", parse_cluster("a100-40:8"))
     pricer = Pricer(job)
-    price = pricer.price(Strategy(dp_shard=8, zero_stage=2))
+    price = pricer.price(changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 2}))
     missing = missing_memory(price.memory, job.cluster, 0.06)
     assert missing is not None
     said = list(suggest(price, missing, pricer, 0.06))

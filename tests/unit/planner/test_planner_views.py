@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.cost import cost_words, run_words
 from shardwise.planner.explain import Reasons
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
 from shardwise.planner.render import (
     bar_of,
     cautions,
@@ -59,7 +60,7 @@ JOB = PlanJob(shape=SHAPE, seq_len=8192, global_batch=64, cluster=CLUSTER)
 
 def price_of(
     *peaks: dict[str, float],
-    strategy: Strategy | None = None,
+    config: ResolvedConfig | None = None,
     elsewhere: dict[str, float] | None = None,
     **parts: float,
 ) -> Estimate:
@@ -75,7 +76,7 @@ def price_of(
     )
     step_s = sum(parts.values()) or 4.0
     time = TimeEstimate(step_s=step_s, low_s=0.75 * step_s, high_s=1.5 * step_s, parts=parts, bubble_rate=0.125)
-    return Estimate(job=JOB, strategy=strategy or Strategy(), memory=MemoryEstimate(ranks=ranks), time=time)
+    return Estimate(job=JOB, config=config or BASE, memory=MemoryEstimate(ranks=ranks), time=time)
 
 
 def cautions_of(price: Estimate, margin_share: float) -> list[str]:
@@ -96,7 +97,7 @@ def test_speed_is_given_by_tokens_and_by_the_peak() -> None:
 
 def test_memory_is_that_of_the_worst_rank_and_of_what_is_stored_elsewhere() -> None:
     ranks = ({"params": 10.0, "activations": 20.0}, {"params": 40.0, "activations": 30.0})
-    words = memory_words(price_of(*ranks, strategy=Strategy(pp=2), elsewhere={"host": 5.0, "nvme": 7.0}))
+    words = memory_words(price_of(*ranks, config=changed(BASE, {"mesh.pp": 2}), elsewhere={"host": 5.0, "nvme": 7.0}))
     for each in ("70.0 GiB of 80.0 GiB", "pipeline rank 1 of 2", "10.0 GiB left", "host", "nvme"):
         assert each in words
     assert "out of memory by 20.0 GiB" in memory_words(price_of({"params": 100.0}))
@@ -125,14 +126,14 @@ def test_without_a_price_of_the_devices_a_run_has_its_days_alone() -> None:
 def test_of_a_long_pipeline_its_worst_rank_is_among_those_shown() -> None:
     peaks = [{"params": 1.0, "logits": 0.0} for _ in range(16)]
     peaks[5] = {"params": 1.0, "logits": 3.0}
-    rows = dict(stage_rows(price_of(*peaks, strategy=Strategy(pp=16))))
+    rows = dict(stage_rows(price_of(*peaks, config=changed(BASE, {"mesh.pp": 16}))))
     assert rows["rank 5"] == "4.00 GiB, the most: params 1.00 GiB, logits 3.00 GiB"
     assert [name for name, words in rows.items() if "the most" in str(words)] == ["rank 5"]
     assert len(rows) == 5
 
 
 def test_parts_of_a_step_have_their_seconds() -> None:
-    rows = dict(time_rows(price_of({}, {}, strategy=Strategy(pp=2), compute=0.020, bubble=0.005)))
+    rows = dict(time_rows(price_of({}, {}, config=changed(BASE, {"mesh.pp": 2}), compute=0.020, bubble=0.005)))
     assert rows["time"] == "compute 20.0 ms, bubble 5.00 ms"
     assert "12.5 %" in str(rows["bubble"])
 
@@ -186,7 +187,7 @@ def test_a_large_part_of_a_step_is_cautioned(part: str, words: str) -> None:
 
 def test_an_axis_beyond_a_node_and_its_links_is_cautioned() -> None:
     def said(tp: int, link_domain: int) -> list[str]:
-        price = price_of({}, strategy=Strategy(tp=tp), compute=1.0)
+        price = price_of({}, config=changed(BASE, {"mesh.tp": tp}), compute=1.0)
         cluster = replace(CLUSTER, gpu=replace(GPU, link_domain=link_domain))
         return cautions_of(replace(price, job=replace(JOB, cluster=cluster)), 0.0)
 
@@ -234,7 +235,8 @@ def view_of(plan: SearchResult, is_whole: bool = False, **reasons: Any) -> str:
 
 
 PRICES = tuple(
-    price_of({"params": 70.0 - 10 * index}, strategy=Strategy(tp=2**index), compute=4.0 + index) for index in range(6)
+    price_of({"params": 70.0 - 10 * index}, config=changed(BASE, {"mesh.tp": 2**index}), compute=4.0 + index)
+    for index in range(6)
 )
 
 
@@ -265,19 +267,39 @@ def test_a_plan_is_written_in_gib_and_with_what_is_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "words"),
+    ("config", "words"),
     [
-        (Strategy(pp=2, schedule="zb-v", virtual_stages=2, num_micro_batches=4), "PP 2 zb-v, micro-batch 1 x 4"),
-        (Strategy(cp=4, dp_shard=2, heads_over=2, zero_stage=1), "CP 4 ring with Ulysses over 2, ZeRO-1 over 8"),
-        (Strategy(cp=4, transport="ulysses", heads_over=4), "CP 4 ulysses, DDP over 4"),
-        (Strategy(pp=2, dp_shard=4, zero_stage=3, gather="micro-batch"), "ZeRO-3 over 4 each micro-batch"),
-        (Strategy(pp=2, dp_shard=4, zero_stage=3), "PP 2 1f1b, ZeRO-3 over 4, micro-batch 1"),
-        (Strategy(dp_shard=4, zero_stage=1, gather="micro-batch"), "ZeRO-1 over 4, micro-batch 1"),
-        (Strategy(recompute="full", recompute_every=4, activations_tier="host"), "full every 4, activations on host"),
+        (
+            changed(
+                BASE, {"mesh.pp": 2, "pipeline.schedule": "zb-v", "pipeline.virtual_stages": 2, "batch.accumulation": 4}
+            ),
+            "PP 2 zb-v, micro-batch 1 x 4",
+        ),
+        (
+            changed(BASE, {"mesh.cp": 4, "mesh.dp_shard": 2, "context.heads_over": 2, "zero.stage": 1}),
+            "CP 4 ring with Ulysses over 2, ZeRO-1 over 8",
+        ),
+        (
+            changed(BASE, {"mesh.cp": 4, "context.transport": "ulysses", "context.heads_over": 4}),
+            "CP 4 ulysses, DDP over 4",
+        ),
+        (
+            changed(BASE, {"mesh.pp": 2, "mesh.dp_shard": 4, "zero.stage": 3, "pipeline.gather": "micro-batch"}),
+            "ZeRO-3 over 4 each micro-batch",
+        ),
+        (changed(BASE, {"mesh.pp": 2, "mesh.dp_shard": 4, "zero.stage": 3}), "PP 2 1f1b, ZeRO-3 over 4, micro-batch 1"),
+        (
+            changed(BASE, {"mesh.dp_shard": 4, "zero.stage": 1, "pipeline.gather": "micro-batch"}),
+            "ZeRO-1 over 4, micro-batch 1",
+        ),
+        (
+            changed(BASE, {"recompute.mode": "full", "recompute.every": 4, "tiers.activations": "host"}),
+            "full every 4, activations on host",
+        ),
     ],
 )
-def test_layouts_in_words(strategy: Strategy, words: str) -> None:
-    assert layout_words(strategy).endswith(words) or words in layout_words(strategy)
+def test_layouts_in_words(config: ResolvedConfig, words: str) -> None:
+    assert layout_words(config).endswith(words) or words in layout_words(config)
 
 
 def test_numbers_at_the_edge_of_a_unit() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from shardwise import simulate
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import SearchSpace, candidates, placements, strategy_at
-from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, strategy_of, to_toml
+from shardwise.planner.candidates import SearchSpace, candidates, placements
+from shardwise.planner.configs import ALWAYS_WRITTEN, split_as, to_toml, written
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
-from shardwise.planner.job import ModelShape, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, changed, world_size
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, missing_memory
 from shardwise.planner.search import Limits, search
@@ -87,13 +87,12 @@ def words(job: PlanJob) -> str:
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("job", [*LARGE, *SMALL_JOBS], ids=words)
 def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: PlanJob) -> None:
-    pins = {"tp": (8,), "cp": (1,), "pp": (8, 16)} if job.cluster.num_gpus > 64 else {}
+    pins = {"mesh.tp": (8,), "mesh.cp": (1,), "mesh.pp": (8, 16)} if job.cluster.num_gpus > 64 else {}
     for price in first_two(job, SearchSpace(pins=pins)):
-        config = config_of(job, price.strategy)
-        written = Config.from_dict(tomllib.loads(to_toml(config, ALWAYS_WRITTEN)))
-        assert written == config
-        assert strategy_of(written, job.cluster.num_gpus) == price.strategy
-        resolved, layout = check_job(written, job.cluster.num_gpus)
+        config = Config.from_dict(tomllib.loads(to_toml(written(job, price.config), ALWAYS_WRITTEN)))
+        assert config == written(job, price.config)
+        assert split_as(job.base, config.resolve(job.cluster.num_gpus)) == price.config
+        resolved, layout = check_job(config, job.cluster.num_gpus)
         assert resolved.batch.global_size == job.global_batch
         assert layout.mesh.world_size == job.cluster.num_gpus
         assert price.margin_bytes > 0
@@ -103,22 +102,21 @@ def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: PlanJob) ->
 @pytest.mark.parametrize("job", SMALL_JOBS, ids=words)
 def test_the_engine_holds_what_the_winner_was_said_to_hold(job: PlanJob) -> None:
     for price in first_two(job, SearchSpace(offloads=False)):
-        for rank in {0, price.strategy.pp - 1}:
-            said, simulation = price.memory.ranks[rank], simulated(job, price.strategy, rank)
+        for rank in {0, price.config.mesh.pp - 1}:
+            said, simulation = price.memory.ranks[rank], simulated(job, price.config, rank)
             assert dict(said.at_rest) == simulation.states_bytes
             assert said.peak_bytes == pytest.approx(simulation.peak.peak_bytes, rel=0.25)
 
 
-def simulated(job: PlanJob, strategy: Strategy, pipeline_rank: int) -> Any:
+def simulated(job: PlanJob, config: ResolvedConfig, pipeline_rank: int) -> Any:
     """The engine itself, over tensors without memory."""
-    config = config_of(job, strategy, Config.from_dict({"run": {"device": "cpu"}}))
-    tokens = torch.zeros(strategy.micro_size, job.seq_len, dtype=torch.int64)
+    tokens = torch.zeros(config.batch.micro_size, job.seq_len, dtype=torch.int64)
     return simulate(
         lambda: Decoder(SMALL),
-        config,
+        written(job, config).override(["run.device=cpu"]),
         lambda: (tokens, tokens),
-        rank=pipeline_rank * strategy.num_ranks // strategy.pp,
-        world_size=strategy.num_ranks,
+        rank=pipeline_rank * world_size(config) // config.mesh.pp,
+        world_size=world_size(config),
         loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
     )
 
@@ -133,7 +131,11 @@ MEDIUM = ModelShape(
     vocab_size=32_000,
     name="medium",
 )
-USUAL: dict[str, tuple[Any, ...]] = {"schedule": ("1f1b",), "recompute": ("none", "full"), "recompute_every": (1,)}
+USUAL: dict[str, tuple[Any, ...]] = {
+    "pipeline.schedule": ("1f1b",),
+    "recompute.mode": ("none", "full"),
+    "recompute.every": (1,),
+}
 
 
 def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> PlanJob:
@@ -147,16 +149,16 @@ def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> PlanJob:
         (medium_job(1, 8, 80.0), {}),
         (medium_job(1, 8, 14.0), {}),
         (medium_job(2, 4, 12.0), {}),
-        (medium_job(4, 4, 9.0), {"cp": (1,), "schedule": ("1f1b", "zb-h1")}),
+        (medium_job(4, 4, 9.0), {"mesh.cp": (1,), "pipeline.schedule": ("1f1b", "zb-h1")}),
         (medium_job(4, 8, 7.0), USUAL),
-        (medium_job(8, 16, 20.0), {**USUAL, "transport": ("ring",), "heads_over": (None,)}),
+        (medium_job(8, 16, 20.0), {**USUAL, "context.transport": ("ring",), "context.heads_over": (None,)}),
         (small_job(2, 4, 80_000.0, "h100"), {}),  # kernels are shorter than their launches
     ],
 )
 def test_nothing_beats_the_winner_by_real_prices(job: PlanJob, pins: dict[str, tuple[Any, ...]]) -> None:
     space, limits, pricer = SearchSpace(pins=pins, offloads=False), Limits(num_best=2, max_prices=100_000), Pricer(job)
     every = [
-        strategy_at(candidate, placement, space.base)
+        changed(candidate, placement)
         for candidate in candidates(job, space)
         for placement in placements(job, space, candidate)
     ]
@@ -167,6 +169,6 @@ def test_nothing_beats_the_winner_by_real_prices(job: PlanJob, pins: dict[str, t
     plan = search(job, space, limits, pricer)
     assert plan.is_proven
     assert plan.winner is not None
-    assert plan.winner.strategy in fitting
-    assert plan.winner.time.step_s == pytest.approx(pricer.time.estimate(plan.winner.strategy).step_s)
+    assert plan.winner.config in fitting
+    assert plan.winner.time.step_s == pytest.approx(pricer.time.estimate(plan.winner.config).step_s)
     assert plan.winner.time.step_s <= AS_GOOD * fastest_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from io import StringIO
 
 import pytest
@@ -31,6 +32,40 @@ def run_with(attention: str = "dense", **tiers: object) -> DryRun:
         "run": {"device": "cpu"},
     }
     return dry_run(Config.from_dict(config), world_size=2)
+
+
+CONFIG = {
+    "model": SMALL,
+    "data": {"seq_len": 16},
+    "batch": {"micro_size": 2, "accumulation": 3},
+    "precision": {"param": "bf16"},
+    "zero": {"stage": 3},
+    "run": {"device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("limit_s", [0.0, 5.02])
+def test_what_is_not_simulated_in_time_is_estimated(limit_s: float) -> None:
+    before, (left_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    exact = dry_run(Config.from_dict(CONFIG), 4, (0, 1))
+    run = dry_run(Config.from_dict(CONFIG), 4, (0, 1), limit_s=limit_s)
+    assert [rank.num_simulated for rank in run.ranks] == [0, 0]
+    assert [rank.rank for rank in run.ranks] == [0, 1]
+    assert [rank.layout.bytes_at_rest() for rank in run.ranks] == [rank.layout.bytes_at_rest() for rank in exact.ranks]
+    for estimated, simulated in zip(run.ranks, exact.ranks, strict=True):
+        assert estimated.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.3)
+    text = " ".join(word for line in shown(run) for word in line)
+    assert "ranks 0, 1 estimated by the planner" in text
+    assert "0, about" in text
+    assert "a step sends over" not in text, "the planner does not know the collectives"
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 1) == (left_s > 1), "a timer around it goes on"
+
+
+def test_what_is_simulated_in_time_is_exact() -> None:
+    exact, run = (dry_run(Config.from_dict(CONFIG), 4, (0, 1), limit_s=limit_s) for limit_s in (None, 500.0))
+    assert [rank.peak for rank in run.ranks] == [rank.peak for rank in exact.ranks]
+    assert "about" not in " ".join(word for line in shown(run) for word in line)
 
 
 def shown(run: DryRun) -> list[list[str]]:

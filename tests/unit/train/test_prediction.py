@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shardwise.config.resolve import Config
-from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.configs import job_of
 from shardwise.planner.hardware import Cluster, cluster_of, find_gpu
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_profile
@@ -117,7 +117,7 @@ def test_what_is_predicted_is_the_price_of_rank_0_in_the_trackers_words(
     job = job_of(trainer.config, cluster)
     assert job.shape.window == 8
     job = replace(job, shape=replace(job.shape, vocab_size=257))  # of the tokenizer
-    price = Pricer(job).price(strategy_of(trainer.config, 1))
+    price = Pricer(job).price(trainer.config.resolve(1))
     asked = []
     monkeypatch.setattr(prediction_module, "Pricer", lambda job: asked.append(job) or Pricer(job))
     prediction = predict(trainer, tmp_path, tmp_path)
@@ -193,7 +193,7 @@ def test_whatever_goes_wrong_is_a_warning(
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("no such speed")
 
-    monkeypatch.setattr(prediction_module, "strategy_of", fail)
+    monkeypatch.setattr(prediction_module, "planned_job", fail)
     with caplog.at_level(logging.WARNING, "shardwise"):
         assert predict(trainer, tmp_path, tmp_path) is None
     assert "ZeroDivisionError: no such speed" in caplog.text
