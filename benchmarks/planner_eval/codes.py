@@ -168,7 +168,12 @@ def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
 
 
 def is_narrow(p: Mapping[str, Any]) -> bool:
-    """Say whether parameters, gradients and states are all of bf16."""
+    """Say whether parameters, gradients and states are all of bf16, as torch's Adam keeps those of a bf16 model.
+
+    NeMo Automodel's recipes load models so (`torch_dtype: bf16`).
+    """
+    if code_of(str(p.get("framework"))).name == "automodel":
+        return "torch.optim" in str(p.get("optimizer"))
     words = f"{p.get('precision')} {p.get('optimizer')}".lower()
     return bool(
         re.search(
