@@ -20,7 +20,7 @@ WORDS = """## Runs of 2025 and 2026, by kind
 These rows are fine-tuning, adapters, experts, few tokens a device, Blackwell, AMD and consumer cards. {fitted} rows of
 {fitted_sources} sources (tests/data/planner_cases_2026_fitted.json) were studied, and say which mechanism is missing.
 {held_out} rows of {held_out_sources} other sources (tests/data/planner_cases_2026_held_out.json) were looked at as
-scores by kind and by source alone. These told where a mechanism was missing, and a few readings of words were settled
+scores by kind and by source alone. These showed where a mechanism was missing, and a few readings of words were settled
 while they were in view, so they are held out, but not unseen. No factor is fitted to either half. Each source has the
 same weight. A row may be of several kinds. What was first priced, before the arrow, had nine rows more, which rules
 about inputs have left out since.
