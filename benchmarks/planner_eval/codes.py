@@ -95,6 +95,12 @@ def is_of_early_2024(words: str) -> bool:
     return bool(found) and max(found) < "2024-07"
 
 
+def has_torchs_norm(p: Mapping[str, Any], code: Code) -> bool:
+    """Say whether norms are torch's own, which is one kernel since pytorch/pytorch#153666 of July 2025."""
+    found = re.findall(r"20[12]\d(?:-\d\d)?", str(p.get("framework")))
+    return code.name == "torchtitan" and bool(found) and max(found) >= "2025-08"
+
+
 def runs_all_experts(framework: str, model: str) -> bool:
     """Say whether each expert is run on each token, with scores of 0 for most (transformers' `modeling_llama4.py`)."""
     return code_of(framework).name == "hf" and "llama-4" in model.lower()
@@ -162,7 +168,12 @@ def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
 
 
 def is_narrow(p: Mapping[str, Any]) -> bool:
-    """Say whether parameters, gradients and states are all of bf16."""
+    """Say whether parameters, gradients and states are all of bf16, as torch's Adam keeps those of a bf16 model.
+
+    NeMo Automodel's recipes load models so (`torch_dtype: bf16`).
+    """
+    if code_of(str(p.get("framework"))).name == "automodel":
+        return "torch.optim" in str(p.get("optimizer"))
     words = f"{p.get('precision')} {p.get('optimizer')}".lower()
     return bool(
         re.search(

@@ -72,6 +72,7 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
         return _of_megatron(code, found, job, s)
     experts, adapters = job.shape.experts, 0 if trains_all(s) else len(s.lora.targets)
     num_adapted = NUM_PRODUCTS_OF_ALL if s.lora.targets == ("all-linear",) else adapters
+    is_trainers = code.name in ("hf", "deepspeed")  # the Trainer of transformers runs both
     if code.name == "unsloth":
         walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted)
         return dataclasses.replace(
@@ -84,31 +85,29 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
     forward, backward = found.launches
     if not job.traits.is_compiled:
         forward, backward = EAGER_LAUNCHES
-    elif code.name == "hf":
+    elif is_trainers:
         forward, backward = FUSED_LAUNCHES
-    if "qwen3" in job.shape.name.lower() and not job.traits.is_compiled:
+    if isinstance(job.traits, PublishedTraits) and job.traits.norms_heads and not job.traits.is_compiled:
         forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
-    if code.name == "hf" and not trains_all(s):
+    if is_trainers and not trains_all(s):
         forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
     if isinstance(job.traits, PublishedTraits) and job.traits.casts_weights:
         forward, backward = forward + AUTOCAST_LAUNCHES, backward + AUTOCAST_LAUNCHES
     shards_s = FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
     if code.name == "deepspeed" and s.zero.stage == 3:
-        shards_s = 2 * GATHER_S * NUM_PARAMS
-    walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted) * (code.name == "hf")
+        shards_s = 2 * GATHER_S * (NUM_PARAMS + 2 * num_adapted)
+    walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted) * is_trainers
     more, num_syncs = found.experts_launches, 0.0
     if experts is not None and code.name == "torchtitan":
         more, num_syncs = TORCHTITAN_EXPERTS, 1.0 * (job.ep > 1)
-    elif experts is not None and code.name == "hf" and not code.groups_experts:
+    elif experts is not None and is_trainers and not code.groups_experts:
         more = (experts.num_experts / job.ep * EXPERT_LAUNCHES[0], experts.num_experts / job.ep * EXPERT_LAUNCHES[1])
         num_syncs = 2.0 * experts.num_experts / job.ep
     return dataclasses.replace(
         found,
         launches=(forward, backward),
-        launch_s=found.launch_s if job.traits.is_compiled and code.name != "hf" else LAUNCH_S,
-        backward_launch_s=found.backward_launch_s
-        if job.traits.is_compiled and code.name != "hf"
-        else BACKWARD_LAUNCH_S,
+        launch_s=found.launch_s if job.traits.is_compiled and not is_trainers else LAUNCH_S,
+        backward_launch_s=found.backward_launch_s if job.traits.is_compiled and not is_trainers else BACKWARD_LAUNCH_S,
         experts_launches=more,
         num_syncs=num_syncs,
         block_s=(shards_s / 3 + walk_s, shards_s * 2 / 3),

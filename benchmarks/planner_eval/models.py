@@ -50,6 +50,8 @@ EXPERTS, FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)
 # Bytes of each logit for the entropy and the accuracy that TRL's SFTTrainer logs: accelerate widens it (6), log-softmax
 # (8), exp (8), product (12), sum (4) and largest (4).
 ENTROPY_BYTES: Final = 42.0
+# A fused norm's passes over queries and keys: input and output, and both gradients with the weight's in pieces.
+HEADS_NORM: Final = (2.0, 3.5)
 # Elements that a head of DeepSeek's attention keeps beyond 128 of its queries and of its output: 64 of queries, 192 of
 # keys and 128 of values (arXiv 2412.19437, section 4.2); and its FLOPs over those of heads of 128.
 LATENT_MORE, LATENT_FLOPS = 384.0, (192 + 128) / 256
@@ -135,6 +137,14 @@ class PublishedMemoryModel(MemoryModel):
             more = tokens * LATENT_MORE * self.job.shape.num_heads / config.mesh.tp
             kept = found.kept + more * (config.recompute.mode != "full")
             found = dataclasses.replace(found, kept=kept, whole=found.whole + more)
+        if published_traits(self.job).norms_heads:
+            shape, each_bytes = self.job.shape, 2.0 * FP32_BYTES * published_traits(self.job).saves_norm_in_fp32
+            heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim / config.mesh.tp
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size
+            more = tokens * heads * (DTYPE_BYTES[param_of(config)] + each_bytes)
+            found = dataclasses.replace(
+                found, kept=found.kept + more * (config.recompute.mode == "none"), whole=found.whole + more
+            )
         if published_traits(self.job).widens_stream:
             kept, whole = found.kept + found.stream, found.whole + 2 * found.stream
             found = dataclasses.replace(found, kept=kept, whole=whole, stream=2 * found.stream)
@@ -280,6 +290,10 @@ class PublishedComputeModel(ComputeTimeModel):
         norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not traits.is_compiled else (0.0, 0.0)
         hidden = self._tokens(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1) * shape.hidden_size
         times = super()._streams(s).plus(self._streamed(hidden * width, [2 * each + more for each in norm]))
+        if traits.norms_heads:
+            heads = self._tokens(s) / s.mesh.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+            passes = [each + more_s for each, more_s in zip(HEADS_NORM, norm, strict=True)]
+            times = times.plus(self._streamed(heads * width, passes))
         if traits.widens_stream:  # norms and sums in fp32
             times = times.plus(self._streamed(hidden * width, WIDE_STREAM))
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":

@@ -70,6 +70,7 @@ class PublishedTraits(FrameworkTraits):
         keeps_frozen_inputs: whether packed layers keep inputs that no gradient reads, as bitsandbytes' did before its
             pull request 1270 of July 2024.
         is_latent: whether attention is DeepSeek's, whose heads are expanded to 192 elements of queries and keys.
+        norms_heads: whether queries and keys pass norms of their own, as Qwen 3's do.
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
@@ -103,6 +104,7 @@ class PublishedTraits(FrameworkTraits):
     packs_experts: bool = False
     keeps_frozen_inputs: bool = False
     is_latent: bool = False
+    norms_heads: bool = False
     grouped_share: float = 1.0
     logs_entropy: bool = False
     casts_weights: bool = False
@@ -126,7 +128,9 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
     p = row.get("parallel") or {}
     if p.get("framework"):
         is_latent = "mla" in str(row["model"].get("attention")).lower()
-        return dataclasses.replace(_named_code(p, shape, config, gpu), is_latent=is_latent)
+        has_norms = "qwen3" in shape.name.lower()
+        found = _named_code(p, shape, config, gpu)
+        return dataclasses.replace(found, is_latent=is_latent, norms_heads=has_norms)
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
     attention = words.attention_of(p.get("attention_kernel")) or _attention(config, shape, gpu, seq_len)
@@ -195,7 +199,7 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
-        keeps_frozen_inputs=codes.lora_of(p.get("lora")).get("lora.base") == "nf4" and codes.is_of_early_2024(written),
+        keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
         packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
@@ -208,7 +212,7 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         optimizer_share=codes.optimizer_share(p, code),
         params_share=codes.params_share(p),
         overlaps_tensor=code.name == "megatron" and config.tensor.sequence_parallel,
-        saves_norm_in_fp32=shape.ffn == "gated" and not is_fused,
+        saves_norm_in_fp32=shape.ffn == "gated" and not is_fused and not codes.has_torchs_norm(p, code),
         selective=_selective({"recompute": codes.recompute_words(p)}, config.zero.stage),
         fuses_gate=is_fused,
         expert_imbalance=1.0,
