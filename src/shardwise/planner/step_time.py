@@ -79,6 +79,26 @@ class TimeModel:
         Args:
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
+        parts, worst, passes, bubble_rate = self._in_stages(config, is_quick=is_quick)
+        parts["data"] = self.communication.data(config, worst).exposed_s(*passes)
+        parts["offload"] = self.offload.times(config, worst).exposed_s(*passes)
+        parts["step"] = self._step_s(config, worst)
+        parts["other"] = self._straggling_s(sum(parts.values()))
+        step_s = sum(parts.values())
+        low_s, high_s = interval_s(self.job, config, step_s)
+        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
+
+    def stages_s(self, config: ResolvedConfig) -> float:
+        """Return the seconds of a step without what depends on where states are stored."""
+        stages_s = sum(self._in_stages(config, is_quick=True)[0].values())
+        return stages_s + self._straggling_s(stages_s)
+
+    def _in_stages(
+        self, config: ResolvedConfig, *, is_quick: bool
+    ) -> tuple[dict[str, float], int, tuple[float, float], float | None]:
+        """Return the parts that are of the stages of the rank that is busy longest, that rank, the seconds of its
+        forward and backward of a micro-batch, and the bubble's rate.
+        """
         cut = self.compact.stages.of(config)
         stages = self._stages(config, cut)
         ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(config.mesh.pp)]
@@ -92,13 +112,7 @@ class TimeModel:
         parts["bubble"] = max(span_s - busy[worst], 0.0)
         forward_s = sum(stage.times.forward_s for stage in ranks[worst])
         backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
-        parts["data"] = self.communication.data(config, worst).exposed_s(forward_s, backward_s)
-        parts["offload"] = self.offload.times(config, worst).exposed_s(forward_s, backward_s)
-        parts["step"] = self._step_s(config, worst)
-        parts["other"] = self._straggling_s(sum(parts.values()))
-        step_s = sum(parts.values())
-        low_s, high_s = interval_s(self.job, config, step_s)
-        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
+        return parts, worst, (forward_s, backward_s), bubble_rate
 
     def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
