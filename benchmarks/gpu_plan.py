@@ -101,7 +101,7 @@ PARTS = (
     Part(
         "attention",
         "figures",
-        110,
+        105,
         "benchmarks/gpu_attention.py --lengths 16384,32768 --head-dims 128 --directions causal --densities 0.1,0.25 "
         "--blocks 128 --rounds 3 --minutes 1.6 --json {out}/attention.json",
         f"benchmarks/gpu_attention.py {TINY_ATTENTION} --densities 0.5 --blocks 64 --rounds 1 --runs 1 "
@@ -110,7 +110,7 @@ PARTS = (
     Part(
         "int8-states",
         "figures",
-        60,
+        50,
         "benchmarks/gpu_optimizer.py --json {out}/int8-states.json",
         "benchmarks/gpu_optimizer.py --numel 20000 --pieces 1,2 --runs 1 --json {out}/int8-states.json",
     ),

@@ -43,7 +43,7 @@ FROZEN_CALLS: Final = frozenset(
         """
         frozenset tuple MappingProxyType types.MappingProxyType TypeVar ParamSpec TypedDict TypeAdapter getattr
         logging.getLogger getLogger struct.Struct Path torch.device np.uint32 get_args object tl.constexpr
-        re.compile importlib.import_module create_model os.environ.get
+        re.compile importlib.import_module create_model os.environ.get max min
         """,
     )
 )
@@ -236,7 +236,9 @@ def module_state(sources: Sources) -> list[str]:
         for node in tree.body
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call)
         if (called := ast.unparse(node.value.func)) not in FROZEN_CALLS
-        if called.rpartition(".")[2] not in frozen | functions and not called.startswith(("click.", "Path(__file__)"))
+        # A config is frozen, and so is what it resolves to.
+        if called.rpartition(".")[2] not in frozen | functions | {"resolve"}
+        and not called.startswith(("click.", "Path(__file__)"))
     ]
 
 

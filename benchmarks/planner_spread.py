@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 from planner_scores import Scored
-from shardwise.planner.step_time import SHARES, Kind, kind_of
+from shardwise.planner.step_time import SHARES, Kind
 
 
 def within_interval(rows: Sequence[Scored]) -> float:
@@ -21,7 +22,7 @@ def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
     found: dict[Kind, list[Scored]] = {kind: [] for kind in SHARES}
     for each in rows:
         if each.time_ratio is not None and each.prediction.price is not None:
-            found[kind_of(each.prediction.price.job, each.prediction.price.config)].append(each)
+            found[cast(Kind, each.prediction.price.time.kind)].append(each)
     return found
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -62,7 +63,8 @@ class Case:
     Attributes:
         quantity: what was measured: end_to_end, memory, schedule_bubble, single_layer_time, activation_memory_ratio.
         job, config: None where the row does not say enough of the model or the device.
-        tokens_scale: the run's batch over that of the candidate, which has whole micro-batches.
+        longest: tokens of the longest sequence, which memory is counted at, where the job has the mean.
+        tokens_scale: the run's batch over that of the config, which has whole micro-batches.
         trained_share: share of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
         searched_schedule: zb-1p or zb-2p, whose order is made for its times; the candidate has the nearest recipe.
@@ -77,6 +79,7 @@ class Case:
     quantity: str
     job: PlanJob | None = None
     config: ResolvedConfig | None = None
+    longest: int | None = None
     tokens_scale: float = 1.0
     trained_share: float = 1.0
     op_times: OpTimes | None = None
@@ -111,6 +114,10 @@ def read_case(row: Row) -> Case:
     if refused is not None:
         return dataclasses.replace(case, refusal=refused)
     shape, cluster = _shape(_section(row, "model")), _cluster(_section(row, "hardware"))
+    framework = _section(row, "parallel").get("framework")
+    if framework and codes.runs_all_experts(framework, shape.name) and shape.experts is not None:
+        experts = dataclasses.replace(shape.experts, num_chosen=shape.experts.num_experts)
+        shape = dataclasses.replace(shape, experts=experts)
     try:
         config, global_batch, guesses = _config(row, shape, cluster)
     except ConfigError as error:
@@ -127,6 +134,7 @@ def read_case(row: Row) -> Case:
         case,
         job=job,
         config=config,
+        longest=_section(row, "model").get("longest"),
         tokens_scale=global_batch / config.batch.global_size,
         trained_share=2 / 3
         if words.is_adapter(_section(row, "parallel"))
@@ -272,7 +280,7 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
     if stage is None:
         guesses.append("zero_stage")
         stage = 0 if dp == 1 else 1
-    recompute = words.recompute_of(p.get("recompute"))
+    recompute = words.recompute_of(codes.recompute_words(p) if p.get("framework") else p.get("recompute"))
     if recompute is None and compiles_blocks(p, int(stage)):
         recompute = ("selective", 1)
     if recompute is None:
@@ -425,10 +433,17 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
     text = str(p.get("offload") or "none").lower()
     if "possibly" in text or "none" in text:
         return {}
+    text = text.replace("master", "master params")  # which are LLMQ's parameters
+    text = re.sub("residual|checkpoints", "activations", re.sub("master|opt-[mv]|states|ds_z[23]", "optimizer", text))
+    if "_offload.json" in str(p.get("offload")):  # DeepSpeed's optimizer takes the gradients with it
+        text += " grads params" if "_z3_" in str(p.get("offload")) else " grads"
     tier = "nvme" if "nvme" in text else "host"
     found: dict[str, Any] = {}
     if "optim" in text:
         found["tiers.optimizer"] = tier
+        # Of two moments in bf16 without a master, one is half.
+        if "opt-m" in str(p.get("offload")) and "opt-v" not in str(p.get("offload")):
+            found["tiers.optimizer_on_device"] = 0.5
     if "grad" in text:
         found["tiers.grads"] = "host"
     if "param" in text:

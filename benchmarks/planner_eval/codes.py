@@ -11,6 +11,7 @@ code does where a row is silent is that code's default, read in its source.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,18 +34,22 @@ class Code:
         is_tuned: whether its attention takes what came with Hopper, where the device has that.
         logits_bytes: bytes of each logit at the peak of its loss.
         splits_logits: whether its loss is split by vocabulary over tensor-parallel ranks.
+        groups_experts: whether experts run in one grouped product, not in a loop over them.
+        year: in which the row's version of it is.
     """
 
     name: str
+    year: int = 2025
     is_fused: bool = False
     is_graphed: bool = False
     is_tuned: bool = False
     logits_bytes: float = 10.0
     splits_logits: bool = False
+    groups_experts: bool = False
 
 
-# Names in the words of a row, the first that is found counts. Defaults as their code has them: Hugging Face's SDPA
-# takes FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan puts cuDNN first
+# Names in the words of a row, the first that is found counts. Defaults are those of the code: Hugging Face's SDPA is
+# FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan puts cuDNN first
 # (models/common/attention.py); Transformer Engine takes cuDNN's fused attention from Hopper on. Losses: see `loss_of`.
 _CODES: Final = (
     (r"unsloth", Code(name="unsloth", is_fused=True, logits_bytes=2 * NARROW)),
@@ -67,6 +72,42 @@ def code_of(framework: str) -> Code:
     return next((code for mark, code in _CODES if re.search(mark, text)), _HUGGING_FACE)
 
 
+def dated(code: Code, p: Mapping[str, Any]) -> Code:
+    """Return the code of the last year that a row's words name, with the experts' kernel that it names.
+
+    Hugging Face's models loop over experts until transformers 5, of 2026.
+
+    >>> dated(code_of("torchtitan"), {"framework": "torchtitan 2026-07"}).year
+    2026
+    """
+    years = [int(each) for each in re.findall(r"20[12]\d", str(p.get("framework")))]
+    year = max(years, default=code.year)
+    return dataclasses.replace(code, year=year, groups_experts=bool(p.get("experts_kernel")) or year >= 2026)
+
+
+def is_of_early_2024(words: str) -> bool:
+    """Say whether a framework's version is of 2024 at the latest, and not named as of its second half.
+
+    >>> is_of_early_2024("LitGPT of 2024"), is_of_early_2024("train.py (2024-03)"), is_of_early_2024("trl (2024-10)")
+    (True, True, False)
+    """
+    found = re.findall(r"20[12]\d(?:-\d\d)?", words)
+    return bool(found) and max(found) < "2024-07"
+
+
+def runs_all_experts(framework: str, model: str) -> bool:
+    """Say whether each expert is run on each token, with scores of 0 for most (transformers' `modeling_llama4.py`)."""
+    return code_of(framework).name == "hf" and "llama-4" in model.lower()
+
+
+def recompute_words(p: Mapping[str, Any]) -> str | None:
+    """Return a row's words of recomputation, or those of torchtitan's train_configs: all of them select ops."""
+    written = p.get("recompute")
+    if code_of(str(p.get("framework"))).name == "torchtitan" and (not written or "default" in str(written)):
+        return "selective, per op"
+    return written
+
+
 def loss_of(p: Mapping[str, Any], code: Code) -> float:
     """Return the bytes of each logit at the peak of the loss, by what a row says of it.
 
@@ -82,7 +123,9 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
     if match := re.search(r"in (\d+) chunks", text):
         return NARROW / int(match.group(1))  # the gradient takes the place of the logits
     version = re.search(r"transformers 4\.(\d+)", framework)
-    is_early = version is not None and int(version.group(1)) < 46
+    date = re.search(r"20\d\d-\d\d", framework)
+    is_dated_early = date is not None and date.group() < "2024-10"  # of 4.46
+    is_early = int(version.group(1)) < 46 if version is not None else is_dated_early
     widened = WIDE if "autocast" in str(p.get("precision")) and code.name == "hf" else 0.0
     if "triton" in text:  # in place of the fp32 copy
         return 3 * WIDE if is_early else NARROW + WIDE + NARROW + widened
@@ -96,7 +139,8 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
         return 4 * NARROW if code.name == "litgpt" else 2 * NARROW
     if "fp32" in text or "plain" in text or code.name in ("hf", "deepspeed"):
         return (3 * WIDE if is_early else NARROW + 2 * WIDE) + widened
-    return code.logits_bytes
+    # Torchtitan compiles its loss with the model, and in its configs of mixtures the loss alone.
+    return NARROW + 2 * WIDE if code.name == "torchtitan" and p.get("compile") is False else code.logits_bytes
 
 
 def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
@@ -127,16 +171,41 @@ def is_narrow(p: Mapping[str, Any]) -> bool:
     )
 
 
+def is_wide(p: Mapping[str, Any]) -> bool:
+    """Say whether frozen weights are fp32 under autocast; a model without a dtype is loaded so before transformers 5.
+
+    >>> is_wide({"lora": {"rank": 8, "base": "bf16 or fp32"}}), is_wide({"lora": {"base": "nf4"}})
+    (True, False)
+    """
+    return "fp32" in str((p.get("lora") or {}).get("base"))
+
+
 def params_share(p: Mapping[str, Any]) -> float:
     """Return the bytes of a stored parameter over those of bf16: twice for a base in fp32, half for one in 8 bits."""
     base = str((p.get("lora") or {}).get("base") or "").lower()
     if not base:
         return 1.0
-    if base.startswith("fp32"):
-        return 2.0
+    if is_wide(p):
+        return 3.0  # with the copies in bf16 that autocast saves for the backward
     if re.match(r"nvfp4", base):
         return 0.5 * (0.5 + 1 / 16)  # a scale of one byte for each 16
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0
+
+
+def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | None:
+    """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
+
+    Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3); torchtitan sorts, pads and scatters, as
+    Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2 each), and sort the chunks of
+    several experts once more each way after an all-to-all (token_dispatcher.py, `sort_chunks_by_idxs`); DeepEP writes
+    them in order.
+    """
+    if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
+        return (7.0, 11.0)
+    if code.name == "torchtitan":
+        return (11.0, 15.0)
+    is_ordered = int(p.get("ep") or 1) == 1 or bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
+    return (4.0, 4.0) if is_ordered else (8.0, 8.0)
 
 
 _TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -160,12 +229,16 @@ def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {name for mark, names in _TARGETS.items() if re.search(mark, text) for name in names}
     targets = ("all-linear",) if "all lin" in text or not found else tuple(sorted(found))
     base = str(written.get("base") or "").lower()
-    stored = "nf4" if base.startswith("nf4") else "keep"
-    return {"lora.rank": int(written.get("rank") or 16), "lora.targets": targets, "lora.base": stored}
+    return {
+        "lora.rank": int(written.get("rank") or 16),
+        "lora.targets": targets,
+        "lora.base": "nf4" if base.startswith("nf4") else "keep",
+        "lora.dropout": float(written.get("dropout") or 0.0),
+    }
 
 
 def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:
-    """Say whether the attention kernel uses what the device has beyond Ampere's: by the row's words, else the code."""
+    """Say whether the attention kernel uses what came with Hopper, by the row's words, else by the code."""
     text = str(p.get("attention_kernel") or "").lower()
     if "fp8" not in gpu.peak_flops_per_s:
         return False

@@ -6,20 +6,24 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
+from planner_eval.hosts import host_costs
+from planner_eval.recomputation import freed_elements
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import ResolvedConfig, Tier
+from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.calibration import PassTimes
-from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
-from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
-from shardwise.planner.compute_time import ComputeTimeModel, alignment_share
+from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
+from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts, is_of_experts
+from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
+from shardwise.planner.host_time import HostCosts, HostTimes
 from shardwise.planner.job import ModelShape, PlanJob, param_of, product_dtype, trains_all
-from shardwise.planner.memory import MemoryModel
+from shardwise.planner.memory import CONTEXT_BYTES, BlockBytes, MemoryModel, layer_shape, unread_size
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.stages import StageLayouts, StageTable
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
 from shardwise.schedule.pipelines import placement_of
 
@@ -36,6 +40,30 @@ BATCHED_SHARE: Final = 0.6
 # read, a write, a mask of one byte); and of a plain activation that a code with a fused softmax fuses, too.
 SOFTMAX, WIDE_SOFTMAX, FUSED_SOFTMAX = (14.0, 15.0), (9.0, 10.0), (5.0, 6.0)
 NORM_IN_FP32, DROPOUT, FUSED_ACTIVATION = (16.0, 38.5), 2.5, (-2.0, -3.0)
+
+
+# Of tokens' copies for their experts, as codes permute them where nothing or everything is fused (sorted and copied,
+# copied back and summed).
+EXPERTS, FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)
+
+
+# Bytes of each logit for the entropy and the accuracy that TRL's SFTTrainer logs: accelerate widens it (6), log-softmax
+# (8), exp (8), product (12), sum (4) and largest (4).
+ENTROPY_BYTES: Final = 42.0
+# Elements that a head of DeepSeek's attention keeps beyond 128 of its queries and of its output: 64 of queries, 192 of
+# keys and 128 of values (arXiv 2412.19437, section 4.2); and its FLOPs over those of heads of 128.
+LATENT_MORE, LATENT_FLOPS = 384.0, (192 + 128) / 256
+# Of an expert's weight that bitsandbytes packs, with a scale in fp32 for each 64.
+PACKED_EXPERT_BYTES: Final = 0.5 + 4 / 64
+# More of a residual stream in fp32: two norms and two sums of twice the width.
+WIDE_STREAM: Final = (10.0, 13.0)
+# Of an adapter's input that is cast to fp32 and back, as PEFT and autocast do.
+ADAPTER_CASTS: Final = 6.0
+# Of tensors of an element in torch's `_multi_tensor_adamw`: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+# addcdiv 4.
+FOREACH_PASSES: Final = 20.0
+# Of an optimizer's usual bytes below which its states are bf16.
+NARROW_SHARE: Final = 0.5
 
 
 def published_traits(job: PlanJob) -> PublishedTraits:
@@ -84,11 +112,92 @@ class PublishedMemoryModel(MemoryModel):
         self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
     ) -> tuple[int, int, int]:
         root, block, whole = super()._sums(folds, width_of)
-        share = largest_share(self.job.shape) if published_traits(self.job).moves_tensors else 1.0
+        traits = published_traits(self.job)
+        share = largest_share(self.job.shape) if traits.moves_tensors else 1.0
+        if traits.packs_experts and self.job.shape.experts is not None:
+            share *= PACKED_EXPERT_BYTES / DTYPE_BYTES["bf16"]
+        if traits.code is not None and traits.code.name == "torchtitan" and not self.job.shape.is_tied:
+            root //= 2  # the table and the head are groups of their own
         return root, int(block * share), whole
 
     def _keeps_sent(self) -> bool:
         return not published_traits(self.job).frees_outputs
+
+    def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
+        """Free what the code's own words of recomputation free, where they are more than a mode."""
+        found, again = super()._block_bytes(config, has_experts=has_experts), published_traits(self.job).recomputation
+        if published_traits(self.job).keeps_frozen_inputs and config.recompute.mode == "none":
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
+            unread = tokens * unread_size(self.job, config, layer_shape(self.job, config), has_experts=has_experts)
+            found = dataclasses.replace(found, kept=found.kept + unread, whole=found.whole + unread)
+        if published_traits(self.job).is_latent:
+            tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
+            more = tokens * LATENT_MORE * self.job.shape.num_heads / config.mesh.tp
+            kept = found.kept + more * (config.recompute.mode != "full")
+            found = dataclasses.replace(found, kept=kept, whole=found.whole + more)
+        if published_traits(self.job).widens_stream:
+            kept, whole = found.kept + found.stream, found.whole + 2 * found.stream
+            found = dataclasses.replace(found, kept=kept, whole=whole, stream=2 * found.stream)
+        if config.recompute.mode != "selective" or again is None:
+            return found
+        if not again.freed and not has_experts and published_traits(self.job).code is not None:
+            return dataclasses.replace(found, kept=self._saved_bytes(config))
+        if has_experts and again.experts and not again.freed:
+            return dataclasses.replace(found, kept=found.kept - self._unsaved_bytes(config))
+        if not again.freed:
+            return found
+        s, shape, experts = config, self.job.shape, self.job.shape.experts if has_experts else None
+        hidden = shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        chosen = experts.num_chosen + experts.num_shared if experts else 0
+        sizes = {
+            "hidden": hidden,
+            "queries": shape.num_heads * shape.head_dim / s.mesh.tp,
+            "keys": 2 * shape.num_kv_heads * shape.head_dim / s.mesh.tp,
+            "ffn": (experts.ffn_size * chosen if experts else shape.ffn_size) / s.mesh.tp,
+            "routed": experts.num_chosen * hidden if experts else 0.0,
+            "inner": 1.0 if published_traits(self.job).fuses_gate else 2.0,
+        }
+        tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
+        freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
+        return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
+
+    def _saved_bytes(self, s: ResolvedConfig) -> float:
+        """Return what torchtitan's choice of ops saves: wq, wv, w1, attention, the input, and w2 unless compiled.
+
+        A compiler drops what no backward reads, as w2's output.
+        """
+        shape = self.job.shape
+        hidden = (
+            (2 - self.job.traits.is_compiled) * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        )
+        heads = (2 * shape.num_heads + shape.num_kv_heads) * shape.head_dim + 2 * shape.num_heads  # lse is fp32
+        return (
+            self.job.seq_len
+            / s.mesh.cp
+            * s.batch.micro_size
+            * DTYPE_BYTES[param_of(s)]
+            * (hidden + (heads + shape.ffn_size) / s.mesh.tp)
+        )
+
+    def _unsaved_bytes(self, s: ResolvedConfig) -> float:
+        """Return the half of experts' wide tensors that is counted as saved, less what their exchange brought."""
+        experts = self.job.shape.experts
+        if experts is None:
+            return 0.0
+        tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)] / s.mesh.tp
+        brought = experts.num_chosen * self.job.shape.hidden_size if self.job.ep > 1 else 0
+        return tokens * (experts.num_chosen * experts.ffn_size - brought)
+
+    def _of_device(self, config: ResolvedConfig, moving_bytes: float) -> dict[str, float]:
+        """Leave out torch's kernels and its allocator where the code has neither."""
+        found, code = super()._of_device(config, moving_bytes), published_traits(self.job).code
+        if code is None or not code.is_graphed:
+            return found
+        return {"overhead": found["overhead"] - CONTEXT_BYTES / 2, "rounding": 0.0}
+
+    def _scale_bytes(self, config: ResolvedConfig, rank: int) -> float:
+        """Return those of bitsandbytes, which does not quantize scales again unless it is asked to."""
+        return super()._scale_bytes(config, rank) * (4 / 64 / SCALE_BYTES if published_traits(self.job).code else 1.0)
 
     def _states(self, config: ResolvedConfig, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         traits, states = published_traits(self.job), super()._states(config, rank, here)
@@ -98,6 +207,12 @@ class PublishedMemoryModel(MemoryModel):
         if trains_all(config) and traits.unsharded_grad_bytes:
             waits = traits.reduces_once and config.zero.stage >= 2  # until the last micro-batch there are no others
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
+        if traits.widens_stream and not traits.casts_weights:  # the tables too
+            states["params"] += 2 * DTYPE_BYTES["bf16"] * shape.vocab_size * shape.hidden_size / (1 + shape.is_tied)
+        if traits.packs_experts and shape.experts is not None:
+            folds = [fold for fold in self.compact.rank(config, rank).folds if is_of_experts(fold.group)]
+            stored = sum(fold.count * fold.group.padded_numel / fold.group.num_shards for fold in folds)
+            states["params"] -= stored * (DTYPE_BYTES["bf16"] - PACKED_EXPERT_BYTES)
         more = (1 - 1 / config.mesh.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
         return {name: size * (1 + more / numel) for name, size in states.items()}
 
@@ -112,7 +227,7 @@ class PublishedComputeModel(ComputeTimeModel):
         """Price scores that are stored: batched products, and what passes over the scores."""
         shape, traits = self.job.shape, published_traits(self.job)
         if traits.attention == "flash":
-            return super().attention(s)
+            return super().attention(s).times(LATENT_FLOPS if traits.is_latent else 1.0)
         scores = self._tokens(s) * self._num_keys * shape.num_heads / s.mesh.tp
         width, forward = DTYPE_BYTES[param_of(s)], 4.0 * scores * shape.head_dim
         written_out = WIDE_SOFTMAX if param_of(s) == "fp32" else SOFTMAX
@@ -127,10 +242,37 @@ class PublishedComputeModel(ComputeTimeModel):
         return PassTimes(forward / rate, 2 * forward / rate).plus(around)
 
     def _block(self, s: ResolvedConfig) -> PassTimes:
-        found = super()._block(s)
-        if s.recompute.mode != "selective" or published_traits(self.job).attention == "flash":
+        found, traits = super()._block(s), published_traits(self.job)
+        if s.recompute.mode != "selective":
             return found
-        return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute.every)
+        if traits.attention != "flash":
+            return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute.every)
+        return found if traits.recomputation is None else dataclasses.replace(found, recompute_s=self._again_s(s))
+
+    def _again_s(self, s: ResolvedConfig) -> float:
+        """Return the seconds of what the code's words of recomputation run again, a mean over blocks."""
+        shape, again = self.job.shape, published_traits(self.job).recomputation
+        if again is None:
+            return 0.0
+        share = shape.num_expert_layers / shape.num_layers
+        seconds = self.attention(s).forward_s if again.attention else 0.0
+        seconds += self._streams(s).forward_s if again.streams else 0.0
+        tokens, ffn = self._tokens(s), shape.ffn_size
+        widths = {"query": shape.num_heads, "key": shape.num_kv_heads, "value": shape.num_kv_heads}
+        for name in again.products:
+            if name in widths:
+                linear, part = GemmShape(tokens, widths[name] * shape.head_dim / s.mesh.tp, shape.hidden_size), 1.0
+            elif name == "out":
+                linear, part = GemmShape(tokens, shape.hidden_size, shape.num_heads * shape.head_dim / s.mesh.tp), 1.0
+            else:
+                linear, part = GemmShape(tokens, ffn / s.mesh.tp, shape.hidden_size), 1 - share
+            seconds += part * self._linears([linear], s, product_dtype(s)).forward_s
+        if again.dense and share < 1:
+            seconds += (1 - share) * self._linears(self._ffn_linears(s, ffn, tokens), s, product_dtype(s)).forward_s
+        if again.experts and share > 0:
+            experts = self._linears(self._expert_linears(s), s, product_dtype(s)).plus(self._permutation(s))
+            seconds += share * experts.forward_s
+        return seconds
 
     def _streams(self, s: ResolvedConfig) -> PassTimes:
         shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[param_of(s)]
@@ -138,12 +280,64 @@ class PublishedComputeModel(ComputeTimeModel):
         norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not traits.is_compiled else (0.0, 0.0)
         hidden = self._tokens(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1) * shape.hidden_size
         times = super()._streams(s).plus(self._streamed(hidden * width, [2 * each + more for each in norm]))
+        if traits.widens_stream:  # norms and sums in fp32
+            times = times.plus(self._streamed(hidden * width, WIDE_STREAM))
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
             return times
         return times.plus(self._streamed(self._tokens(s) / s.mesh.tp * self._ffn_width() * width, FUSED_ACTIVATION))
 
-    def _launches_s(self, s: ResolvedConfig) -> float:
-        return 0.0 if published_traits(self.job).is_graphed else super()._launches_s(s)
+    def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
+        forward, backward = super()._adapter_passes(s, is_output=is_output)
+        more = 0.0 if is_output or not published_traits(self.job).widens_adapters else ADAPTER_CASTS
+        return forward + more, backward + more
+
+    def head(self, config: ResolvedConfig) -> PassTimes:
+        """Pass over the logits for what TRL logs of each step, too."""
+        found = super().head(config)
+        if not published_traits(self.job).logs_entropy:
+            return found
+        logits = self._tokens(config) * self.job.shape.vocab_size
+        return found.plus(PassTimes(self._stream_s(ENTROPY_BYTES * logits)))
+
+    def _narrow_bytes(self, dtype: str, wide: float) -> float:
+        """Read a factor once more where its largest element must be known before it is cast."""
+        return super()._narrow_bytes(dtype, wide) + wide * published_traits(self.job).scales_dynamically
+
+    def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
+        """Cast weights too, which a step's micro-batches do not share: of fp32 to bf16, and of bf16 to fp8."""
+        linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[param_of(s)]
+        found = super()._linears(linears, s, dtype)
+        routed = [each for each in linears if each.is_routed]
+        if routed and traits.grouped_share < 1:
+            found = found.plus(super()._linears(routed, s, dtype).times(1 / traits.grouped_share - 1))
+        numel = sum(each.count * each.n * each.k for each in linears)
+        if traits.casts_weights:
+            found = found.plus(PassTimes(self._stream_s(numel * (FP32_BYTES + width))))
+        if traits.scales_dynamically and traits.casts_gathered and dtype == "fp8":
+            cast_s = self._stream_s(numel * (2 * width + 1))  # its largest element, then itself
+            found = found.plus(PassTimes(cast_s, cast_s))
+        return found
+
+    def step_s(self, config: ResolvedConfig, numel: float) -> float:
+        """Pass over each tensor as often as torch's optimizer does where it is not one kernel."""
+        if not published_traits(self.job).steps_by_tensor:
+            return super().step_s(config, numel)
+        width = DTYPE_BYTES["bf16"] if published_traits(self.job).optimizer_share < NARROW_SHARE else FP32_BYTES
+        return self._stream_s(FOREACH_PASSES * width * numel)
+
+    @property
+    def _permutation_passes(self) -> tuple[float, float]:
+        traits = published_traits(self.job)
+        return traits.permutation or (FUSED_EXPERTS if traits.is_compiled else EXPERTS)
+
+    def host(self, config: ResolvedConfig) -> HostTimes:
+        """Take nothing for what a graph launches."""
+        return HostTimes() if published_traits(self.job).is_graphed else super().host(config)
+
+    def _host_costs(self, s: ResolvedConfig) -> HostCosts:
+        traits, found = published_traits(self.job), super()._host_costs(s)
+        plain = dataclasses.replace(found, block_s=(0.0, 0.0), param_s=0.0)
+        return plain if traits.code is None else host_costs(traits.code, plain, self.job, s)
 
     @property
     def _kernel_s(self) -> float:
@@ -156,7 +350,32 @@ class PublishedComputeModel(ComputeTimeModel):
 
 
 class PublishedCommModel(CommTimeModel):
-    """Gather after the step, reduce once, or over other ranks, where the code does."""
+    """Gather after the step, reduce once, or over other ranks, where the code does; send tokens as it does."""
+
+    def _block(self, s: ResolvedConfig) -> BlockComm:
+        found, again = super()._block(s), published_traits(self.job).recomputation
+        if s.recompute.mode != "selective" or again is None or not again.exchange:
+            return found
+        experts_s = found.recompute.experts_s + found.forward.experts_s
+        return dataclasses.replace(found, recompute=dataclasses.replace(found.recompute, experts_s=experts_s))
+
+    def _experts_stride(self, s: ResolvedConfig) -> int:
+        return super()._experts_stride(s) if published_traits(self.job).splits_experts else 1
+
+    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
+        """Send a token to a node once, and over its links to the experts there, where the code does.
+
+        Of N nodes k experts drawn evenly are on N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+        """
+        direct_s = super()._dispatch_s(num_bytes, num_chosen, num_ranks, stride)
+        levels = self.dispatch_network.levels(num_ranks, stride)
+        if len(levels) != 2 or not published_traits(self.job).dedups_tokens:
+            return direct_s
+        near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
+        num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
+        over_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
+        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
+        return min(direct_s, max(over_s, within_s))
 
     def data(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
         found = super().data(config, pipeline_rank)

@@ -10,6 +10,7 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -223,6 +224,9 @@ def predict(
     price = settled(case, pipelines)
     if price is None:
         return Prediction() if case.states is None else _of_states(case.states)
+    if case.longest and price.job.seq_len != case.longest:
+        full = PublishedPricer(dataclasses.replace(price.job, seq_len=case.longest)).price(price.config)
+        price = dataclasses.replace(price, memory=full.memory)
     ranks = price.memory.ranks[:1] if of_first_rank else price.memory.ranks
     cached_share = published_traits(price.job).cached_logits_share
     memory = [memory_gib(rank, memory_kind or "allocated", cached_share) for rank in ranks]

@@ -24,6 +24,7 @@ _COUNTS: Final = frozenset(
         "ffn",
         "vocab",
         "seq",
+        "longest",
         "params",
         "num_gpus",
         "gpus_per_node",

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, Final, Literal
 
 from planner_eval import codes as codes
 from planner_eval import words as words
+from planner_eval.recomputation import Recomputation, recomputation_of
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
@@ -30,6 +32,10 @@ LONG_SEQUENCE: Final = 8192
 
 TORCHS_LOSS_BYTES: Final = 3.0 * FP32_BYTES
 """Bytes of each logit: widened, its log-softmax, its gradient."""
+
+TORCHS_GROUPED_SHARE: Final = 0.62
+"""Rate of torch's grouped product in bf16 on B200 over that of a dense one in training: 1.55 ms for 16,640 rows of
+Llama 4's experts are 900 TFLOPS (pytorch/ao#2882); on H100 it is as fast as a dense one (#2756: 599)."""
 
 NUM_OF_NARROW_LOSS: Final = 4
 """How often a loss in the logits' own dtype has them: the loop's own, the log-softmax, its gradient and theirs."""
@@ -55,6 +61,23 @@ class PublishedTraits(FrameworkTraits):
         has_first_flash: whether it is the first FlashAttention.
         widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
             reads them as they are.
+        code: the code that ran it, where the row names one.
+        recomputation: what a block frees and runs again, where words of the code say it; the strategy's mode otherwise.
+        steps_by_tensor: whether the optimizer's step is torch's without a fused kernel.
+        widens_adapters: whether adapters are fp32 on a base of bf16.
+        widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
+        packs_experts: whether experts are linear layers that are packed as the others are.
+        keeps_frozen_inputs: whether packed layers keep inputs that no gradient reads, as bitsandbytes' did before its
+            pull request 1270 of July 2024.
+        is_latent: whether attention is DeepSeek's, whose heads are expanded to 192 elements of queries and keys.
+        grouped_share: rate of experts' grouped products over that of the same rows in one product.
+        logs_entropy: whether each step logs entropy and accuracy of all logits.
+        casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
+        scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
+        casts_gathered: whether weights are cast to fp8 after they are gathered, by every rank.
+        dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
+        splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
+        permutation: passes over tokens' copies for their experts, forward and backward, where the code is known.
         params_share: share of the bytes of parameters in their dtype that is really stored.
         optimizer_share: share of the bytes of the optimizer's states, the master among them, that is really stored.
     """
@@ -71,6 +94,22 @@ class PublishedTraits(FrameworkTraits):
     has_tuned_attention: bool = False
     has_first_flash: bool = False
     widens_grads: bool = True
+    permutation: tuple[float, float] | None = None
+    code: codes.Code | None = None
+    recomputation: Recomputation | None = None
+    steps_by_tensor: bool = False
+    widens_adapters: bool = False
+    widens_stream: bool = False
+    packs_experts: bool = False
+    keeps_frozen_inputs: bool = False
+    is_latent: bool = False
+    grouped_share: float = 1.0
+    logs_entropy: bool = False
+    casts_weights: bool = False
+    scales_dynamically: bool = False
+    casts_gathered: bool = False
+    dedups_tokens: bool = True
+    splits_experts: bool = True
     params_share: float = 1.0
     optimizer_share: float = 1.0
 
@@ -86,7 +125,8 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
     """
     p = row.get("parallel") or {}
     if p.get("framework"):
-        return _named_code(p, shape, config, gpu)
+        is_latent = "mla" in str(row["model"].get("attention")).lower()
+        return dataclasses.replace(_named_code(p, shape, config, gpu), is_latent=is_latent)
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
     attention = words.attention_of(p.get("attention_kernel")) or _attention(config, shape, gpu, seq_len)
@@ -131,15 +171,32 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         expert_imbalance=1.0,  # benchmarks send as many tokens to each expert
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
+        recomputation=recomputation_of(p.get("recompute") or _usual_words(p, config), ""),
     )
+
+
+def _usual_words(p: Mapping[str, Any], config: ResolvedConfig) -> str | None:
+    return "per op" if compiles_blocks(p, config.zero.stage) else None
 
 
 def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> PublishedTraits:
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
-    written = f"{p.get('loss')} {p.get('framework')}".lower()
+    written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
+    is_slow_grouped = code.name == "torchtitan" and is_after_h100(gpu) and codes.dated(code, p).year < 2026
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
+        code=codes.dated(code, p),
+        steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
+        widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
+        widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
+        grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
+        logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,
+        casts_weights=codes.is_wide(p),
+        scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
+        casts_gathered="fp8 all-gather" not in precision,
+        keeps_frozen_inputs=codes.lora_of(p.get("lora")).get("lora.base") == "nf4" and codes.is_of_early_2024(written),
+        packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
         is_compiled=is_fused,
@@ -152,9 +209,17 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         params_share=codes.params_share(p),
         overlaps_tensor=code.name == "megatron" and config.tensor.sequence_parallel,
         saves_norm_in_fp32=shape.ffn == "gated" and not is_fused,
-        selective=_selective(p, config.zero.stage),
+        selective=_selective({"recompute": codes.recompute_words(p)}, config.zero.stage),
         fuses_gate=is_fused,
         expert_imbalance=1.0,
+        recomputation=recomputation_of(
+            codes.recompute_words(p),
+            code.name,
+            saves_attention=codes.dated(code, p).year > 2025 or not codes.is_tuned_on(gpu, p, code),
+        ),
+        dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
+        splits_experts=str(p.get("etp")) != "1",
+        permutation=codes.permutation_of(p, code),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code),
     )
 
@@ -172,7 +237,7 @@ def _selective(p: Mapping[str, Any], zero_stage: int) -> Literal["half", "all-bu
     """
     written = str(p.get("recompute") or "").lower()
     is_usual = not written and compiles_blocks(p, zero_stage)
-    return "half" if is_usual or re.search(r"\bop\b", written) else "all-but-scores"
+    return "half" if is_usual or re.search(r"\bop\b|selectiveac", written) else "all-but-scores"
 
 
 def _gathers_logits(kernel: str, config: ResolvedConfig) -> bool:

@@ -109,8 +109,14 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
     text = (written or "").lower()
     if re.search(r"(?<![a-z])(none|no|false|off|without|disabled?)(?![a-z])", text):
         return "none", 1
+    if "every second layer" in text:
+        return "full", 2
     if match := re.search(r"every (\d+)", text):
-        return "full", int(match.group(1))
+        return ("selective" if "matmul" in text else "full"), int(match.group(1))
+    if re.search(r"recompute-(ffn|norm|att|qkv|swiglu)", text) and "block" not in text:
+        return "selective", 1
+    if "intermediates within a block" in text or re.search(r"\bminimal|\bsave_(dot|qkv)", text):
+        return "selective", 1
     if "selective" in text or "op" in text.split() or re.search(r"\bsac\b|core_?attn", text):
         return "selective", 1
     if re.search(r"full|true|uniform|block|\bon\b|\byes\b|\ball\b|checkpoint|granular", text):

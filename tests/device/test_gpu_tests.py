@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-# One of each kind: what all of them find takes twenty minutes.
+# One of each kind: what all of them find takes minutes.
 QUICK = "calls_nccl or fp16_overflow or plain_training[2-none] or plain_training[3-selective] or released_storage"
 
 
@@ -46,7 +46,7 @@ def test_tests_of_a_gpu_pass() -> None:
 
 @pytest.mark.full
 def test_all_tests_of_a_gpu_pass_or_name_a_kernel() -> None:
-    assert run_tests("tests/gpu", "--timeout", "1800")["passed"] >= 100
+    assert run_tests("tests/gpu", "--timeout", "1800")["passed"] >= 127
 
 
 @pytest.mark.full

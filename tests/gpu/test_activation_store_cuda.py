@@ -21,7 +21,7 @@ X_BYTES = 64 * 2**20 if torch.version.cuda or torch.version.hip else 2**19  # th
 class PinnedMemory:
     """Host memory that copies need not wait for."""
 
-    def acquire(self, num_bytes: int) -> Tensor:
+    def acquire(self, num_bytes: int, capacity_bytes: int = 0) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def release(self, tensor: Tensor) -> None:

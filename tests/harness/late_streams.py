@@ -152,8 +152,8 @@ class LateDevice:
             spoil(tensor)
             host_release(buffers, tensor)
 
-        def host_acquire_spoilt(buffers: StagingBuffers, num_bytes: int) -> Tensor:
-            return spoil(host_acquire(buffers, num_bytes))
+        def host_acquire_spoilt(buffers: StagingBuffers, num_bytes: int, capacity_bytes: int = 0) -> Tensor:
+            return spoil(host_acquire(buffers, num_bytes, capacity_bytes))
 
         with ExitStack() as stack:
             for owner, name, replacement in (

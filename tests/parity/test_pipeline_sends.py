@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from unittest import mock
 
 import pytest
@@ -49,3 +51,31 @@ def test_a_value_is_one_message_a_few_calls_away(ranks: WorkerPool, schedule: st
         for path in paths:
             assert len(path) <= 6, path
             assert len({call.partition(":")[0] for call in path}) <= 4, path
+
+
+def calls_around_blocks(rank: int, world_size: int, overrides: dict[str, object]) -> int:
+    """The library's functions that the hooks and classes of this rank's blocks call in a later step."""
+    case, calls = make_case("deep"), 0
+    config = make_config(NUM_MICRO_BATCHES, {"mesh": {"pp": 2}, **overrides})
+    batch = step_batches(case, 0, 1, 1)[0]
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        path = Path(frame.f_code.co_filename)
+        calls += event == "call" and path.name in ("module_hooks.py", "apply.py") and LIBRARY in path.parents
+
+    with initialize(case.build(torch.float64, seed=rank), config, loss_fn=case.loss) as engine:
+        for _ in range(3):
+            engine.train_step([batch] * NUM_MICRO_BATCHES)
+        sys.setprofile(note)
+        try:
+            engine.train_step([batch] * NUM_MICRO_BATCHES)
+        finally:
+            sys.setprofile(None)
+    return calls
+
+
+def test_blocks_whose_parameters_are_whole_have_no_hooks(ranks: WorkerPool) -> None:
+    whole = ranks(2).run(calls_around_blocks, {})
+    hooked = ranks(2).run(calls_around_blocks, {"tiers": {"optimizer": "host"}})
+    assert all(2 * few < many for few, many in zip(whole, hooked, strict=True)), (whole, hooked)

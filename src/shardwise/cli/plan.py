@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -231,8 +231,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import cost_dict, cost_view, page_dict, plan_dict, plan_view
         from shardwise.planner.request import PlanRequest, Question, is_split, read_model
-        from shardwise.planner.search import Limits, search, settle
-        from shardwise.verify.finalists import simulate_finalists
+        from shardwise.planner.search import Limits, search
 
         source_model, own = read_model(model), arguments.compare
         batch = arguments.global_batch or source_model.global_batch or (own and _batch_of(own, cluster.num_gpus))
@@ -255,9 +254,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
             arguments.cluster = f"{arguments.cluster.partition(':')[0]}:{plan.job.cluster.num_gpus}"
         pricer = Pricer(plan.job)
         yours, note = _yours(pricer, own, model if is_split(source_model) else None)
-        shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
-        wanted = (*shown, *plan.near_misses)
-        plan = settle(plan, simulate_finalists(wanted, arguments.simulate, say))
+        plan = _settled(arguments, plan, say)
         say("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
     of_run = (plan, arguments.tokens, arguments.budget, sizes)
@@ -279,6 +276,20 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
     finally:
         _write_config(arguments, plan, pricer)
     return 0 if plan.winner is not None else 1
+
+
+def _settled(arguments: SimpleNamespace, plan: SearchResult, say: Callable[[str], None]) -> SearchResult:
+    """Return the plan with the exact memory of what will be shown; say meanwhile what was found."""
+    from shardwise.planner.results import layout_words
+    from shardwise.planner.search import settle
+    from shardwise.runtime.format import format_s
+    from shardwise.verify.finalists import simulate_finalists
+
+    price = plan.winner
+    found = "" if price is None else f"{layout_words(price.config)}, {format_s(price.time.step_s)} a step; "
+    shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
+    wanted = (*shown, *plan.near_misses)
+    return settle(plan, simulate_finalists(wanted, arguments.simulate, lambda doing: say(f"{found}{doing}")))
 
 
 def _batch_of(own_config: str, num_gpus: int) -> int | None:

@@ -27,8 +27,10 @@ HIDDEN_SHARE: Final = 1 / (1 + OVERLAP_SLOWDOWN)
 TENSOR_CHUNKS: Final = 4
 """Parts in which codes that overlap tensor-parallel collectives multiply; all but one part's collective may hide."""
 DISPATCH_SHARE: Final = 0.9
-"""Share of links and networks that the all-to-alls of experts reach over 2 and over 8 nodes, whatever rings reach: 153
-of 160 GB/s by NVLink, 43 to 58 of 50 by InfiniBand, counting what stays within the node (the README of DeepEP)."""
+DISPATCH_LINKS_SHARE: Final = 0.7
+"""Shares of networks and of links that the all-to-alls of experts reach, whatever rings reach (deepseek-ai/DeepEP): 43
+to 58 of 50 GB/s by InfiniBand, 726 GB/s of 900 by NVLink 5 and 153 of 200 by NVLink on H800, of both seven eighths of
+eight ranks' on the links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +165,9 @@ class CommTimeModel:
         self.compact = compact or CompactLayout(job)
         self.network = NetworkModel(job.cluster)
         gpu = job.cluster.gpu
-        share = max(DISPATCH_SHARE, gpu.fitted.network_share)
-        gpu = replace(gpu, fitted=replace(gpu.fitted, network_share=share))
-        self._dispatch_network = NetworkModel(replace(job.cluster, gpu=gpu), collisions=0.0)
+        links = gpu.link_bytes_per_s * DISPATCH_LINKS_SHARE / DISPATCH_SHARE
+        gpu = replace(gpu, link_bytes_per_s=links, fitted=replace(gpu.fitted, network_share=DISPATCH_SHARE))
+        self.dispatch_network = NetworkModel(replace(job.cluster, gpu=gpu), collisions=0.0)
         self._blocks: dict[tuple[object, ...], BlockComm] = {}
 
     def block(self, config: ResolvedConfig) -> BlockComm:
@@ -380,24 +382,15 @@ class CommTimeModel:
         if shape.experts is None or self.job.ep == 1:
             return 0.0
         of_tokens = self._activation_bytes(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1)
-        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, self.job.ep, s.mesh.tp)
+        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, self.job.ep, self._experts_stride(s))
         return 2 * one_s * shape.num_expert_layers / shape.num_layers
 
-    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
-        """Return the seconds in which tokens go to the ranks of their experts, or come back.
+    def _experts_stride(self, s: ResolvedConfig) -> int:
+        return s.mesh.tp
 
-        A token goes to a node once, and over its links to the experts there: of N nodes k experts drawn evenly are on
-        N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
-        """
-        direct_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
-        levels = self._dispatch_network.levels(num_ranks, stride)
-        near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
-        if len(levels) != 2:
-            return direct_s
-        num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
-        over_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
-        within_s = self._dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
-        return min(direct_s, max(over_s, within_s))
+    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
+        """Return the seconds in which tokens go to the ranks of their experts, or come back: a copy for each expert."""
+        return self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
 
     def _tokens(self, s: ResolvedConfig) -> float:
         return self.job.seq_len / s.mesh.cp * s.batch.micro_size

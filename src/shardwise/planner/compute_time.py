@@ -16,6 +16,19 @@ from typing import Final
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.optim.rules import NUM_ITERATIONS, num_states
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
+from shardwise.planner.host_time import (
+    ADAPTER_LAUNCHES,
+    BACKWARD_LAUNCH_S,
+    COMPILED_LAUNCH_S,
+    COMPILED_LAUNCHES,
+    EAGER_LAUNCHES,
+    GRACE_SHARE,
+    LAUNCH_S,
+    NUM_PRODUCTS,
+    HostCosts,
+    HostTimes,
+    host_times,
+)
 from shardwise.planner.job import PlanJob, SectionNumbers, SkeletonParam, param_of, product_dtype, trains_all
 from shardwise.planner.profile import AttentionTime, MatmulTime
 from shardwise.planner.stages import PACKED_BYTES, is_adapter, packed_params, with_adapters
@@ -45,8 +58,8 @@ _PLAIN_FLASH_CORE: Final = 3.6e12
 # More reads of what is cast to fp4 than to fp8: its largest element is looked for, and a Hadamard matrix rotates it
 # (NVIDIA 2025, arXiv 2509.25149, section 4).
 _FP4_READS: Final = 2.0
-# Seconds that a kernel takes on a device beyond its work, and that the host takes to launch one from Python.
-_KERNEL_S, _DISPATCH_S = 2.5e-6, 12e-6
+# Seconds that a kernel takes on a device beyond its work.
+_KERNEL_S: Final = 2.5e-6
 
 # Reads and writes of a tensor in the parameters' dtype, forward and backward, by kernel; nothing here is fitted. A
 # kernel that works in fp32 takes two for each.
@@ -55,28 +68,39 @@ _SUM = 3.0
 _GATE, _FUSED_GATE = (5.0, 8.0), (3.0, 5.0)
 _ACTIVATION, _FUSED_ACTIVATION = (4.0, 6.0), (2.0, 3.0)  # of a plain feed-forward, the bias with it
 _ROTATION, _FUSED_ROTATION = 10.0, 2.0
-_EXPERTS, _FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)  # tokens are sorted and copied, results copied back and summed
+# Of the tokens' copies for their experts, as `grouped_mm_experts_forward` of transformers' integrations/moe.py makes
+# them: gathered, sorted, weighed and sorted back (2 each), summed by `index_add` (3); backward as many and sorted keys.
+_EXPERTS = (11.0, 15.0)
 _EMBEDDING = (2.0, 4.0)
-_ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its input's gradient
+# Of an adapter's output, scaled and added to its layer's, and of its input, to whose gradient its own is added (peft,
+# `tuners/lora/layer.py`); more of the input where it is dropped, with a mask of one byte.
+_ADAPTER_OUTPUT, _ADAPTER_INPUT, _ADAPTER_DROPOUT = (5.0, 2.0), (0.0, 3.0), (2.5, 2.5)
+_FUSED_ADAPTER = (3.0, 0.0)  # of the output; of the input backward
+_EXPERTS_ADAPTER = 1.5  # of the experts' weights, to which the adapters' product is added
 # Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
 _LOSS_BYTES = (8.0, 16.0)
 # Bytes of the cast of an element that is stepped in fp32.
 _STEP_CAST_BYTES = 2.0
-# Kernels that a block's forward launches, and where element-wise ones are fused; more for each adapted layer; those of
-# the backward of weights are a third.
-_NUM_KERNELS, _NUM_COMPILED_KERNELS, _NUM_ADAPTER_KERNELS = 40.0, 14.0, 4.0
-_WEIGHT_KERNELS_SHARE: Final = 1 / 3
+# Seconds of our own code around a block in stages 0 to 3, forward and backward together, and in stages 2 and 3 for each
+# parameter (docs/benchmarks.md, `benchmarks/hook_overhead.py`: 62 and 102 us with 2 and 9 parameters, 94 and 141), of
+# which a forward has a third, and for each parameter in a step (`benchmarks/host_time.py`: 2,366 to 3,178 us for 146).
+_BLOCK_S, _PARAM_S, _FORWARD_PART, _STEP_PARAM_S = (51e-6, 51e-6, 51e-6, 81e-6), 6e-6, 1 / 3, 7e-6
+_NUM_BLOCK_PARAMS: Final = 9
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Describe a linear layer on one rank: [m, k] by [k, n], `count` side by side, as the products of experts run."""
+    """Describe a linear layer on one rank: [m, k] by [k, n], `count` side by side, as the products of experts run.
+
+    Where it is routed, m is a mean: each of the side by side has tokens of its own number.
+    """
 
     m: float
     n: float
     k: float
     count: float = 1.0
     is_frozen: bool = False
+    is_routed: bool = False
 
 
 class ComputeTimeModel:
@@ -84,7 +108,7 @@ class ComputeTimeModel:
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
-        self._products: dict[tuple[float, float, float, float, str, bool], float] = {}
+        self._products: dict[tuple[float, float, float, float, str, bool, bool], float] = {}
         self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         self._numbers = SectionNumbers()
@@ -108,7 +132,39 @@ class ComputeTimeModel:
 
     def waits_for_launches(self, config: ResolvedConfig) -> bool:
         """Say whether the kernels of a block's forward are shorter than the host takes to launch them."""
-        return self.block(config).forward_s <= self._launches_s(config)
+        return self.block(config).forward_s <= self.host(config).forward_s
+
+    def host(self, config: ResolvedConfig) -> HostTimes:
+        """Return what the host takes for a block of a micro-batch and for the ends; 0 where it is the device itself."""
+        shape, cluster = self.job.shape, self.job.cluster
+        if cluster.gpu.is_cpu:
+            return HostTimes()
+        return host_times(
+            self._host_costs(config),
+            experts_share=shape.num_expert_layers / shape.num_layers,
+            again_share=(config.recompute.mode == "full") / config.recompute.every,
+            speed_share=GRACE_SHARE if cluster.gpu.name.startswith(("gh", "gb")) else 1.0,
+        )
+
+    def _host_costs(self, s: ResolvedConfig) -> HostCosts:
+        """Return the costs of our own code."""
+        is_compiled, num_adapted = self.job.traits.is_compiled, len(self._adapters_of(s.lora, has_experts=False)) // 2
+        forward, backward = COMPILED_LAUNCHES if is_compiled else EAGER_LAUNCHES
+        launches = (
+            forward + num_adapted * ADAPTER_LAUNCHES[0],
+            backward + num_adapted * ADAPTER_LAUNCHES[1] - (0 if trains_all(s) else NUM_PRODUCTS),
+        )
+        profile = self.job.cluster.profile
+        # What `doctor` measures of a product without work is its launch.
+        speed_share = (profile.call_s / LAUNCH_S if profile is not None else 0.0) or 1.0
+        engine_s = _BLOCK_S[s.zero.stage] + _PARAM_S * _NUM_BLOCK_PARAMS * (s.zero.stage > 1)
+        return HostCosts(
+            launches=launches,
+            launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else LAUNCH_S),
+            backward_launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else BACKWARD_LAUNCH_S),
+            block_s=(_FORWARD_PART * engine_s, (1 - _FORWARD_PART) * engine_s),
+            param_s=_STEP_PARAM_S,
+        )
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
@@ -165,7 +221,7 @@ class ComputeTimeModel:
                 kernels = self._linears(linears, s, product_dtype(s)).plus(self._adapters(s, has_experts=has_experts))
                 kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
                 products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
-        kernels = self._launched(products.plus(attention).plus(streams), s)
+        kernels = products.plus(attention).plus(streams)
         corrected = self._corrections.block(kernels, s, self._tokens(s))
         streamed_s = max(0.0, streams.forward_s + corrected.forward_s - kernels.forward_s)
         again = {
@@ -174,24 +230,6 @@ class ComputeTimeModel:
             "selective": streamed_s,
         }[s.recompute.mode]
         return replace(corrected, recompute_s=again / s.recompute.every)
-
-    def _launched(self, times: PassTimes, s: ResolvedConfig) -> PassTimes:
-        """Raise each pass to at least what the host takes to launch its kernels."""
-        least_s = self._launches_s(s)
-        return PassTimes(
-            max(times.forward_s, least_s),
-            max(times.backward_input_s, least_s),
-            max(times.backward_weight_s, least_s * _WEIGHT_KERNELS_SHARE),
-            times.recompute_s,
-        )
-
-    def _launches_s(self, s: ResolvedConfig) -> float:
-        """Return the seconds to launch a block's forward; 0 where kernels were measured with it."""
-        profile, traits = self.job.cluster.profile, self.job.traits
-        if profile is not None and profile.call_s:
-            return 0.0
-        kernels = _NUM_COMPILED_KERNELS if traits.is_compiled else _NUM_KERNELS
-        return (kernels + _NUM_ADAPTER_KERNELS * (len(self._adapters_of(s.lora, has_experts=False)) // 2)) * _DISPATCH_S
 
     # --- matrix products -------------------------------------------------------------------------------------------
 
@@ -205,14 +243,15 @@ class ComputeTimeModel:
         ]
 
     def _ffn_linears(
-        self, s: ResolvedConfig, ffn_size: float, tokens: float, count: float = 1.0, *, is_frozen: bool | None = None
+        self, s: ResolvedConfig, ffn_size: float, tokens: float, count: float = 0.0, *, is_frozen: bool | None = None
     ) -> list[GemmShape]:
-        """Return the layers of `count` feed-forwards that run side by side, each over so many tokens."""
+        """Return the layers of a feed-forward, or of `count` experts side by side, each over so many tokens."""
         shape, inner = self.job.shape, ffn_size / s.mesh.tp
-        is_frozen = not trains_all(s) if is_frozen is None else is_frozen
+        is_frozen, is_routed = not trains_all(s) if is_frozen is None else is_frozen, count > 0
+        wide = inner * (shape.num_ffn_matrices - 1)
         return [
-            GemmShape(tokens, inner * (shape.num_ffn_matrices - 1), shape.hidden_size, count, is_frozen),
-            GemmShape(tokens, shape.hidden_size, inner, count, is_frozen),
+            GemmShape(tokens, wide, shape.hidden_size, count or 1.0, is_frozen, is_routed),
+            GemmShape(tokens, shape.hidden_size, inner, count or 1.0, is_frozen, is_routed),
         ]
 
     def _expert_linears(self, s: ResolvedConfig) -> list[GemmShape]:
@@ -241,14 +280,23 @@ class ComputeTimeModel:
         tokens, width, times = self._tokens(s), _WIDTHS[param_of(s)], PassTimes()
         for adapter in self._adapters_of(s.lora, has_experts=has_experts):
             if adapter.is_of_experts:
-                experts_s = self._stream_s(_ADAPTER / 2 * width * self._expert_numel / (self.job.ep * s.mesh.tp))
+                experts_s = self._stream_s(_EXPERTS_ADAPTER * width * self._expert_numel / (self.job.ep * s.mesh.tp))
                 times = times.plus(PassTimes(experts_s, experts_s))
                 continue
             outputs, inputs = adapter.split(s.mesh.tp).local_shape
             times = times.plus(self._linears([GemmShape(tokens, outputs, inputs)], s, param_of(s)))
-            summed_s = self._stream_s(_ADAPTER * tokens * max(outputs, inputs) * width)
-            times = times.plus(PassTimes(summed_s) if outputs > inputs else PassTimes(0.0, summed_s))
+            passes = self._adapter_passes(s, is_output=".lora_B" in adapter.name)
+            times = times.plus(self._streamed(tokens * max(outputs, inputs) * width, passes))
         return times
+
+    def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
+        """Return the passes over the output of an adapter's second matrix, or over the input of its first."""
+        if self.job.traits.is_compiled:
+            return _FUSED_ADAPTER if is_output else _FUSED_ADAPTER[::-1]
+        if is_output:
+            return _ADAPTER_OUTPUT
+        dropout = _ADAPTER_DROPOUT if s.lora.dropout else (0.0, 0.0)
+        return _ADAPTER_INPUT[0] + dropout[0], _ADAPTER_INPUT[1] + dropout[1]
 
     def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         """Price what unpacks the packed weights of a block for each product with them."""
@@ -265,27 +313,37 @@ class ComputeTimeModel:
         """Price the copies of tokens for each of their experts, and the weighted sum of the results."""
         experts = self.job.shape.experts
         copies = self._tokens(s) * (0 if experts is None else experts.num_chosen)
-        num_passes = _FUSED_EXPERTS if self.job.traits.is_compiled else _EXPERTS
-        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], num_passes)
+        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], self._permutation_passes)
+
+    @property
+    def _permutation_passes(self) -> tuple[float, float]:
+        return _EXPERTS
 
     def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
         wide = _WIDTHS[param_of(s)]
         is_fused = self.job.traits.is_compiled and not self.job.cluster.gpu.is_cpu  # a thread runs one kernel at a time
         for linear in linears:
-            forward_s += self._product_s(linear.m, linear.n, linear.k, dtype, linear.count)
-            input_s += self._product_s(linear.m, linear.k, linear.n, dtype, linear.count)
+            is_routed = linear.is_routed
+            forward_s += self._product_s(linear.m, linear.n, linear.k, dtype, linear.count, is_routed=is_routed)
+            input_s += self._product_s(linear.m, linear.k, linear.n, dtype, linear.count, is_routed=is_routed)
             if not linear.is_frozen:
                 accumulated_s = self._stream_s(linear.count * linear.n * linear.k * self._accumulation_bytes(s))
                 product_s = self._product_s(linear.k, linear.n, linear.m, dtype, linear.count, is_weight=True)
                 weight_s += max(product_s, accumulated_s) if is_fused else product_s + accumulated_s
             if _WIDTHS[dtype] < wide:
-                # Once as it is and once transposed; fused with what made it, nothing more is read.
-                narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
-                narrow += _FP4_READS * wide if dtype == "fp4" else 0.0
+                narrow = self._narrow_bytes(dtype, wide)
                 forward_s += linear.count * self._stream_s(linear.m * linear.k * narrow)
                 input_s += linear.count * self._stream_s(linear.m * linear.n * narrow)
         return PassTimes(forward_s, input_s, weight_s)
+
+    def _narrow_bytes(self, dtype: str, wide: float) -> float:
+        """Return the bytes to cast an element of a product's factor to a dtype that is narrower than `wide` bytes.
+
+        It is written once as it is and once transposed; fused with what made it, nothing more is read.
+        """
+        narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
+        return narrow + (_FP4_READS * wide if dtype == "fp4" else 0.0)
 
     def _accumulation_bytes(self, s: ResolvedConfig) -> float:
         """Return the bytes to add an element's gradient to earlier micro-batches', beyond the product's own write."""
@@ -294,9 +352,17 @@ class ComputeTimeModel:
         return 2 * _WIDTHS["fp32" if s.precision.accumulate == "fp32" else param_of(s)]
 
     def _product_s(
-        self, m: float, n: float, k: float, dtype: str, count: float = 1.0, *, is_weight: bool = False
+        self,
+        m: float,
+        n: float,
+        k: float,
+        dtype: str,
+        count: float = 1.0,
+        *,
+        is_weight: bool = False,
+        is_routed: bool = False,
     ) -> float:
-        key = (m, n, k, count, dtype, is_weight)
+        key = (m, n, k, count, dtype, is_weight, is_routed)
         if key not in self._products:
             rates = self._matmul_rates(dtype)
             measured_s = None if rates is None else count * 2.0 * m * n * k / rates.at(m, n, k)[0]
@@ -309,9 +375,11 @@ class ComputeTimeModel:
             self._rates[dtype] = None if profile is None else _matmul_rates(profile.matmuls, dtype)
         return self._rates[dtype]
 
-    def _roofline_s(self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool) -> float:
+    def _roofline_s(
+        self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool, is_routed: bool
+    ) -> float:
         features = (m, n) if is_weight else (n, k)  # rows run along them, not along the tokens
-        share = shape_share(m, n, k, self.job.cluster.gpu.num_cores, count)
+        share = shape_share(m, n, k, self.job.cluster.gpu.num_cores, count, is_routed=is_routed)
         share *= alignment_share(*features, _WIDTHS[dtype])
         moved = (m * k + k * n) * _WIDTHS[dtype] + m * n * max(_WIDTHS[dtype], 2.0)
         return max(count * 2 * m * n * k / (self._rate(dtype) * share), self._stream_s(count * moved)) + self._kernel_s
@@ -399,18 +467,20 @@ def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
     return peak * (min(shares) if shares else _USUAL_CEILING_SHARE)
 
 
-def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0) -> float:
+def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0, *, is_routed: bool = False) -> float:
     """Return the share of the full rate that `count` products [m, k] by [k, n] can reach at once on `num_cores`.
 
     Cores take the output's tiles in waves, of which the last is partly empty; each tile has a prologue and an
-    epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it.
+    epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it. Where m is
+    the mean of experts' tokens, each expert's last tile is half empty (the README of DeepGEMM: segments of experts are
+    aligned to the block size of M).
 
     >>> shape_share(8192, 8192, 8192, 132) > 0.9 > 0.3 > shape_share(128, 128, 128, 132)
     True
     """
     best, cores = 0.0, max(num_cores, 1)
     for rows, columns, rate in _TILES:
-        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        tiles = (m / rows + 0.5 if is_routed else math.ceil(m / rows)) * math.ceil(n / columns)
         filled = (m * n / (rows * columns)) / tiles
         for split in (1, 2, 4, 8):
             waves, depth = count * tiles * split / cores, k / split

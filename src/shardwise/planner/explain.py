@@ -414,7 +414,7 @@ def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share:
     if change is not None:
         yield change
     if change is None or not trains_all(config):
-        yield from adapters_that_fit(job, _on_device(config), pricer, margin_share)
+        yield from adapters_that_fit(job, config, pricer, margin_share)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
@@ -428,9 +428,11 @@ def adapters_that_fit(job: PlanJob, config: ResolvedConfig, pricer: Pricer, marg
     adapters = LoraConfig(rank=16) if is_whole else config.lora
     packed = adapters.model_copy(update={"base": "nf4"})
     for lora, base in ((adapters, ""), (packed, " lora.base=nf4")):
-        lean = changed(config, {f"lora.{key}": value for key, value in lora})
-        change = Change("", priced(job, lean, pricer)) if _fits(job, lean, pricer, margin_share) else None
-        change = change or smallest_change(job, lean, pricer, margin_share)
+        values = {f"lora.{key}": value for key, value in lora}
+        tried = (changed(_on_device(config), values), changed(config, values))  # what is smaller may fit the device
+        fitting = next((each for each in tried if _fits(job, each, pricer, margin_share)), None)
+        change = None if fitting is None else Change("", priced(job, fitting, pricer))
+        change = change or smallest_change(job, tried[0], pricer, margin_share)
         if change is not None and lora != config.lora:
             keys = f"{f'lora.rank={lora.rank}' if is_whole else ''}{base} {change.words}".strip()
             yield replace(change, words=f"adapters{' beside weights in 4 bits' if base else ''} ({keys})")

@@ -37,7 +37,7 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, num_data_ranks, param_of, product_dtype, trains_all
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params, with_adapters
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.pipelines import recipe_of
 
@@ -167,8 +167,8 @@ class MemoryModel:
         """
         s, stages = config, self.compact.stages.of(config)
         last = stages.placement.num_ranks - 1
-        dense = block_bytes(self.job, s, has_experts=False)
-        blocks = (dense, block_bytes(self.job, s, has_experts=True) if self.job.shape.experts else dense)
+        dense = self._block_bytes(s, has_experts=False)
+        blocks = (dense, self._block_bytes(s, has_experts=True) if self.job.shape.experts else dense)
         by_key: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
@@ -181,6 +181,9 @@ class MemoryModel:
             if by_key[key].peak_bytes > too_much_bytes:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
+
+    def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
+        return block_bytes(self.job, config, has_experts=has_experts)
 
     def _held(self, config: ResolvedConfig, rank: int) -> _Moments:
         """Return what a rank holds at each moment, as `moments_in_flight`; [moments, 1 + 2 x stages]."""
@@ -374,7 +377,7 @@ class MemoryModel:
 
 
 def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
-    """Return the bytes of one block under a strategy.
+    """Return the bytes of one block under a config.
 
     A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged for
     tokens are kept together with what attention gave them.
@@ -384,7 +387,7 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
         config: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
         has_experts: whether the block's feed-forward is a layer of experts.
     """
-    s, shape = config, _layer_shape(job, config, has_experts)
+    s, shape = config, layer_shape(job, config, has_experts)
     is_chunked = s.context.chunk_tokens is not None and not has_experts
     kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
     bytes_kept = partial(
@@ -408,12 +411,13 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
         if drops_scores
         else bytes_kept(kept_shape, recompute=s.recompute.mode)
     )
+    unread = feature * unread_size(job, s, shape, has_experts=has_experts)
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
     num_gathered = 2 - is_chunked if s.tensor.sequence_parallel and s.recompute.mode != "none" else 0
     stream = feature * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
     return BlockBytes(
-        kept=at_rest + (mixed if s.recompute.mode != "full" else 0.0),
-        whole=bytes_kept(kept_shape) + mixed,
+        kept=at_rest + (mixed if s.recompute.mode != "full" else 0.0) - (unread if s.recompute.mode == "none" else 0.0),
+        whole=bytes_kept(kept_shape) + mixed - unread,
         again=feature * num_gathered * shape.hidden_size,
         working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
         deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.mesh.tp)
@@ -421,6 +425,22 @@ def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> B
         else 0.0,
         stream=stream,
     )
+
+
+def unread_size(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, has_experts: bool) -> float:
+    """Return the features of a token that no weight's gradient reads, as layers without adapters are frozen."""
+    if trains_all(config) or has_experts or config.context.chunk_tokens is not None:
+        return 0.0
+    adapted = {param.name for param in with_adapters(job.shape.params_of("dense"), config.lora)}
+    hidden = shape.hidden_size / (config.mesh.tp if config.tensor.sequence_parallel else 1)
+
+    def is_read(*layers: str) -> bool:
+        return any(f"{layer}.lora_A.weight" in adapted for layer in layers)
+
+    norms = hidden * (
+        2 - is_read("attention.query", "attention.key", "attention.value") - is_read("ffn.gate", "ffn.up")
+    )
+    return norms + (0.0 if is_read("ffn.down") else shape.ffn_size / config.mesh.tp)
 
 
 def _unpacked_bytes(job: PlanJob, config: ResolvedConfig, has_experts: bool) -> float:
@@ -503,7 +523,8 @@ def head_bytes(job: PlanJob, config: ResolvedConfig) -> HeadBytes:
     return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
 
-def _layer_shape(job: PlanJob, config: ResolvedConfig, has_experts: bool) -> LayerShape:
+def layer_shape(job: PlanJob, config: ResolvedConfig, has_experts: bool = False) -> LayerShape:
+    """Return the sizes of a block, and what its code keeps."""
     shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
     return LayerShape(
         hidden_size=shape.hidden_size,

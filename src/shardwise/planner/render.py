@@ -36,11 +36,12 @@ from shardwise.planner.results import (
     money_words,
 )
 from shardwise.planner.search import SearchResult
+from shardwise.planner.step_time import WITHOUT_EVIDENCE
 from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s
 
 # Of docs/planner-accuracy.md, where `tests/unit/planner/test_planner_page.py` looks for them.
 VALIDATION: Final = (
-    "10.5 % off on average of 300 published runs that nothing is fitted to; "
+    "10.4 % off on average of 300 published runs that nothing is fitted to; "
     "its first choice in 10 comparisons of layouts was 1.5 % slower than the best"
 )
 _BAR_WIDTH: Final = 60
@@ -580,6 +581,8 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
     if compute.waits_for_launches(config):
         fix = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
         yield f"kernels are shorter than the host takes to launch them, so {fix}"
+    if price.time.kind in WITHOUT_EVIDENCE:
+        yield f"only {WITHOUT_EVIDENCE[price.time.kind]}, so measure a step before you rely on its time"
     for name, fix in _FIXES.items():
         share = price.time.parts.get(name, 0.0) / price.time.step_s
         if share >= _LARGE_SHARE:

@@ -291,9 +291,12 @@ def _batch(num_gpus: int, length: int, notes: list[str], *, tunes: bool) -> int:
 
 
 def _plan_only(job: PlanJob, base: Config) -> str:
+    if base.model.path is not None:
+        return ""
+    if base.lora.rank:
+        return f"adapters train beside a model's weights, and {job.shape.name} is a shape without any; plan only"
     try:
-        if base.model.path is None:
-            model_section(job.shape, base.model)
+        model_section(job.shape, base.model)
     except ConfigError as error:
         return str(error)
     return ""

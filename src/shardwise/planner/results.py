@@ -111,6 +111,7 @@ class TimeEstimate:
         parts: of the step, by `TIME_PARTS`; their sum is `step_s`.
         bubble_rate: the share of a pipeline's span in which a rank neither computes nor communicates, by Qi et al.
             2023 (arXiv 2401.10241), section 2.3; None without a pipeline.
+        kind: what the interval comes from, as `step_time.kind_of` says; empty where none was asked.
     """
 
     step_s: float
@@ -118,6 +119,7 @@ class TimeEstimate:
     high_s: float
     parts: Mapping[str, float]
     bubble_rate: float | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

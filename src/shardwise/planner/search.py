@@ -338,7 +338,10 @@ class _Search:
         if pipeline not in self._fits_leanest:
             count = config.batch.accumulation * config.batch.micro_size
             least = {"batch.micro_size": 1, "batch.accumulation": count, "recompute.mode": "full", "recompute.every": 1}
-            self._fits_leanest[pipeline] = self._fits_device(changed(config, {**placement, **least}))
+            leanest = changed(config, least)
+            # Only what is recomputed whole may move its activations away.
+            of_leanest = max(self._placements_of(leanest), key=_saving, default=placement)
+            self._fits_leanest[pipeline] = self._fits_device(changed(leanest, of_leanest))
         return self._fits_leanest[pipeline] and self._fits_device(changed(config, placement))
 
     def _fits_device(self, config: ResolvedConfig) -> bool:

@@ -22,7 +22,8 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import FittedConstants
-from shardwise.planner.job import PlanJob, product_dtype
+from shardwise.planner.host_time import queued_s
+from shardwise.planner.job import PlanJob, product_dtype, trains_all
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
@@ -40,22 +41,31 @@ section 6.3: 0.5 % of machines were about 10 % slower)."""
 
 @dataclass(frozen=True)
 class _Stage:
-    """Hold one micro-batch of one stage, by part of `TIME_PARTS`."""
+    """Hold one micro-batch of one stage, by part of `TIME_PARTS`.
+
+    Attributes:
+        launching_s: of the host, forward and backward; a pipeline's pass takes no less, as passes of its micro-batches
+            alternate.
+    """
 
     forward: Mapping[str, float]
     backward_input: Mapping[str, float]
     backward_weight_s: float
+    launching_s: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def times(self) -> OpTimes:
+        forward_s, input_s = sum(self.forward.values()), sum(self.backward_input.values())
         return OpTimes(
-            forward_s=sum(self.forward.values()),
-            backward_input_s=sum(self.backward_input.values()),
+            forward_s=max(forward_s, self.launching_s[0]),
+            backward_input_s=max(input_s, self.launching_s[1] - self.backward_weight_s),
             backward_weight_s=self.backward_weight_s,
         )
 
     def parts(self, num_micro_batches: int) -> dict[str, float]:
-        found = {"compute": self.backward_weight_s * num_micro_batches}
+        working_s = sum(self.forward.values()) + sum(self.backward_input.values()) + self.backward_weight_s
+        waiting_s = self.times.total_s - working_s
+        found = {"compute": (self.backward_weight_s + waiting_s) * num_micro_batches}
         for each in (self.forward, self.backward_input):
             for part, seconds in each.items():
                 found[part] = found.get(part, 0.0) + seconds * num_micro_batches
@@ -83,10 +93,13 @@ class TimeModel:
         parts["data"] = self.communication.data(config, worst).exposed_s(*passes)
         parts["offload"] = self.offload.times(config, worst).exposed_s(*passes)
         parts["step"] = self._step_s(config, worst)
+        moved_s = (parts["data"] + parts["offload"]) / config.batch.accumulation
+        parts["compute"] += self._launching_s(config, passes[0], passes[1] + moved_s)
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
-        low_s, high_s = interval_s(self.job, config, step_s)
-        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
+        kind = kind_of(self.job, config, sum(self._launches_s(config)) * config.batch.accumulation / step_s)
+        low_s, high_s = interval_s(kind, step_s)
+        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate, kind=kind)
 
     def stages_s(self, config: ResolvedConfig) -> float:
         """Return the seconds of a step without what depends on where states are stored."""
@@ -114,6 +127,21 @@ class TimeModel:
         backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
         return parts, worst, (forward_s, backward_s), bubble_rate
 
+    def _launching_s(self, s: ResolvedConfig, forward_s: float, backward_s: float) -> float:
+        """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
+        if s.mesh.pp > 1:
+            return 0.0
+        span_s = queued_s((forward_s, backward_s), self._launches_s(s), num_micro_batches=s.batch.accumulation)
+        return max(0.0, span_s - s.batch.accumulation * (forward_s + backward_s))
+
+    def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
+        """Return what the host takes for a micro-batch of a rank, forward and backward."""
+        host, num_blocks = self.compute.host(s), self.job.shape.num_layers / s.mesh.pp
+        return (
+            num_blocks * host.forward_s + host.ends_forward_s,
+            num_blocks * host.backward_s + host.ends_backward_s,
+        )
+
     def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
         units = self._block(config), *self._ends(config)
@@ -138,6 +166,13 @@ class TimeModel:
         found = [inner[num_blocks] for num_blocks in cut.layers]
         for stage, unit in ((0, first), (-1, last)):
             found[stage] = _joined(found[stage], 1, [unit])
+        if s.mesh.pp > 1:
+            host = self.compute.host(s)
+            launched = {
+                id(stage): replace(stage, launching_s=(num_blocks * host.forward_s, num_blocks * host.backward_s))
+                for stage, num_blocks in zip(found, cut.layers, strict=True)
+            }
+            found = [launched[id(stage)] for stage in found]
         return found
 
     def _block(self, s: ResolvedConfig) -> _Stage:
@@ -185,7 +220,10 @@ class TimeModel:
             for each in rank.folds
             if each.group.trainable and (s.tiers.optimizer == "device" or each.group.tiers.optimizer == "device")
         )
-        return self.compute.step_s(s, numel / self._num_optimizer_shards(s)) + self._matrices_s(s, pipeline_rank)
+        num_params = sum(each.count * len(each.group.params) for each in rank.folds if each.group.trainable)
+        launching_s = self.compute.host(s).param_s * num_params * (numel > 0)
+        on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
+        return max(launching_s, on_device_s) + self._matrices_s(s, pipeline_rank)
 
     def _matrices_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
@@ -254,27 +292,49 @@ def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
     return _Stage(forward, backward, weight_s)
 
 
-Kind = Literal["measured", "fitted", "unfitted"]
+Kind = Literal["measured", "fitted", "unfitted", "adapters", "experts", "launches"]
 """What a prediction comes from: a profile of the machine; constants that are fitted to published runs on its devices;
-constants that are not."""
+constants that are not; and kinds of jobs for which fewer runs are known: adapters, experts, and steps that wait for the
+host."""
 
-SHARES: Final[Mapping[Kind, float]] = MappingProxyType({"measured": 0.12, "fitted": 0.22, "unfitted": 0.31})
+SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
+    {"measured": 0.12, "fitted": 0.22, "unfitted": 0.31, "adapters": 0.40, "experts": 0.53, "launches": 0.97}
+)
 """Half an interval as a share of the predicted time. A run of an unknown source is off by what its source is off,
 so `fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the
 number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of
-`benchmarks/planner_machine.py` (docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: its device is
-taken to be as far off as a source, and both as independent errors."""
+`benchmarks/planner_machine.py` (docs/benchmarks.md). `unfitted` has rows of five sources that
+differ by device: its device is taken to be as far off as a source, and both as independent errors. So is the code of
+`adapters`, whose four sources give 0.33 by that quantile. `experts` and `launches` have six
+and two sources, too few for that quantile: they are what holds four fifths of these."""
+
+WITHOUT_EVIDENCE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "experts": "six sources tell how far off a price of experts is",
+        "launches": "two sources tell how far off a step is that waits for the host",
+    }
+)
+"""Of kinds for which too few runs are known, the words that say so."""
+
+LAUNCHING_SHARE: Final = 0.7
+"""Share of a step from which on what the host launches decides it."""
 
 
-def kind_of(job: PlanJob, config: ResolvedConfig) -> Kind:
-    """Return what a prediction of a candidate comes from."""
+def kind_of(job: PlanJob, config: ResolvedConfig, launching_share: float = 0.0) -> Kind:
+    """Return what a prediction of a config comes from, of whose step the host is busy for a share."""
     if job.cluster.profile is not None:
         return "measured"
+    if launching_share > LAUNCHING_SHARE:
+        return "launches"
+    if job.shape.experts is not None:
+        return "experts"
+    if not trains_all(config):
+        return "adapters"
     is_fitted = job.cluster.gpu.fitted != FittedConstants() and product_dtype(config) not in ("fp64", "fp32", "tf32")
     return "fitted" if is_fitted else "unfitted"
 
 
-def interval_s(job: PlanJob, config: ResolvedConfig, step_s: float) -> tuple[float, float]:
+def interval_s(kind: Kind, step_s: float) -> tuple[float, float]:
     """Return the least and the most seconds of a step that four of five runs predicted at `step_s` should take."""
-    share = SHARES[kind_of(job, config)]
+    share = SHARES[kind]
     return step_s * (1 - share), step_s * (1 + share)

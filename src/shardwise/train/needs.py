@@ -153,11 +153,7 @@ def _of_memory(config: ResolvedConfig, vocab_size: int, num_local_ranks: int) ->
 
 
 def predicted_memory(config: ResolvedConfig, vocab_size: int, held_bytes: float = 0.0) -> MemoryEstimate | None:
-    """Return the predicted memory of the ranks; None where the planner does not know the model.
-
-    Args:
-        held_bytes: that a device has.
-    """
+    """Return the predicted memory of the ranks, whose devices have `held_bytes`; None where the model is not known."""
     num_ranks = MeshShape.from_config(config.mesh).world_size
     try:
         job = planned_job(config, sizes_cluster(num_ranks, held_bytes), vocab_size)

@@ -39,7 +39,7 @@ def build() -> Any:
     """The C++ side: built once a machine, by torch's own loader, in about a minute.
 
     The loader marks a build by a file, and waits for ever where one was killed. So the mark of a build that is over
-    goes, under a lock that the system takes from a process that ends. It builds anew where the path is another one, so
+    goes, under a lock that the system takes from a process that ends. It builds again where the path is another one, so
     the source goes beside what is made of it: all checkouts that have the same share it.
     """
     from torch.utils.cpp_extension import get_default_build_root, load

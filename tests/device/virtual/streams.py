@@ -198,7 +198,7 @@ class Scheduler:
         """Let work run, from now on, while the host waits for something else: another rank may need what is sent."""
 
         def run() -> None:
-            while True:
+            while threading.main_thread().is_alive():  # after it what moves messages has ended
                 num_before = self._num_enqueued
                 time.sleep(IDLE_S)
                 with self._lock:

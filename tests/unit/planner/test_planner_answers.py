@@ -118,6 +118,15 @@ def test_what_no_config_can_have_is_said_before_the_search(folder, capsys, monke
     assert "[no-config-for-model]" in capsys.readouterr().err
 
 
+def test_adapters_of_a_shape_without_weights_are_planned_and_not_written(folder, capsys, monkeypatch) -> None:
+    asked = ["plan", "25m", "h100:1", "--lora", "--simulate", "0"]
+    assert cli.main(asked) == 0
+    assert "a shape without any; plan only" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr("shardwise.planner.search.search", lambda *_, **__: pytest.fail("a search"))
+    assert cli.main([*asked, "--write", "plan.toml"]) == 2
+    assert "[no-config-for-model]" in capsys.readouterr().err
+
+
 def test_a_config_to_compare_names_the_model(folder, capsys) -> None:
     (folder / "two.toml").write_text(
         '[model]\npreset = "25m"\n[data]\nseq_len = 512\n[batch]\nglobal_size = 16\nmicro_size = 4\n[zero]\nstage = 3\n'

@@ -10,6 +10,7 @@ import pytest
 from harness.planner_configs import differences
 from planner_eval.cases import Case, KnownStates, read_case
 from planner_eval.prices import predict_row
+from planner_eval.recomputation import recomputation_of
 from planner_eval.words import gpu_of
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import find_gpu
@@ -99,7 +100,7 @@ def test_a_run_of_compiled_blocks_in_fp8_with_replicas_of_a_node() -> None:
     assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "is_compiled": True, "is_graphed": True,
         "has_tuned_attention": True, "selective": "half", "fuses_gate": True, "widens_grads": False,
-        "unsharded_grad_bytes": 2.0,
+        "unsharded_grad_bytes": 2.0, "recomputation": recomputation_of("per op", ""),
     }  # fmt: skip
 
 

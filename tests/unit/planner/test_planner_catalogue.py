@@ -125,7 +125,8 @@ def test_every_figure_has_a_source():
 @pytest.mark.parametrize("device", GPUS.values(), ids=list(GPUS))
 def test_figures_agree_with_each_other(device):
     peaks = device.peak_flops_per_s
-    assert all(device.ceiling_flops_per_s[dtype] < peaks[dtype] for dtype in device.ceiling_flops_per_s)
+    clocks_higher = 1.2 if device.name.startswith("rtx-") else 1.0
+    assert all(ceiling < clocks_higher * peaks[dtype] for dtype, ceiling in device.ceiling_flops_per_s.items())
     assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"]
     assert peaks["fp32"] <= peaks.get("tf32", peaks["fp16"]) <= peaks["fp16"]
     assert device.memory_bytes <= ENTRIES[device.name].sold_gb * 2**30

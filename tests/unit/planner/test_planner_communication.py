@@ -24,7 +24,15 @@ from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, n
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
 DISPATCH_NETWORK = NetworkModel(
-    replace(CLUSTER, gpu=replace(CLUSTER.gpu, fitted=FittedConstants(network_share=0.9))), collisions=0.0
+    replace(
+        CLUSTER,
+        gpu=replace(
+            CLUSTER.gpu,
+            link_bytes_per_s=CLUSTER.gpu.link_bytes_per_s * 0.7 / 0.9,
+            fitted=FittedConstants(network_share=0.9),
+        ),
+    ),
+    collisions=0.0,
 )
 JOB = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
 MODEL = CommTimeModel(JOB)
@@ -107,11 +115,11 @@ def test_experts_exchange_tokens_only_where_they_are_split() -> None:
     assert CommTimeModel(halved).block(config).forward.experts_s == pytest.approx(split / 2)
 
 
-def test_a_token_crosses_the_network_once_for_each_node_of_its_experts() -> None:
-    def experts_s(num_chosen: int) -> float:
+def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the_code_sends_it_so() -> None:
+    def experts_s(num_chosen: int, **facts: bool) -> float:
         experts = Experts(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
-        job = replace(JOB, shape=replace(JOB.shape, experts=experts), ep=64)
-        return CommTimeModel(job).block(changed(BASE, {"mesh.dp_shard": 64})).forward.experts_s
+        job = replace(JOB, shape=replace(JOB.shape, experts=experts), traits=PublishedTraits(**facts), ep=64)  # type: ignore[arg-type]
+        return PublishedCommModel(job).block(changed(BASE, {"mesh.dp_shard": 64})).forward.experts_s
 
     tokens_bytes = 2 * 8192 * 4096
     network = DISPATCH_NETWORK
@@ -119,7 +127,19 @@ def test_a_token_crosses_the_network_once_for_each_node_of_its_experts() -> None
         assert experts_s(num_chosen) == pytest.approx(
             2 * network.collective_s("all_to_all", copies * tokens_bytes, 8, stride=8), rel=0.05
         )
-    assert experts_s(64) < 8.1 * experts_s(1)  # of 8 nodes no more than all
+    assert experts_s(32) < 8.1 * experts_s(1)  # of 8 nodes no more than all
+    assert experts_s(8, dedups_tokens=False) == pytest.approx(8 * experts_s(1, dedups_tokens=False), rel=0.02)
+
+
+def test_experts_that_are_not_split_are_the_nearest_ranks() -> None:
+    job = replace(JOB, shape=replace(JOB.shape, experts=Experts(num_experts=8, num_chosen=2, ffn_size=64)), ep=8)
+    split, whole = (
+        PublishedCommModel(replace(job, traits=PublishedTraits(splits_experts=splits, dedups_tokens=False)))
+        .block(changed(BASE, {"mesh.tp": 2, "mesh.dp_shard": 32, "tensor.sequence_parallel": True}))
+        .forward.experts_s
+        for splits in (True, False)
+    )
+    assert whole < split / 3  # of 16 ranks half are in another node
 
 
 def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:

@@ -92,6 +92,16 @@ def test_a_base_in_4_bits_is_a_fix_of_adapters_that_do_not_fit() -> None:
     assert ruling.price.config.lora.base == "nf4"
 
 
+def test_a_base_in_4_bits_may_be_stored_on_the_host() -> None:
+    """70.6 B weights take 131 GiB in bf16 and 35 GiB in 4 bits: more than the card has, and less than its desktop."""
+    found = plan("llama-3-70b", "rtx-5090:1", settings=["lora.rank=16"])
+    ruling = verdict(found.result, found.reasons, Pricer(found.asked.job), TEN_THOUSAND)
+    assert not ruling.does_fit
+    assert "lora.base=nf4" in ruling.more
+    assert ruling.price is not None
+    assert ruling.price.config.tiers.params == "host"
+
+
 def test_the_time_is_the_steps_of_the_best() -> None:
     ruling = judged("h100:8", "lora.rank=16")
     assert ruling.price is not None

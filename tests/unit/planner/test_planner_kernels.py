@@ -14,7 +14,8 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
-from shardwise.planner.job import BASE, Experts, FrameworkTraits, ModelShape, PlanJob, changed
+from shardwise.planner.host_time import HostTimes
+from shardwise.planner.job import BASE, SHARDWISE, Experts, FrameworkTraits, ModelShape, PlanJob, changed
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 
 RATE, FREE = 1e9, 1e30
@@ -128,7 +129,7 @@ def test_streams_of_experts_grow_with_the_tokens_they_are_sent() -> None:
     passes_s = two.block(BASE).forward_s - one.block(BASE).forward_s
     dense = model(stream=RATE).block(BASE).forward_s
     wider = model(stream=RATE, shape=replace(SHAPE, ffn_size=96 + 32)).block(BASE).forward_s
-    assert passes_s == pytest.approx(wider - dense + 6 * 2 * TOKENS * 64 / RATE)
+    assert passes_s == pytest.approx(wider - dense + 11 * 2 * TOKENS * 64 / RATE)
     dense_layer = replace(EXPERTS, num_dense_layers=1)
     mixed = model(stream=RATE, shape=replace(SHAPE, experts=dense_layer)).block(BASE).forward_s
     all_routed = two.block(BASE).forward_s
@@ -227,14 +228,41 @@ def unmeasured(shape: ModelShape = SHAPE, gpu: GpuSpec = GPU, **facts: Any) -> C
     )
 
 
-def test_short_kernels_take_as_long_as_their_launches() -> None:
-    fast = replace(GPU, peak_flops_per_s={"bf16": FREE}, ceiling_flops_per_s={"bf16": FREE}, memory_bytes_per_s=FREE)
+def test_the_host_launches_what_a_block_s_code_has_and_a_graph_launches_itself() -> None:
     eager, compiled, graphed = (
-        unmeasured(gpu=fast, **facts).block(BASE) for facts in ({}, {"is_compiled": True}, {"is_graphed": True})
+        unmeasured(**facts).host(BASE) for facts in ({}, {"is_compiled": True}, {"is_graphed": True})
     )
-    assert eager.forward_s == eager.backward_input_s == pytest.approx(40 * 12e-6)
-    assert compiled.forward_s == pytest.approx(14 * 12e-6)
-    assert graphed.forward_s < compiled.forward_s / 10
+    assert (eager.forward_s, eager.backward_s) == pytest.approx((42 * 12e-6, 78 * 10e-6))
+    assert (compiled.forward_s, compiled.backward_s) == pytest.approx((14 * 14e-6, 25 * 14e-6))
+    assert graphed == HostTimes()
+    again = unmeasured().host(changed(BASE, {"recompute.mode": "full", "recompute.every": 2}))
+    assert again.backward_s == pytest.approx(eager.backward_s + eager.forward_s / 2)
+    grace = unmeasured(gpu=replace(GPU, name="gb200")).host(BASE)
+    assert grace.forward_s == pytest.approx(2.6 * eager.forward_s)
+    profile = Profile(device="plain", num_ranks=1, num_threads=1, memory_bytes=1e12, call_s=24e-6)
+    measured = replace(unmeasured().job.cluster, profile=profile)
+    slow = PublishedComputeModel(replace(unmeasured().job, cluster=measured)).host(BASE)
+    assert slow.forward_s == pytest.approx(2 * eager.forward_s)
+    job = unmeasured().job
+    processor = replace(job, cluster=replace(job.cluster, gpu=replace(GPU, name="cpu")))
+    assert ComputeTimeModel(processor).host(BASE) == HostTimes()
+
+
+def test_our_own_code_around_a_block_costs_by_stage_and_parameter() -> None:
+    own = ComputeTimeModel(replace(unmeasured().job, traits=SHARDWISE))
+    plain = unmeasured().host(BASE)
+    for stage, around_s in ((0, 51e-6), (2, 51e-6 + 9 * 6e-6), (3, 81e-6 + 9 * 6e-6)):
+        host = own.host(changed(BASE, {"mesh.dp_shard": 8, "zero.stage": stage}))
+        both_s = host.forward_s + host.backward_s - plain.forward_s - plain.backward_s
+        assert both_s == pytest.approx(around_s)
+    assert own.host(BASE).param_s > 0
+
+
+def test_experts_of_few_tokens_multiply_half_empty_tiles() -> None:
+    # Of 64 rows in tiles of 128, a mean of as many again are empty; of 4096 none matter.
+    few, many = (shape_share(m, 1024, 4096, 1, 64, is_routed=True) for m in (64, 4096))
+    assert few < 0.75 * shape_share(128, 1024, 4096, 1, 64)
+    assert many == pytest.approx(shape_share(4096, 1024, 4096, 1, 64), rel=0.02)
 
 
 def test_a_product_takes_its_flops_at_what_its_tiles_reach_and_a_kernel_s_start() -> None:

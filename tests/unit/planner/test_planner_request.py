@@ -236,14 +236,15 @@ def test_sizes_end_where_none_fits() -> None:
 def test_how_well_a_time_is_known(config: ResolvedConfig, facts: dict[str, Any], kind: str) -> None:
     job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=replace(NODE.gpu, **facts)))
     assert kind_of(job, config) == kind
+    assert kind_of(job, config, launching_share=0.9) == "launches"
     profile = Profile(device="cpu", num_ranks=1, num_threads=1, memory_bytes=1.0)
     assert kind_of(replace(job, cluster=replace(job.cluster, profile=profile)), config) == "measured"
     share = SHARES[kind_of(job, config)]
-    assert interval_s(job, config, 10.0) == pytest.approx((10 - 10 * share, 10 + 10 * share))
+    assert interval_s(kind_of(job, config), 10.0) == pytest.approx((10 - 10 * share, 10 + 10 * share))
 
 
 def test_what_is_known_better_is_given_more_closely() -> None:
-    kinds = ("measured", "fitted", "unfitted")
+    kinds = ("measured", "fitted", "unfitted", "adapters", "experts", "launches")
     assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
     fitted = replace(NODE.gpu, fitted=FittedConstants())
     job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))

@@ -21,8 +21,8 @@ from shardwise.planner.candidates import (
     placements,
 )
 from shardwise.planner.configs import split_as, written
-from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, world_size
+from shardwise.planner.hardware import Cluster, find_gpu, parse_cluster
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
@@ -240,6 +240,18 @@ def test_each_candidate_is_counted_once(memory_gib: float, max_prices: int) -> N
     assert plan.num_candidates == len(list(candidates(job, SearchSpace())))
     assert plan.num_fitting + sum(plan.rejected.values()) == plan.num_candidates
     assert (plan.num_fitting > 0) == bool(plan.best)
+
+
+def test_what_fits_only_with_its_activations_away_is_found() -> None:
+    """Without recomputation no activations move: the leanest layout is none of those that are looked at first."""
+    experts = Experts(num_experts=128, num_chosen=8, ffn_size=1536)
+    sizes = {"num_layers": 94, "hidden_size": 4096, "num_heads": 64, "num_kv_heads": 4, "head_dim": 128}
+    shape = ModelShape(**sizes, ffn_size=12_288, vocab_size=151_936, experts=experts)
+    job = PlanJob(shape=shape, seq_len=40_960, global_batch=64, cluster=parse_cluster("h100:64"))
+    winner = search(job, SearchSpace(pins={"mesh.cp": (1,), "mesh.tp": (1,), "mesh.pp": (1,)})).winner
+    assert winner is not None
+    assert winner.config.tiers.activations == "host"
+    assert missing_memory(winner.memory, job.cluster, 0.06) is None
 
 
 def test_twice_the_same() -> None:

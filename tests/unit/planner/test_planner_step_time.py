@@ -261,8 +261,37 @@ def test_the_slowest_of_many_nodes_decides() -> None:
 )
 def test_a_step_is_over_a_rank_s_share_of_the_elements(changes: dict[str, int], shards: int) -> None:
     s = changed(PLAIN, changes)
-    numel = MODEL.compact.rank(s, 0).numel
-    assert MODEL.estimate(s).parts["step"] == pytest.approx(MODEL.compute.step_s(s, numel / shards))
+    rank = MODEL.compact.rank(s, 0)
+    launched_s = MODEL.compute.host(s).param_s * sum(fold.count * len(fold.group.params) for fold in rank.folds)
+    found = MODEL.estimate(s).parts["step"]
+    assert found == pytest.approx(max(launched_s, MODEL.compute.step_s(s, rank.numel / shards)))
+    assert 0 < launched_s < MODEL.compute.step_s(s, rank.numel)
+
+
+def test_a_step_waits_for_the_host_where_kernels_are_short() -> None:
+    cluster = replace(CLUSTER, num_gpus=1)
+    few = replace(JOB, cluster=cluster, seq_len=128, global_batch=4)
+    one, model = changed(BASE, {"batch.micro_size": 1, "batch.accumulation": 4}), TimeModel(few)
+    host = model.compute.host(one)
+    found = model.estimate(one)
+    launched_s = 4 * few.shape.num_layers * (host.forward_s + host.backward_s)
+    assert launched_s < found.step_s - found.parts["step"] < 1.2 * launched_s
+    assert found.kind == "launches"
+    assert found.high_s - found.step_s > 0.9 * found.step_s
+    # Of a long step it is hidden: what it takes is what the device does.
+    block, (first, last) = model.compute.block(PLAIN), (model.compute.embedding(PLAIN), model.compute.head(PLAIN))
+    assert MODEL.estimate(PLAIN).kind == "fitted"
+    assert block.total_s > host.forward_s + host.backward_s or first.total_s + last.total_s > 0
+
+
+def test_passes_of_a_pipeline_take_no_less_than_their_launches() -> None:
+    few = replace(JOB, seq_len=128, global_batch=64)
+    s = changed(BASE, {"mesh.pp": 4, "mesh.dp_shard": 8, "batch.micro_size": 1, "batch.accumulation": 8})
+    model = TimeModel(few)
+    host = model.compute.host(s)
+    found = model.estimate(s)
+    launched_s = 8 * few.shape.num_layers / 4 * (host.forward_s + host.backward_s)
+    assert found.parts["compute"] > 0.9 * launched_s
 
 
 def test_a_step_on_the_host_is_part_of_the_offload() -> None:

@@ -92,8 +92,8 @@ def test_each_fix_is_said_with_what_makes_it_so() -> None:
     held = price.memory.worst.elsewhere["host"]
     assert missing.tier == "host"
     said = list(suggest(price, missing, Pricer(job), 0.06))
-    assert said[1] == f"host memory of {held / GIB:.0f} GiB a node would fit (host_memory_gib in the cluster's file)"
-    assert any("adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4)" in each for each in said)
+    assert f"host memory of {held / GIB:.0f} GiB a node would fit (host_memory_gib in the cluster's file)" in said
+    assert any("adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4" in each for each in said)
     # What is said of the host holds.
     roomy = replace(job, cluster=replace(DESKTOP, host=Host(memory_bytes=held)))
     assert search(roomy).winner is not None

@@ -1,0 +1,137 @@
+"""What the host of other codes does for a block: counts are those of their source, times were measured there.
+
+Times are of x86 hosts; the planner's own model makes them longer on Grace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from planner_eval.codes import Code
+from planner_eval.traits import PublishedTraits
+from shardwise.config.resolve import ResolvedConfig
+from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
+from shardwise.planner.job import PlanJob, num_data_ranks, trains_all
+
+FUSED_LAUNCHES: Final = (14.0, 30.0)
+"""Kernels of a block whose norms, rotation and gate are Liger's."""
+MORE_OF_NORMS: Final = (16.0, 30.0)
+"""More of a block that norms queries and keys eagerly (transformers' `modeling_qwen3.py`)."""
+PEFT_LAUNCHES: Final = (7.0, 10.0)
+"""Of an adapted layer whose adapters are fp32 on a base of bf16, PEFT's default: both casts with them."""
+EXPERT_LAUNCHES: Final = (11.0, 25.0)
+"""Of each expert with tokens in Hugging Face's loop (integrations/moe.py), which reads two results of the device."""
+TORCHTITAN_EXPERTS: Final = (45.0, 90.0)
+"""More of a block with experts in torchtitan: router, sorts, both all-to-alls, grouped products, scatter."""
+
+AUTOCAST_LAUNCHES: Final = 14
+"""More each way of a block of fp32 under autocast: a cast of the weight and of the input of each product."""
+
+MODULE_S: Final = 6.5e-6
+"""Of `model.train()`, which the Trainer calls before each micro-batch, a module (unslothai/unsloth#10744)."""
+NUM_MODULES, NUM_ADAPTER_MODULES = 14, 8
+"""Modules of a block, and of an adapted layer (peft, `tuners/lora/layer.py`)."""
+AGAIN_S: Final = 0.93e-3
+"""Of a checkpoint that is not reentrant: 45 saved tensors are packed twice and unpacked once in 5 us each, and random
+states stashed (stas00/ml-engineering: 3.05 ms a layer, of which launches are 2.1)."""
+FSDP_S, FSDP_PARAM_S = 290e-6, 30e-6
+"""Of FSDP2 around a block, and for a parameter in the step: 2.05 times ours (docs/benchmarks.md, where both run)."""
+DDP_PARAM_S: Final = 9e-6
+"""Of DDP for each parameter of a backward (docs/benchmarks.md)."""
+GATHER_S: Final = 0.26e-3
+"""Of DeepSpeed's stage 3 for each parameter that is gathered (deepspeedai/DeepSpeed#1069 and #1188)."""
+NUM_PARAMS, NUM_PRODUCTS_OF_ALL = 9, 7
+"""Parameters and linear layers of a block."""
+UNSLOTH_LAUNCHES, UNSLOTH_LAUNCH_S = (35.0, 90.0), 40e-6
+"""Kernels of a block in Unsloth, and seconds of each: 20,000 of a step take 850 ms on an idle device, 54 of them in
+`model.train()` (unslothai/unsloth#10806 and #10744)."""
+ENGINE_MODULE_S, EARLY_ENGINE_MODULE_S = 36e-6, 115e-6
+"""Of a module of Transformer Engine forward: 90 us in 2025 on Grace (NVIDIA/TransformerEngine#2053), which is 2.5
+times as slow; 115 until 2024 (#1191)."""
+NUM_ENGINE_MODULES, NUM_ENGINE_EXPERT_MODULES = 5, 3
+"""Modules of Transformer Engine in a block (two with a norm, attention, two products), and more with experts."""
+ENGINE_LAUNCHES, ENGINE_EXPERTS = (15.0, 28.0), (45.0, 70.0)
+"""Kernels of Megatron's block, and more with experts: router, permutation, its all-to-alls, probabilities."""
+GROUPED_LAUNCH_S: Final = 8e-6
+"""Of one expert's product in a grouped linear layer of Transformer Engine, launched from C++."""
+MAIN_GRAD_S: Final = 30e-6
+"""Of a parameter's hook in Megatron's backward; each expert's weights are parameters of their own."""
+
+
+def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) -> HostCosts:
+    """Return what a code's host takes.
+
+    Args:
+        code: that a row names.
+        found: the planner's own, without an engine.
+        job: whose shape, adapters and traits count.
+        s: how it is split.
+    """
+    if code.name == "megatron":
+        return _of_megatron(code, found, job, s)
+    experts, adapters = job.shape.experts, 0 if trains_all(s) else len(s.lora.targets)
+    num_adapted = NUM_PRODUCTS_OF_ALL if s.lora.targets == ("all-linear",) else adapters
+    if code.name == "unsloth":
+        walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted)
+        return dataclasses.replace(
+            found,
+            launches=UNSLOTH_LAUNCHES,
+            launch_s=UNSLOTH_LAUNCH_S,
+            backward_launch_s=UNSLOTH_LAUNCH_S,
+            block_s=(walk_s, 0.0),
+        )
+    forward, backward = found.launches
+    if not job.traits.is_compiled:
+        forward, backward = EAGER_LAUNCHES
+    elif code.name == "hf":
+        forward, backward = FUSED_LAUNCHES
+    if "qwen3" in job.shape.name.lower() and not job.traits.is_compiled:
+        forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
+    if code.name == "hf" and not trains_all(s):
+        forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
+    if isinstance(job.traits, PublishedTraits) and job.traits.casts_weights:
+        forward, backward = forward + AUTOCAST_LAUNCHES, backward + AUTOCAST_LAUNCHES
+    shards_s = FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
+    if code.name == "deepspeed" and s.zero.stage == 3:
+        shards_s = 2 * GATHER_S * NUM_PARAMS
+    walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted) * (code.name == "hf")
+    more, num_syncs = found.experts_launches, 0.0
+    if experts is not None and code.name == "torchtitan":
+        more, num_syncs = TORCHTITAN_EXPERTS, 1.0 * (job.ep > 1)
+    elif experts is not None and code.name == "hf" and not code.groups_experts:
+        more = (experts.num_experts / job.ep * EXPERT_LAUNCHES[0], experts.num_experts / job.ep * EXPERT_LAUNCHES[1])
+        num_syncs = 2.0 * experts.num_experts / job.ep
+    return dataclasses.replace(
+        found,
+        launches=(forward, backward),
+        launch_s=found.launch_s if job.traits.is_compiled and code.name != "hf" else LAUNCH_S,
+        backward_launch_s=found.backward_launch_s
+        if job.traits.is_compiled and code.name != "hf"
+        else BACKWARD_LAUNCH_S,
+        experts_launches=more,
+        num_syncs=num_syncs,
+        block_s=(shards_s / 3 + walk_s, shards_s * 2 / 3),
+        again_s=AGAIN_S,
+        param_s=FSDP_PARAM_S if s.zero.stage >= 2 else 0.0,
+    )
+
+
+def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) -> HostCosts:
+    module_s = EARLY_ENGINE_MODULE_S if code.year < 2025 else ENGINE_MODULE_S
+    experts = job.shape.experts
+    share = job.shape.num_expert_layers / job.shape.num_layers
+    num_local = experts.num_experts / job.ep if experts else 0.0
+    num_modules = NUM_ENGINE_MODULES + share * NUM_ENGINE_EXPERT_MODULES
+    num_params = NUM_PARAMS + share * 2 * num_local
+    forward_s = num_modules * module_s + share * 2 * num_local * GROUPED_LAUNCH_S
+    backward_s = num_modules * module_s + share * 4 * num_local * GROUPED_LAUNCH_S
+    return dataclasses.replace(
+        found,
+        launches=ENGINE_LAUNCHES,
+        experts_launches=ENGINE_EXPERTS,
+        launch_s=LAUNCH_S,
+        backward_launch_s=BACKWARD_LAUNCH_S,
+        num_syncs=2.0 * (job.ep > 1),
+        block_s=(forward_s, backward_s + MAIN_GRAD_S * num_params * trains_all(s)),
+    )

@@ -1,0 +1,196 @@
+"""What rows of this year say of their code: words become traits, and traits become bytes and seconds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from harness.paths import ROOT
+from planner_eval.cases import Case, read_case
+from planner_eval.models import PublishedPricer, PublishedTimeModel
+from planner_eval.prices import predict
+from planner_eval.traits import PublishedTraits
+from shardwise.planner.results import Estimate
+
+LLAMA = {
+    "name": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256,
+    "seq": 4096, "ffn_type": "swiglu",
+}  # fmt: skip
+MIXTURE = LLAMA | {"ffn": 768, "moe": {"experts": 128, "top_k": 8, "moe_ffn": 768}}
+HUGGING_FACE = "HF Trainer, transformers 4.48 (2025-02)"
+
+
+def case_of(framework: str, model: dict[str, Any] = LLAMA, gpu: str = "H100-SXM5-80GB", **parallel: Any) -> Case:
+    said: dict[str, Any] = {"framework": framework, "dp": 8, "zero_stage": 3, "micro_batch": 1, "grad_accum": 1}
+    hardware = {"gpu": gpu, "num_gpus": 8, "gpus_per_node": 8}
+    row = {"id": "x", "model": model, "hardware": hardware, "parallel": said | {"recompute": "none"} | parallel}
+    case = read_case(row)
+    assert case.refusal is None
+    return case
+
+
+def traits_of(*args: Any, **parallel: Any) -> PublishedTraits:
+    case = case_of(*args, **parallel)
+    assert case.job is not None
+    assert isinstance(case.job.traits, PublishedTraits)
+    return case.job.traits
+
+
+def price_of(*args: Any, **parallel: Any) -> Estimate:
+    case = case_of(*args, **parallel)
+    assert case.job is not None
+    assert case.config is not None
+    return PublishedPricer(case.job).price(case.config)
+
+
+@pytest.mark.parametrize(
+    ("framework", "facts", "logits_bytes"),
+    [
+        (HUGGING_FACE, {}, 10.0),
+        (HUGGING_FACE, {"precision": "bf16 autocast"}, 14.0),
+        ("HF Trainer, transformers 4.44", {}, 12.0),
+        (HUGGING_FACE, {"loss": "Liger fused linear cross-entropy"}, 0.0),
+        (HUGGING_FACE, {"loss": "cut-cross-entropy"}, 0.0),
+        ("torchtitan 2025-06", {"loss": "compiled cross-entropy"}, 4.0),
+        ("torchtitan 2025-06", {"loss": "plain cross-entropy (fp32 logits)"}, 10.0),
+        ("Megatron-LM", {}, 8.0),
+        ("Megatron-LM", {"loss": "TE fused cross-entropy"}, 4.0),
+        ("LLMQ (C++/CUDA)", {"loss": "LM head and loss in 4 chunks, fused, in place"}, 0.5),
+    ],
+)
+def test_a_loss_has_the_logits_that_its_code_makes(framework: str, facts: dict[str, str], logits_bytes: float) -> None:
+    assert traits_of(framework, **facts).logits_bytes == logits_bytes
+
+
+def test_hugging_face_runs_flash_attention_2_where_others_take_the_tuned_kernel() -> None:
+    assert not traits_of(HUGGING_FACE, attention_kernel="flash-attention 2").has_tuned_attention
+    assert traits_of("Megatron-LM", attention_kernel="TE").has_tuned_attention
+    assert not traits_of("Megatron-LM", attention_kernel="TE", gpu="A100-80GB").has_tuned_attention
+    assert traits_of("Megatron-LM", attention_kernel="TE").attention == "flash"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "each_bytes"),
+    [
+        ("AdamW", "bf16, fp32 masters", 12.0),
+        ("AdamW", "bf16 parameters, gradients and states", 4.0),
+        ("AdamW torchao 8-bit", "bf16", 2 * (1 + 4 / 256)),
+    ],
+)
+def test_an_optimizer_stores_what_its_words_say(optimizer: str, precision: str, each_bytes: float) -> None:
+    share = traits_of(HUGGING_FACE, optimizer=optimizer, precision=precision).optimizer_share
+    assert 12 * share == pytest.approx(each_bytes)
+
+
+def test_adapters_are_read_with_their_rank_targets_base_and_dropout() -> None:
+    lora = {"rank": 8, "targets": "q_proj,v_proj", "base": "nf4", "dropout": 0.1}
+    case = case_of(HUGGING_FACE, lora=lora)
+    assert case.job is not None
+    found = case.config.lora
+    assert (found.rank, found.targets, found.base, found.dropout) == (8, ("q_proj", "v_proj"), "nf4", 0.1)
+    narrow, wide = (price_of(HUGGING_FACE, zero_stage=0, lora=lora | {"base": base}) for base in ("bf16", "fp32"))
+    assert wide.memory.worst.peak["params"] == pytest.approx(3 * narrow.memory.worst.peak["params"])
+    assert wide.time.step_s > narrow.time.step_s  # autocast makes each weight's copy in bf16
+    dropped, kept = (price_of(HUGGING_FACE, lora=lora | {"dropout": each}).time.step_s for each in (0.1, 0.0))
+    assert dropped > kept
+
+
+def test_words_of_recomputation_free_tensors_and_run_their_products_again() -> None:
+    words = ("none", "selective modules: moe_act layernorm", "selective modules: moe", "full")
+    prices = [price_of("Megatron-LM", MIXTURE, ep=8, zero_stage=1, recompute=each) for each in words]
+    held = [each.memory.worst.peak["activations"] for each in prices]
+    seconds = [each.time.step_s for each in prices]
+    assert held == sorted(held, reverse=True)
+    assert seconds == sorted(seconds)
+    assert len(set(held)) == len(set(seconds)) == 4
+    again = [each.time.parts["experts"] for each in prices]
+    assert again[1] == again[0]
+    assert again[2] == pytest.approx(1.5 * again[0])  # its dispatch runs again, which moe_act's does not
+
+
+def test_torchtitan_selects_ops_where_a_row_is_silent() -> None:
+    silent = case_of("torchtitan 2025-11", recompute=None)
+    assert silent.config is not None
+    assert silent.config.recompute.mode == "selective"
+    assert "recompute" not in silent.guesses
+    said, none = (price_of("torchtitan 2025-11", recompute=each).time for each in ("selective, per op", "none"))
+    assert said.parts["recompute"] > 0.05 * none.step_s  # wk, wo and w3 run again
+
+
+def test_moments_and_gradients_go_where_words_of_offload_send_them() -> None:
+    found = case_of("LLMQ (C++/CUDA)", zero_stage=1, offload="offload-opt-m (pinned host memory)").config
+    assert found is not None
+    assert (found.tiers.optimizer, found.tiers.optimizer_on_device) == ("host", 0.5)
+    whole = case_of("LLMQ (C++/CUDA)", zero_stage=1, offload="offload-opt-m, offload-opt-v, offload-residual").config
+    assert whole is not None
+    assert (whole.tiers.optimizer, whole.tiers.optimizer_on_device, whole.tiers.activations) == ("host", 0.0, "host")
+
+
+def test_loops_over_experts_wait_for_the_host_and_grouped_products_do_not() -> None:
+    loop, grouped = (
+        price_of("HF Trainer (2025-02)", MIXTURE, experts_kernel=kernel).time.step_s for kernel in (None, "grouped")
+    )
+    assert loop > 2 * grouped
+    short: dict[str, Any] = {"zero_stage": 0, "grad_accum": 32}
+    graphed, eager = (
+        price_of("Megatron-LM", LLAMA | {"seq": 128}, cuda_graphs=each, **short).time.parts for each in (True, False)
+    )
+    assert eager["compute"] > graphed["compute"]
+
+
+def test_tokens_go_to_a_node_once_with_deepep() -> None:
+    hardware = {"gpu": "H100-SXM5-80GB", "num_gpus": 32, "gpus_per_node": 8}
+    seconds = []
+    for dispatcher in (None, "DeepEP"):
+        case = case_of("Megatron-LM", MIXTURE, dispatcher=dispatcher)
+        row = {
+            "id": "x", "model": MIXTURE, "hardware": hardware,
+            "parallel": {"framework": "Megatron-LM", "ep": 32, "zero_stage": 1, "micro_batch": 1, "grad_accum": 1,
+                         "recompute": "none", "dispatcher": dispatcher},
+        }  # fmt: skip
+        case = read_case(row)
+        assert case.job is not None
+        assert case.config is not None
+        seconds.append(PublishedTimeModel(case.job).communication.block(case.config).forward.experts_s)
+    assert seconds[1] < 0.7 * seconds[0]
+
+
+def test_frozen_layers_keep_no_inputs_but_those_of_adapters() -> None:
+    def kept(targets: str, **more: Any) -> float:
+        lora = {"rank": 8, "targets": targets, "base": "bf16"}
+        return price_of(HUGGING_FACE, zero_stage=0, lora=lora, **more).memory.worst.peak["activations"]
+
+    every = kept("all linears")
+    assert kept("q_proj,v_proj") == pytest.approx(every - 32 * 2 * 4096 * (4096 + 14336), rel=1e-3)
+    assert kept("down_proj") == pytest.approx(every - 32 * 2 * 4096 * 2 * 4096, rel=1e-3)
+    assert kept("q_proj", recompute="full") == pytest.approx(kept("all linears", recompute="full"), rel=0.1)
+
+
+def test_memory_is_that_of_the_longest_sequence_where_the_mean_is_given() -> None:
+    mean, longest = (
+        predict(case_of(HUGGING_FACE, LLAMA | {"seq": 512} | more)).memory_gib_per_gpu
+        for more in ({}, {"longest": 4096})
+    )
+    assert mean is not None
+    assert longest is not None
+    assert longest > 1.3 * mean
+
+
+@pytest.mark.parametrize("half", ["fitted", "held_out"])
+def test_rows_of_this_year_name_their_source_and_code(half: str) -> None:
+    rows = json.loads((ROOT / f"tests/data/planner_cases_2026_{half}.json").read_text())["cases"]
+    assert len(rows) >= 150
+    assert all(row["source"]["ref"] and row["source"]["quote"] and row["parallel"]["framework"] for row in rows)
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert not [row["id"] for row in rows if read_case(row).refusal]
+
+
+def test_no_source_is_in_both_halves() -> None:
+    groups = [
+        {row["group"] for row in json.loads((ROOT / f"tests/data/planner_cases_2026_{half}.json").read_text())["cases"]}
+        for half in ("fitted", "held_out")
+    ]
+    assert all(len(each) >= 8 for each in groups)
+    assert not groups[0] & groups[1]
