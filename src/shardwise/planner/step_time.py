@@ -19,8 +19,8 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
-from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.host_time import queued_s
 from shardwise.planner.job import PlanJob, product_dtype, trains_all
@@ -75,12 +75,12 @@ class _Stage:
 class TimeModel:
     """Time a job's candidates, and keep what several of them share."""
 
-    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
         self.job = job
-        self.compact = compact or CompactLayout(job)
+        self.layouts = layouts or FoldedLayouts(job)
         self.compute = ComputeTimeModel(job)
-        self.communication = CommTimeModel(job, self.compact)
-        self.offload = OffloadTimeModel(job, self.compact)
+        self.communication = CommTimeModel(job, self.layouts)
+        self.offload = OffloadTimeModel(job, self.layouts)
         self.pipelines = PipelineSimulator()
 
     def estimate(self, config: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
@@ -112,7 +112,7 @@ class TimeModel:
         """Return the parts that are of the stages of the rank that is busy longest, that rank, the seconds of its
         forward and backward of a micro-batch, and the bubble's rate.
         """
-        cut = self.compact.stages.of(config)
+        cut = self.layouts.stages.of(config)
         stages = self._stages(config, cut)
         ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(config.mesh.pp)]
         busy = [config.batch.accumulation * sum(each.times.total_s for each in rank) for rank in ranks]
@@ -151,7 +151,7 @@ class TimeModel:
 
     def op_times(self, config: ResolvedConfig) -> OpTimes:
         """Return the mean times of one micro-batch on a rank, from which the bubble of equal stages follows."""
-        stages = self._stages(config, self.compact.stages.of(config))
+        stages = self._stages(config, self.layouts.stages.of(config))
         return OpTimes(
             forward_s=sum(stage.times.forward_s for stage in stages) / config.mesh.pp,
             backward_input_s=sum(stage.times.backward_input_s for stage in stages) / config.mesh.pp,
@@ -214,7 +214,7 @@ class TimeModel:
 
     def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
-        rank = self.compact.rank(s, pipeline_rank)
+        rank = self.layouts.rank(s, pipeline_rank)
         numel = sum(
             each.count * each.group.padded_numel
             for each in rank.folds
@@ -227,7 +227,7 @@ class TimeModel:
 
     def _matrices_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
-        rank = self.compact.rank(s, pipeline_rank)
+        rank = self.layouts.rank(s, pipeline_rank)
         owned_s = longest_s = sent_numel = 0.0
         for each in rank.folds:
             if each.group.is_matrix and each.group.trainable:

@@ -16,8 +16,8 @@ from shardwise.planner.candidates import (
     divisors,
     placements,
 )
-from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.configs import written
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, num_data_ranks, world_size
 from shardwise.schedule.formulas import least_bubble_share
@@ -127,7 +127,7 @@ def test_every_schedule_that_the_engine_runs_is_a_candidate() -> None:
     assert {(pipeline.schedule, pipeline.virtual_stages) for pipeline in pipelines} == expected
 
 
-def kind_of(folded: CompactLayout, config: ResolvedConfig) -> tuple[object, ...]:
+def kind_of(folded: FoldedLayouts, config: ResolvedConfig) -> tuple[object, ...]:
     """What makes the engine's layout another one."""
     layout = folded.rank(config).layout
     roles = (layout.stage.params, layout.stage.grads, layout.stage.optimizer)
@@ -143,7 +143,7 @@ def test_every_placement_that_is_another_layout_is_tried_once(pp: int, cp: int) 
     (candidate, *_) = candidates(
         job, SearchSpace(pins={**pins, "batch.micro_size": (1,), "context.heads_over": (None,)})
     )
-    space, folded = SearchSpace(offloads=False), CompactLayout(job)
+    space, folded = SearchSpace(offloads=False), FoldedLayouts(job)
     every = {
         kind_of(
             folded,
