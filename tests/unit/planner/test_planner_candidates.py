@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import ResolvedConfig
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.candidates import (
     SearchSpace,
@@ -16,7 +17,7 @@ from shardwise.planner.candidates import (
     divisors,
     placements,
 )
-from shardwise.planner.configs import written
+from shardwise.planner.configs import base_of, written
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, num_data_ranks, world_size
@@ -91,6 +92,16 @@ def test_every_mesh_that_the_engine_runs_is_a_candidate(num_gpus: int, global_ba
     ]
     assert len(found) == len(set(found))
     assert set(found) == expected
+
+
+@pytest.mark.parametrize("key", ["precision.states=int8", "precision.gather=int8", "precision.reduce=int4"])
+def test_no_candidate_cuts_the_blocks_of_codes(key: str) -> None:
+    job = job_of(4, 4)
+    uneven = replace(job, shape=replace(SHAPE, ffn_size=3 * 256), base=base_of(Config().override([key])))
+    space = SearchSpace(pins={**PLAIN, "mesh.pp": (1,), "mesh.cp": (1,)})
+    sizes = {each.mesh.tp for each in candidates(uneven, space)}
+    assert sizes == {each.mesh.tp for each in candidates(uneven, space) if is_run(uneven, each)} == {1}
+    assert len({each.mesh.tp for each in candidates(job, space)}) > 1
 
 
 def test_every_way_to_split_sequences_that_the_engine_runs_is_a_candidate() -> None:
