@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planner_accuracy import read_rows, scored_rows
 from planner_eval.models import PublishedLayout, PublishedTimeModel
 from planner_scores import Scored, errors
-from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import FittedConstants
 from shardwise.schedule.simulate import PipelineSimulator
 
@@ -55,7 +55,7 @@ class Sample:
     scored: Scored
     measured_s: float
     weight: float
-    compact: CompactLayout
+    layouts: FoldedLayouts
     pipelines: PipelineSimulator
 
     def ratio(self, fitted: FittedConstants) -> float:
@@ -65,7 +65,7 @@ class Sample:
             raise ValueError(f"{case.id} has no price")
         gpu = dataclasses.replace(price.job.cluster.gpu, fitted=fitted)
         job = dataclasses.replace(price.job, cluster=dataclasses.replace(price.job.cluster, gpu=gpu))
-        model = PublishedTimeModel(job, self.compact)
+        model = PublishedTimeModel(job, self.layouts)
         model.pipelines = self.pipelines
         return model.estimate(price.config).step_s / self.measured_s
 

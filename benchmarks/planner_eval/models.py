@@ -17,8 +17,8 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
-from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts, is_of_experts
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, is_of_experts
 from shardwise.planner.host_time import HostCosts, HostTimes
 from shardwise.planner.job import ModelShape, PlanJob, param_of, product_dtype, trains_all
 from shardwise.planner.memory import CONTEXT_BYTES, BlockBytes, MemoryModel, layer_shape, unread_size
@@ -84,7 +84,7 @@ class PublishedStages(StageTable):
         return StageLayouts(placement, layers, shape.num_layers - shape.num_expert_layers, placement.num_stages - 1)
 
 
-class PublishedLayout(CompactLayout):
+class PublishedLayout(FoldedLayouts):
     """Shard the optimizer's states over another number of ranks, where the code does."""
 
     def __init__(self, job: PlanJob) -> None:
@@ -107,8 +107,8 @@ class PublishedLayout(CompactLayout):
 class PublishedMemoryModel(MemoryModel):
     """Count states as other code stores them, and what it gathers and keeps."""
 
-    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
-        super().__init__(job, compact or PublishedLayout(job))
+    def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
+        super().__init__(job, layouts or PublishedLayout(job))
 
     def _sums(
         self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
@@ -211,7 +211,7 @@ class PublishedMemoryModel(MemoryModel):
 
     def _states(self, config: ResolvedConfig, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         traits, states = published_traits(self.job), super()._states(config, rank, here)
-        numel, shape = self.compact.rank(config, rank).numel, self.job.shape
+        numel, shape = self.layouts.rank(config, rank).numel, self.job.shape
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
         if trains_all(config) and traits.unsharded_grad_bytes:
@@ -220,13 +220,13 @@ class PublishedMemoryModel(MemoryModel):
         if traits.widens_stream and not traits.casts_weights:  # the tables too
             states["params"] += 2 * DTYPE_BYTES["bf16"] * shape.vocab_size * shape.hidden_size / (1 + shape.is_tied)
         if traits.packs_experts and shape.experts is not None:
-            folds = [fold for fold in self.compact.rank(config, rank).folds if is_of_experts(fold.group)]
+            folds = [fold for fold in self.layouts.rank(config, rank).folds if is_of_experts(fold.group)]
             stored = sum(fold.count * fold.group.padded_numel / fold.group.num_shards for fold in folds)
             states["params"] -= stored * (DTYPE_BYTES["bf16"] - PACKED_EXPERT_BYTES)
         more = (1 - 1 / config.mesh.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
         return {name: size * (1 + more / numel) for name, size in states.items()}
 
-    def _step_bytes(self, config: ResolvedConfig, folds: RankLayerCounts) -> float:
+    def _step_bytes(self, config: ResolvedConfig, folds: FoldedLayout) -> float:
         return super()._step_bytes(config, folds) if published_traits(self.job).widens_grads else 0.0
 
 
@@ -415,10 +415,10 @@ class PublishedCommModel(CommTimeModel):
 class PublishedTimeModel(TimeModel):
     """Time steps with the models above."""
 
-    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
-        super().__init__(job, compact or PublishedLayout(job))
+    def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
+        super().__init__(job, layouts or PublishedLayout(job))
         self.compute = PublishedComputeModel(job)
-        self.communication = PublishedCommModel(job, self.compact)
+        self.communication = PublishedCommModel(job, self.layouts)
 
     def _num_optimizer_shards(self, s: ResolvedConfig) -> int:
         shards = published_traits(self.job).optimizer_shards
@@ -437,9 +437,9 @@ class PublishedPricer(Pricer):
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
-        compact = PublishedLayout(job)
-        self.memory = PublishedMemoryModel(job, compact)
-        self.time = PublishedTimeModel(job, compact)
+        layouts = PublishedLayout(job)
+        self.memory = PublishedMemoryModel(job, layouts)
+        self.time = PublishedTimeModel(job, layouts)
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ from planner_eval.models import PublishedPricer, PublishedTimeModel, published_t
 from planner_eval.rows import tidied
 from planner_eval.traits import is_after_h100
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.construction.model_states import estimate_model_states
 from shardwise.planner.candidates import RECOMPUTES
 from shardwise.planner.hardware import GIB
 from shardwise.planner.job import PlanJob, changed, param_of
-from shardwise.planner.model_states import estimate_model_states
 from shardwise.planner.results import Estimate, RankMemory
 from shardwise.schedule.simulate import PipelineSimulator
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.config.errors import ConfigError
     from shardwise.config.resolve import Config
     from shardwise.construction.context import init
+    from shardwise.construction.model_states import estimate_model_states
     from shardwise.construction.scan import build_layout
     from shardwise.engine.engine import Engine, backward
     from shardwise.engine.initialize import initialize
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
     from shardwise.models.layer_list import LayerList, LayerSpec
     from shardwise.pipeline.profile_units import measure_units
-    from shardwise.planner.model_states import estimate_model_states
     from shardwise.planner.plan import Plan, plan
     from shardwise.runtime.param_guard import ReleasedParameterError
     from shardwise.tensor.autoplan.propose import propose_plan
@@ -105,7 +105,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "block_sparse_attention": "attention.api",
     "build_layout": "construction.scan",
     "data_loader": "train.loaders",
-    "estimate_model_states": "planner.model_states",
+    "estimate_model_states": "construction.model_states",
     "gathered": "engine.state_api",
     "init": "construction.context",
     "initialize": "engine.initialize",

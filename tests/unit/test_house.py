@@ -92,7 +92,7 @@ SHARED_CODES = frozenset(
     re.findall(
         r"\S+",
         """
-    batch-equation batch-misfit batch-multiple config-not-resolved cp-divides-tokens dropout-rate
+    gpu-count-positive batch-equation batch-misfit batch-multiple config-not-resolved cp-divides-tokens dropout-rate
     engine-closed extra-missing extra-not-json file-unreadable heads-divide-hidden kv-heads-divide-heads layout-heads
     layout-length model-not-named no-checkpoint no-swap-folder no-whole-checkpoint not-a-folder not-json
     not-utf8 operand-device optimizer-element-wise options-not-read parameter-released

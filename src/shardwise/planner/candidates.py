@@ -27,9 +27,12 @@ from typing import Any, Final, Literal
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig, TiersConfig, ZeroConfig
 from shardwise.config.sections import ContextConfig, PipelineConfig
+from shardwise.layout.param_groups import check_blocks
+from shardwise.layout.precision import precision_policy
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 from shardwise.optim.rules import num_states
-from shardwise.planner.job import PlanJob, changed, num_data_ranks, param_of, world_size
+from shardwise.planner.job import ModelShape, PlanJob, UnitKind, changed, num_data_ranks, param_of, world_size
+from shardwise.planner.stages import with_adapters
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 
@@ -255,7 +258,24 @@ def _tensor_sizes(job: PlanJob, space: SearchSpace, base: ResolvedConfig) -> lis
         and all(size % tp == 0 for size in ffn_sizes)
         and job.cluster.num_gpus % tp == 0
         and (tp == 1 or base.lora.base == "keep")  # a packed matrix cannot be split
+        and not (tp > 1 and _cuts_blocks(shape, base, tp))
     ]
+
+
+def _cuts_blocks(shape: ModelShape, base: ResolvedConfig, tp: int) -> bool:
+    """Say whether a degree cuts the blocks of codes, which the engine refuses."""
+    units: list[UnitKind] = [kind for kind, count in shape.blocks.items() if count]
+    splits = {
+        f"{kind}.{param.name}": param.split(tp)
+        for kind in (*units, "tokens", "head")
+        for param in with_adapters(shape.params_of(kind), base.lora)
+    }
+    try:
+        for key in precision_policy(base.precision).block_keys[:1]:
+            check_blocks(splits, tp, key)
+    except ConfigError:
+        return True
+    return False
 
 
 def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[Values]:

@@ -16,7 +16,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.collectives import NetworkModel, Op
-from shardwise.planner.compact_layout import CompactLayout, LayerCount, is_of_experts
+from shardwise.planner.folded_layout import FoldedLayouts, LayerCount, is_of_experts
 from shardwise.planner.job import PlanJob, param_of, world_size
 
 OVERLAP_SLOWDOWN: Final = 0.25
@@ -157,12 +157,12 @@ class CommTimeModel:
     """Price what the candidates of a job exchange, and keep what several of them share.
 
     Args:
-        compact: the job's folded layouts, where others have them too; None builds them.
+        layouts: the job's folded layouts, where others have them too; None builds them.
     """
 
-    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
         self.job = job
-        self.compact = compact or CompactLayout(job)
+        self.layouts = layouts or FoldedLayouts(job)
         self.network = NetworkModel(job.cluster)
         gpu = job.cluster.gpu
         links = gpu.link_bytes_per_s * DISPATCH_LINKS_SHARE / DISPATCH_SHARE
@@ -221,7 +221,7 @@ class CommTimeModel:
         """
         s, profile = config, self.job.cluster.profile
         measured = None if profile is None else profile.hidden_share
-        stages_per_rank = self.compact.stages.of(s).placement.stages_per_rank
+        stages_per_rank = self.layouts.stages.of(s).placement.stages_per_rank
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"forward": 0.0, "backward": 0.0}
         for call in self.data_calls(s, pipeline_rank):
@@ -247,7 +247,7 @@ class CommTimeModel:
 
         Those of the first group run alone, as the forward needs it first and the backward reduces it last.
         """
-        folds = self.compact.rank(config, pipeline_rank)
+        folds = self.layouts.rank(config, pipeline_rank)
         return tuple(
             call
             for index, fold in enumerate(folds.folds)

@@ -34,7 +34,7 @@ from shardwise.layout.layout import TIERS
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount
 from shardwise.planner.job import FrameworkTraits, PlanJob, num_data_ranks, param_of, product_dtype, trains_all
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params, with_adapters
@@ -154,9 +154,9 @@ class Buffers:
 class MemoryModel:
     """Estimate the memory of a job's candidates, and keep what several of them share."""
 
-    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
         self.job = job
-        self.compact = compact or CompactLayout(job)
+        self.layouts = layouts or FoldedLayouts(job)
         self._moments_of: dict[tuple[str, int, int, int, int], _Moments] = {}
 
     def estimate(self, config: ResolvedConfig, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
@@ -165,7 +165,7 @@ class MemoryModel:
         Args:
             too_much_bytes: no further ranks are estimated after the first that holds more on its device.
         """
-        s, stages = config, self.compact.stages.of(config)
+        s, stages = config, self.layouts.stages.of(config)
         last = stages.placement.num_ranks - 1
         dense = self._block_bytes(s, has_experts=False)
         blocks = (dense, self._block_bytes(s, has_experts=True) if self.job.shape.experts else dense)
@@ -200,7 +200,7 @@ class MemoryModel:
     def _of_rank(
         self, config: ResolvedConfig, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
     ) -> RankMemory:
-        at_rest, by_tier = self.compact.at_rest(config, rank), self.compact.by_tier(config, rank)
+        at_rest, by_tier = self.layouts.at_rest(config, rank), self.layouts.by_tier(config, rank)
         moving = max(self._moments(config, stages, rank, held, blocks), key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
         if config.tiers.activations == "host":
@@ -219,7 +219,7 @@ class MemoryModel:
 
     def _scale_bytes(self, config: ResolvedConfig, rank: int) -> float:
         """Return the bytes of the scales of packed weights, which each rank holds whole."""
-        packed = [fold for fold in self.compact.rank(config, rank).folds if fold.group.is_opaque]
+        packed = [fold for fold in self.layouts.rank(config, rank).folds if fold.group.is_opaque]
         return SCALE_BYTES * sum(fold.count * 2 * fold.group.numel for fold in packed)
 
     def _of_device(self, config: ResolvedConfig, moving_bytes: float) -> dict[str, float]:
@@ -236,7 +236,7 @@ class MemoryModel:
         self, config: ResolvedConfig, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
     ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
-        s, folds, numbers = config, self.compact.rank(config, rank), stages.placement.stages_of(rank)
+        s, folds, numbers = config, self.layouts.rank(config, rank), stages.placement.stages_of(rank)
         stage_bytes = [self._stage(s, stages, stage, blocks) for stage in numbers]
         buffers = [self._buffers(s, folds, stage) for stage in numbers]
         if s.mesh.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
@@ -286,7 +286,7 @@ class MemoryModel:
             yield after | {"workspace": num_tables * head_bytes(self.job, s).weight + stage.block.stream}
         yield after
 
-    def _buffers(self, config: ResolvedConfig, folds: RankLayerCounts, stage: int) -> Buffers:
+    def _buffers(self, config: ResolvedConfig, folds: FoldedLayout, stage: int) -> Buffers:
         """Count the buffers of one of a rank's stages.
 
         Gradients that are stored as shards have a bucket: that of what is in no block, and two of blocks; a pipeline's
@@ -337,7 +337,7 @@ class MemoryModel:
         root = units.pop(ROOT)
         return root, max(units.values(), default=0), total
 
-    def _step_bytes(self, config: ResolvedConfig, folds: RankLayerCounts) -> float:
+    def _step_bytes(self, config: ResolvedConfig, folds: FoldedLayout) -> float:
         """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
         s, is_narrow = config, DTYPE_BYTES[folds.layout.precision.accumulate] < FP32_BYTES
         if not is_narrow or s.tiers.optimizer != "device":

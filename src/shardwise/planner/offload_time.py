@@ -16,7 +16,7 @@ from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
 from shardwise.planner.comm_time import HIDDEN_SHARE, Moment, OverlapTimes
-from shardwise.planner.compact_layout import CompactLayout, LayerCount
+from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
 from shardwise.planner.hardware import CPU
 from shardwise.planner.job import PlanJob, param_of
 
@@ -43,12 +43,12 @@ class OffloadTimeModel:
     """Time what the candidates of a job move between memories.
 
     Args:
-        compact: the job's folded layouts, where others have them too; None builds them.
+        layouts: the job's folded layouts, where others have them too; None builds them.
     """
 
-    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
         self.job = job
-        self.compact = compact or CompactLayout(job)
+        self.layouts = layouts or FoldedLayouts(job)
         cluster, host = job.cluster, job.cluster.host
         num_sharing = max(1, min(cluster.gpus_per_node, cluster.num_gpus))
         self._host_memory_bytes_per_s = host.memory_bytes_per_s / num_sharing
@@ -91,7 +91,7 @@ class OffloadTimeModel:
         return tuple(transfers)
 
     def _away(self, s: ResolvedConfig, pipeline_rank: int) -> list[tuple[Layout, LayerCount]]:
-        rank = self.compact.rank(s, pipeline_rank)
+        rank = self.layouts.rank(s, pipeline_rank)
         return [(rank.layout, fold) for fold in rank.folds if fold.group.tiers.are_away]
 
     def _moves_of_activations(self, s: ResolvedConfig, pipeline_rank: int) -> Iterator[TierTransfer]:
@@ -99,7 +99,7 @@ class OffloadTimeModel:
         tokens = self.job.seq_len * s.batch.micro_size // s.mesh.cp
         split = s.mesh.tp if s.tensor.sequence_parallel else 1
         num_bytes = DTYPE_BYTES[param_of(s)] * tokens * self.job.shape.hidden_size // split
-        num_kept = self.compact.stages.of(s).layers_on(pipeline_rank) // s.recompute.every
+        num_kept = self.layouts.stages.of(s).layers_on(pipeline_rank) // s.recompute.every
         yield TierTransfer("device", "host", num_bytes, "forward", num_kept)
         yield TierTransfer("host", "device", num_bytes, "backward", num_kept)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import Estimate, MemoryEstimate
@@ -15,9 +15,9 @@ class Pricer:
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
-        compact = CompactLayout(job)
-        self.memory = MemoryModel(job, compact)
-        self.time = TimeModel(job, compact)
+        layouts = FoldedLayouts(job)
+        self.memory = MemoryModel(job, layouts)
+        self.time = TimeModel(job, layouts)
 
     def price(self, config: ResolvedConfig) -> Estimate:
         """Return the memory and time of one config."""

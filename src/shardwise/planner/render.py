@@ -560,7 +560,7 @@ def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
     rank = price.memory.worst.pipeline_rank
     return {
         "micro_batch_s": asdict(pricer.time.op_times(price.config)),
-        "sent_bytes": pricer.time.compact.on_wire(price.config, rank),
+        "sent_bytes": pricer.time.layouts.on_wire(price.config, rank),
     }
 
 

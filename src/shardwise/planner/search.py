@@ -310,9 +310,9 @@ class _Search:
 
     def _stages_s(self, config: ResolvedConfig) -> float:
         """Return the time without what depends on where states are stored."""
-        price = self._quick(self._least_computing(config))
-        outer_s = sum(price.parts.get(name, 0.0) for name in ("data", "offload", "step"))
-        return price.step_s * (1 - outer_s / (price.step_s - price.parts.get("other", 0.0)))
+        self.num_prices += 1
+        self._cost += 1
+        return self.pricer.time.stages_s(self._least_computing(config))
 
     def _least_computing(self, config: ResolvedConfig) -> ResolvedConfig:
         # Where gradients are not stored whole none are added to others, so the highest stage computes least.

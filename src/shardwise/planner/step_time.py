@@ -19,8 +19,8 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
-from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.host_time import queued_s
 from shardwise.planner.job import PlanJob, product_dtype, trains_all
@@ -75,12 +75,12 @@ class _Stage:
 class TimeModel:
     """Time a job's candidates, and keep what several of them share."""
 
-    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
+    def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
         self.job = job
-        self.compact = compact or CompactLayout(job)
+        self.layouts = layouts or FoldedLayouts(job)
         self.compute = ComputeTimeModel(job)
-        self.communication = CommTimeModel(job, self.compact)
-        self.offload = OffloadTimeModel(job, self.compact)
+        self.communication = CommTimeModel(job, self.layouts)
+        self.offload = OffloadTimeModel(job, self.layouts)
         self.pipelines = PipelineSimulator()
 
     def estimate(self, config: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
@@ -89,7 +89,30 @@ class TimeModel:
         Args:
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
-        cut = self.compact.stages.of(config)
+        parts, worst, passes, bubble_rate = self._in_stages(config, is_quick=is_quick)
+        parts["data"] = self.communication.data(config, worst).exposed_s(*passes)
+        parts["offload"] = self.offload.times(config, worst).exposed_s(*passes)
+        parts["step"] = self._step_s(config, worst)
+        moved_s = (parts["data"] + parts["offload"]) / config.batch.accumulation
+        parts["compute"] += self._launching_s(config, passes[0], passes[1] + moved_s)
+        parts["other"] = self._straggling_s(sum(parts.values()))
+        step_s = sum(parts.values())
+        kind = kind_of(self.job, config, sum(self._launches_s(config)) * config.batch.accumulation / step_s)
+        low_s, high_s = interval_s(kind, step_s)
+        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate, kind=kind)
+
+    def stages_s(self, config: ResolvedConfig) -> float:
+        """Return the seconds of a step without what depends on where states are stored."""
+        stages_s = sum(self._in_stages(config, is_quick=True)[0].values())
+        return stages_s + self._straggling_s(stages_s)
+
+    def _in_stages(
+        self, config: ResolvedConfig, *, is_quick: bool
+    ) -> tuple[dict[str, float], int, tuple[float, float], float | None]:
+        """Return the parts that are of the stages of the rank that is busy longest, that rank, the seconds of its
+        forward and backward of a micro-batch, and the bubble's rate.
+        """
+        cut = self.layouts.stages.of(config)
         stages = self._stages(config, cut)
         ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(config.mesh.pp)]
         busy = [config.batch.accumulation * sum(each.times.total_s for each in rank) for rank in ranks]
@@ -102,20 +125,12 @@ class TimeModel:
         parts["bubble"] = max(span_s - busy[worst], 0.0)
         forward_s = sum(stage.times.forward_s for stage in ranks[worst])
         backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
-        parts["data"] = self.communication.data(config, worst).exposed_s(forward_s, backward_s)
-        parts["offload"] = self.offload.times(config, worst).exposed_s(forward_s, backward_s)
-        parts["step"] = self._step_s(config, worst)
-        if config.mesh.pp == 1:
-            moved_s = (parts["data"] + parts["offload"]) / config.batch.accumulation
-            parts["compute"] += self._launching_s(config, forward_s, backward_s + moved_s)
-        parts["other"] = self._straggling_s(sum(parts.values()))
-        step_s = sum(parts.values())
-        kind = kind_of(self.job, config, sum(self._launches_s(config)) * config.batch.accumulation / step_s)
-        low_s, high_s = interval_s(kind, step_s)
-        return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate, kind=kind)
+        return parts, worst, (forward_s, backward_s), bubble_rate
 
     def _launching_s(self, s: ResolvedConfig, forward_s: float, backward_s: float) -> float:
         """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
+        if s.mesh.pp > 1:
+            return 0.0
         span_s = queued_s((forward_s, backward_s), self._launches_s(s), num_micro_batches=s.batch.accumulation)
         return max(0.0, span_s - s.batch.accumulation * (forward_s + backward_s))
 
@@ -136,7 +151,7 @@ class TimeModel:
 
     def op_times(self, config: ResolvedConfig) -> OpTimes:
         """Return the mean times of one micro-batch on a rank, from which the bubble of equal stages follows."""
-        stages = self._stages(config, self.compact.stages.of(config))
+        stages = self._stages(config, self.layouts.stages.of(config))
         return OpTimes(
             forward_s=sum(stage.times.forward_s for stage in stages) / config.mesh.pp,
             backward_input_s=sum(stage.times.backward_input_s for stage in stages) / config.mesh.pp,
@@ -199,7 +214,7 @@ class TimeModel:
 
     def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
-        rank = self.compact.rank(s, pipeline_rank)
+        rank = self.layouts.rank(s, pipeline_rank)
         numel = sum(
             each.count * each.group.padded_numel
             for each in rank.folds
@@ -212,7 +227,7 @@ class TimeModel:
 
     def _matrices_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
-        rank = self.compact.rank(s, pipeline_rank)
+        rank = self.layouts.rank(s, pipeline_rank)
         owned_s = longest_s = sent_numel = 0.0
         for each in rank.folds:
             if each.group.is_matrix and each.group.trainable:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import ResolvedConfig
+from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.candidates import (
     SearchSpace,
@@ -16,8 +17,8 @@ from shardwise.planner.candidates import (
     divisors,
     placements,
 )
-from shardwise.planner.compact_layout import CompactLayout
-from shardwise.planner.configs import written
+from shardwise.planner.configs import base_of, written
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, num_data_ranks, world_size
 from shardwise.schedule.formulas import least_bubble_share
@@ -93,6 +94,16 @@ def test_every_mesh_that_the_engine_runs_is_a_candidate(num_gpus: int, global_ba
     assert set(found) == expected
 
 
+@pytest.mark.parametrize("key", ["precision.states=int8", "precision.gather=int8", "precision.reduce=int4"])
+def test_no_candidate_cuts_the_blocks_of_codes(key: str) -> None:
+    job = job_of(4, 4)
+    uneven = replace(job, shape=replace(SHAPE, ffn_size=3 * 256), base=base_of(Config().override([key])))
+    space = SearchSpace(pins={**PLAIN, "mesh.pp": (1,), "mesh.cp": (1,)})
+    sizes = {each.mesh.tp for each in candidates(uneven, space)}
+    assert sizes == {each.mesh.tp for each in candidates(uneven, space) if is_run(uneven, each)} == {1}
+    assert len({each.mesh.tp for each in candidates(job, space)}) > 1
+
+
 def test_every_way_to_split_sequences_that_the_engine_runs_is_a_candidate() -> None:
     job = job_of(4, 4)
     ways = product(("ring", "all-gather", "ulysses"), (None, 2, 4))
@@ -127,7 +138,7 @@ def test_every_schedule_that_the_engine_runs_is_a_candidate() -> None:
     assert {(pipeline.schedule, pipeline.virtual_stages) for pipeline in pipelines} == expected
 
 
-def kind_of(folded: CompactLayout, config: ResolvedConfig) -> tuple[object, ...]:
+def kind_of(folded: FoldedLayouts, config: ResolvedConfig) -> tuple[object, ...]:
     """What makes the engine's layout another one."""
     layout = folded.rank(config).layout
     roles = (layout.stage.params, layout.stage.grads, layout.stage.optimizer)
@@ -143,7 +154,7 @@ def test_every_placement_that_is_another_layout_is_tried_once(pp: int, cp: int) 
     (candidate, *_) = candidates(
         job, SearchSpace(pins={**pins, "batch.micro_size": (1,), "context.heads_over": (None,)})
     )
-    space, folded = SearchSpace(offloads=False), CompactLayout(job)
+    space, folded = SearchSpace(offloads=False), FoldedLayouts(job)
     every = {
         kind_of(
             folded,

@@ -192,7 +192,7 @@ def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], 
             times = call.count * (4 if call.moment in ("forward", "backward") else 1)
             sent = call.num_bytes * (call.num_ranks - 1) // call.num_ranks
             wire[call.op] += times * sent * (2 if call.op == "all_reduce" else 1)
-        assert wire == model.compact.on_wire(config, rank)
+        assert wire == model.layouts.on_wire(config, rank)
 
 
 @pytest.mark.parametrize("gather", ["param", "int8"])
@@ -211,7 +211,7 @@ def test_secondary_shards_keep_gathers_within_a_node(
         if call.op == "all_gather":
             times = call.count * (num_micro_batches if call.moment in ("forward", "backward") else 1)
             sent[call.num_ranks] += times * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
-    wire = model.compact.on_wire(config)
+    wire = model.layouts.on_wire(config)
     assert sent[axes["mesh.dp_shard"]] == wire["all_gather"]
     near_bytes = wire["secondary_all_gather"]
     assert near_bytes <= sent[8] <= near_bytes * (1 if num_micro_batches == 1 else 1.2)
@@ -241,7 +241,7 @@ def test_encoded_sums_send_what_the_layout_says(zero_stage: int, axes: dict[str,
             passes = 2 if call.op == "all_reduce" else 1
             is_of_sum = call.op != "all_gather" or call.moment == "last backward"
             sent += is_of_sum * times * passes * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
-        wire = model.compact.on_wire(config, rank)
+        wire = model.layouts.on_wire(config, rank)
         assert sent == wire["all_reduce"] + wire["reduce_scatter"]
         hops = {(call.num_ranks, call.stride) for call in calls if call.op == "all_to_all"}
         if node:
@@ -437,7 +437,7 @@ def test_replicas_of_a_shard_stand_as_far_apart_as_a_shard_group_reaches() -> No
 
 def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
     config = changed(BASE, {"mesh.dp_shard": 8, "zero.stage": 3, "batch.accumulation": 2, "precision.reduce": "fp32"})
-    data, root = MODEL.data(config), MODEL.compact.rank(config).folds[0].group
+    data, root = MODEL.data(config), MODEL.layouts.rank(config).folds[0].group
     gather_s = SECONDS("all_gather", 2 * root.padded_numel, 8)
     reduce_s = SECONDS("reduce_scatter", 4 * root.padded_numel, 8)
     assert (data.alone_forward_s, data.alone_backward_s) == pytest.approx((gather_s, reduce_s))

@@ -16,8 +16,8 @@ from shardwise.compat.deepspeed.runtime.zero.stage_1_and_2 import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
+from shardwise.construction.model_states import estimate_model_states
 from shardwise.models import Decoder, DecoderConfig
-from shardwise.planner.model_states import estimate_model_states
 
 SHAPE = DecoderConfig(
     vocab_size=96, num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=96, max_seq_len=64

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.planner.plan import plan
@@ -41,7 +41,7 @@ def test_experts_over_ranks_are_named_where_they_are_faster() -> None:
 def test_each_rank_holds_its_experts_and_zero_shards_them_over_the_others(ep: int) -> None:
     job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
     one = changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 1})
-    whole, split = (CompactLayout(replace(job, ep=each)).at_rest(one) for each in (1, ep))
+    whole, split = (FoldedLayouts(replace(job, ep=each)).at_rest(one) for each in (1, ep))
     experts = 2 * SHAPE.num_layers * 256 * 3 * 7168 * 512
     assert whole["param"] - split["param"] == pytest.approx(experts * (1 - 1 / ep), rel=0.001)
     # ZeRO-1's states are as many on each rank: ep times fewer experts over ep times fewer ranks.

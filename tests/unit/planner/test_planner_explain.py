@@ -82,6 +82,9 @@ class Memory:
 class Time:
     """A second, less where samples are taken together, more where something is computed or moved besides."""
 
+    def stages_s(self, s: ResolvedConfig) -> float:
+        return sum(seconds for part, seconds in self.estimate(s).parts.items() if part not in ("data", "offload"))
+
     def estimate(self, s: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         parts = {
             "compute": 1.0 + 0.1 / s.batch.micro_size,

@@ -12,9 +12,9 @@ from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.comm_time import CommTimeModel
-from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.configs import job_of, to_toml
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
 from shardwise.planner.plan import plan
@@ -74,7 +74,7 @@ def test_states_are_those_of_the_model_that_trains(
     )  # fmt: skip
     resolved = config.resolve(8)
     layout = plan_layout(HuggingFaceModel.open(config).skeleton(), resolved)
-    priced = CompactLayout(job_of(config, EIGHT)).at_rest(config.resolve(8))
+    priced = FoldedLayouts(job_of(config, EIGHT)).at_rest(config.resolve(8))
     built = layout.bytes_at_rest()
     assert priced == pytest.approx(built, rel=0.02)
     assert built["optimizer"] < built["param"]
@@ -103,7 +103,7 @@ def test_a_packed_base_takes_a_quarter_and_is_never_split() -> None:
     split = {"mesh.dp_shard": 4, "zero.stage": 3, "recompute.mode": "full", "lora.rank": 16}
     wide, narrow = (changed(BASE, {**split, "lora.base": base}) for base in ("keep", "nf4"))
     assert ComputeTimeModel(JOB).block(wide).forward_s < ComputeTimeModel(JOB).block(narrow).forward_s
-    sent = [CompactLayout(JOB).on_wire(config)["all_gather"] for config in (wide, narrow)]
+    sent = [FoldedLayouts(JOB).on_wire(config)["all_gather"] for config in (wide, narrow)]
     assert 0.25 < sent[1] / sent[0] < 0.4  # what is in no block stays bf16
 
 
@@ -123,7 +123,7 @@ def test_frozen_weights_have_no_gradients_to_compute_or_reduce() -> None:
 def test_adapters_grow_with_their_rank_and_stand_beside_their_targets() -> None:
     def optimizer_bytes(**lora: Any) -> int:
         config = changed(BASE, {"mesh.dp_shard": 8, **{f"lora.{key}": value for key, value in lora.items()}})
-        return CompactLayout(JOB).at_rest(config)["optimizer"]
+        return FoldedLayouts(JOB).at_rest(config)["optimizer"]
 
     assert optimizer_bytes(rank=32) == pytest.approx(2 * optimizer_bytes(rank=16), rel=0.001)
     # A query's has 16 x (4096 + 4096) elements, of each of 32 blocks, with master and two moments in fp32.

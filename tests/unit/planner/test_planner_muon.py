@@ -8,8 +8,8 @@ import pytest
 
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
-from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.configs import split_as
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, GpuSpec
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
 from shardwise.planner.step_time import TimeModel
@@ -59,5 +59,5 @@ def test_no_step_takes_less_than_its_largest_matrix() -> None:
 
 def test_one_state_of_matrices_is_stored() -> None:
     config = changed(BASE, {"mesh.dp_shard": 16, "zero.stage": 3, "precision.param": "bf16"})
-    adamw, muon = (CompactLayout(job).at_rest(split_as(job.base, config))["optimizer"] for job in (ADAMW, MUON))
+    adamw, muon = (FoldedLayouts(job).at_rest(split_as(job.base, config))["optimizer"] for job in (ADAMW, MUON))
     assert 8 / 12 * adamw < muon < 0.75 * adamw

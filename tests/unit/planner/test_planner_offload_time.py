@@ -62,7 +62,7 @@ def test_moves_are_those_that_the_layout_counts(
             count = move.count * (3 if move.moment in ("forward", "backward") else 1)
             way = (move.source, move.target)
             across[way] = across.get(way, 0) + count * move.num_bytes
-        folds = model.compact.rank(config, rank)
+        folds = model.layouts.rank(config, rank)
         counted = folds.total(partial(folds.layout.group_bytes_across, num_micro_batches=3))
         assert across == {way: size for way, size in counted.items() if size}
 

@@ -108,6 +108,9 @@ class FakeTime:
         inner = ("compute", "recompute", "tensor", "context")
         return sum(seconds for part, seconds in self.estimate(s).parts.items() if part in inner)
 
+    def stages_s(self, s: ResolvedConfig) -> float:
+        return sum(seconds for part, seconds in self.estimate(s).parts.items() if part not in ("data", "offload"))
+
     def estimate(self, s: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         w = self.weights
         compute = 1.0 + w["small"] / (s.batch.micro_size * s.mesh.cp**-1) + w["split"] * (s.mesh.tp - 1)
@@ -382,6 +385,9 @@ class Delayed:
 
     def busy_s(self, s: ResolvedConfig) -> float:
         return self.times.busy_s(s)
+
+    def stages_s(self, s: ResolvedConfig) -> float:
+        return self.times.stages_s(s)
 
     def estimate(self, s: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         time = self.times.estimate(s)

@@ -261,7 +261,7 @@ def test_the_slowest_of_many_nodes_decides() -> None:
 )
 def test_a_step_is_over_a_rank_s_share_of_the_elements(changes: dict[str, int], shards: int) -> None:
     s = changed(PLAIN, changes)
-    rank = MODEL.compact.rank(s, 0)
+    rank = MODEL.layouts.rank(s, 0)
     launched_s = MODEL.compute.host(s).param_s * sum(fold.count * len(fold.group.params) for fold in rank.folds)
     found = MODEL.estimate(s).parts["step"]
     assert found == pytest.approx(max(launched_s, MODEL.compute.step_s(s, rank.numel / shards)))

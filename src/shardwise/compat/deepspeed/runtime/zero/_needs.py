@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardwise.planner.model_states import ModelStates, estimate_model_states
+from shardwise.construction.model_states import ModelStates, estimate_model_states
 from shardwise.runtime.format import format_bytes
 
 Option = tuple[str, dict[str, str]]

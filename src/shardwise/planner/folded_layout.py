@@ -37,7 +37,7 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class RankLayerCounts:
+class FoldedLayout:
     """Hold the groups of one rank of the pipeline, and the layout that they follow."""
 
     layout: Layout
@@ -57,7 +57,7 @@ class RankLayerCounts:
         return sum(fold.count * fold.group.padded_numel for fold in self.folds)
 
 
-class CompactLayout:
+class FoldedLayouts:
     """Build the folded Layouts of a job's candidates, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, stages: StageTable | None = None) -> None:
@@ -65,7 +65,7 @@ class CompactLayout:
         self.stages = stages or StageTable(job)
         self._units: dict[tuple[Any, ...], _Unit] = {}
         self._numbers = SectionNumbers()
-        self._ranks: dict[tuple[Any, ...], RankLayerCounts] = {}
+        self._ranks: dict[tuple[Any, ...], FoldedLayout] = {}
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
 
     def at_rest(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
@@ -88,7 +88,7 @@ class CompactLayout:
         rank = self.rank(config, pipeline_rank)
         return rank.total(lambda group: rank.layout.group_bytes_on_wire(group, config.batch.accumulation))
 
-    def rank(self, config: ResolvedConfig, pipeline_rank: int = 0) -> RankLayerCounts:
+    def rank(self, config: ResolvedConfig, pipeline_rank: int = 0) -> FoldedLayout:
         """Return the folded groups of one rank of the pipeline."""
         key = self.key(config, pipeline_rank)
         found = self._ranks.get(key)
@@ -108,7 +108,7 @@ class CompactLayout:
         rank = self.rank(config, pipeline_rank)
         return rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
 
-    def _fold(self, config: ResolvedConfig, pipeline_rank: int) -> RankLayerCounts:
+    def _fold(self, config: ResolvedConfig, pipeline_rank: int) -> FoldedLayout:
         stages, tiers = self.stages.of(config), config.tiers
         # Of a share, each rank's first blocks stay on the device, so none stands for others.
         is_unfolded = bool(tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device)
@@ -156,7 +156,7 @@ class CompactLayout:
             self._units[key] = _Unit(tuple(entries), splits)
         return self._units[key]
 
-    def _counted(self, layout: Layout, counts: Mapping[str, int]) -> RankLayerCounts:
+    def _counted(self, layout: Layout, counts: Mapping[str, int]) -> FoldedLayout:
         """Count the groups; experts, whose groups are their own, are of their block's unit, and on `ep` times fewer
         ranks.
         """
@@ -169,7 +169,7 @@ class CompactLayout:
             groups.append(group)
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
         layout = replace(layout, units=units, groups=tuple(groups), elsewhere=())
-        return RankLayerCounts(layout, tuple(LayerCount(group, counts[group.unit]) for group in groups))
+        return FoldedLayout(layout, tuple(LayerCount(group, counts[group.unit]) for group in groups))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.precision import StatesDtype
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
-from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, GpuSpec
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
 from shardwise.schedule import RECIPES
@@ -96,9 +96,9 @@ def layout_or_none(shape: DecoderConfig, config: ResolvedConfig) -> Layout | Non
         return None
 
 
-def folded_of(shape: DecoderConfig) -> CompactLayout:
+def folded_of(shape: DecoderConfig) -> FoldedLayouts:
     job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
-    return CompactLayout(job)
+    return FoldedLayouts(job)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
@@ -178,10 +178,10 @@ def test_experts_are_spread_over_fewer_ranks() -> None:
     )  # fmt: skip
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
     plain = changed(BASE, {"mesh.dp_shard": 1, "precision.param": "bf16"})
-    assert CompactLayout(job).at_rest(plain)["param"] == 2 * shape.num_params
+    assert FoldedLayouts(job).at_rest(plain)["param"] == 2 * shape.num_params
     spread = changed(plain, {"mesh.dp_shard": 4})
     experts = 2 * 2 * 8 * 3 * 64 * 32  # bytes of both layers' experts
-    assert CompactLayout(replace(job, ep=4)).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
+    assert FoldedLayouts(replace(job, ep=4)).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
 
 
 def test_biases_and_learned_positions_are_held() -> None:
@@ -190,7 +190,7 @@ def test_biases_and_learned_positions_are_held() -> None:
         ffn="plain", is_tied=True, has_biases=True, num_positions=128,
     )  # fmt: skip
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
-    assert CompactLayout(job).at_rest(changed(BASE, {"precision.param": "bf16"}))["param"] == 2 * shape.num_params
+    assert FoldedLayouts(job).at_rest(changed(BASE, {"precision.param": "bf16"}))["param"] == 2 * shape.num_params
 
 
 @pytest.mark.parametrize("num_layers", [8, 80])
@@ -199,4 +199,4 @@ def test_no_more_groups_for_more_layers(num_layers: int) -> None:
         num_layers=num_layers, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=256
     )
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
-    assert len(CompactLayout(job).rank(changed(BASE, {"mesh.pp": 2, "batch.accumulation": 4}), 1).folds) == 2
+    assert len(FoldedLayouts(job).rank(changed(BASE, {"mesh.pp": 2, "batch.accumulation": 4}), 1).folds) == 2
