@@ -251,7 +251,7 @@ def ask(
     keys_given = model.given | {_key(setting) for setting in settings}
     if "precision.param" not in keys_given:
         base = base.override([f"precision.param={usual_dtype(cluster)}"])
-    notes = list(model.notes)
+    notes = [*model.notes, *_slow_dtype(base, cluster)]
     tunes = tunes or base.lora.rank > 0
     length, batch = _length(model, seq_len, notes, tunes=tunes), global_batch or model.global_batch
     if batch is None:
@@ -323,6 +323,14 @@ def usual_dtype(cluster: Cluster) -> Dtype:
     slow = peaks.get("fp32", 0.0)
     halves: tuple[Dtype, ...] = ("bf16", "fp16")
     return next((dtype for dtype in halves if peaks.get(dtype, 0.0) > slow), "fp32")
+
+
+def _slow_dtype(base: Config, cluster: Cluster) -> Iterator[str]:
+    """Say that a device, such as a CPU without AVX-512, multiplies far more slowly in the dtype than in fp32."""
+    dtype, peaks = base.precision.param, cluster.gpu.peak_flops_per_s
+    if dtype in ("bf16", "fp16") and 0 < 2 * peaks.get(dtype, 0.0) < peaks.get("fp32", 0.0):
+        times = peaks["fp32"] / peaks[dtype]
+        yield f"precision.param={dtype} is {times:,.0f} times as slow as fp32 on {cluster.gpu.name}; precision.param=fp32"
 
 
 def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:

@@ -124,6 +124,15 @@ def test_the_usual_dtype_is_faster_than_fp32() -> None:
     assert usual_dtype(device(fp32=1.0, fp16=1.0)) == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("bf16", "param", "is_said"), [(0.01, "bf16", True), (2.0, "bf16", False), (0.01, "fp32", False)]
+)
+def test_a_dtype_that_the_machine_multiplies_slowly_is_said(bf16: float, param: str, is_said: bool) -> None:
+    slow = replace(NODE, gpu=replace(NODE.gpu, peak_flops_per_s={"fp32": 1.0, "bf16": bf16}))
+    notes = ask(read_model("25m"), slow, global_batch=8, settings=[f"precision.param={param}"]).notes
+    assert any("100 times as slow" in note and "precision.param=fp32" in note for note in notes) is is_said
+
+
 @given(st.integers(-3, 70), st.integers(1, 9), st.integers(10, 64))
 def test_the_largest_is_found(limit: int, low: int, high: int) -> None:
     expected = min(limit, high) if limit >= low else None
