@@ -330,7 +330,8 @@ def _slow_dtype(base: Config, cluster: Cluster) -> Iterator[str]:
     dtype, peaks = base.precision.param, cluster.gpu.peak_flops_per_s
     if dtype in ("bf16", "fp16") and 0 < 2 * peaks.get(dtype, 0.0) < peaks.get("fp32", 0.0):
         times = peaks["fp32"] / peaks[dtype]
-        yield f"precision.param={dtype} is {times:,.0f} times as slow as fp32 on {cluster.gpu.name}; precision.param=fp32"
+        slow = f"precision.param={dtype}, {times:,.0f} times as slow as fp32 on this {cluster.gpu.name}"
+        yield f"{slow}; precision.param=fp32 is faster"
 
 
 def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:
