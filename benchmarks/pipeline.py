@@ -71,6 +71,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--systems", type=names, default=list(PIPELINE_PEERS), help=", ".join(PIPELINE_PEERS))
     versus = ["torch-1f1b", "deepspeed-1f1b"]
     parser.add_argument("--versus", type=names, default=versus, help="systems to show ratios to")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence, where not those that fill a step")
+    parser.add_argument("--clip", type=float, help="clip gradients to this norm, in every system")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each system")
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first turn, not measured")
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str]) -> None:
         console.print(f"skipped {name}: {PIPELINE_PEERS[name].package} is not installed")
     for name, count in itertools.product(options.models, map(int, options.micro_batches)):
         micro_size, seq_len = SHAPES[count]
-        workload = PipelineWorkload(name, "fp32", seq_len, micro_size, num_micro_batches=count)
+        workload = PipelineWorkload(name, "fp32", options.seq or seq_len, micro_size, options.clip, count)
         records = measure(workload, systems, options, console)
         console.print(f"two stages begin with {', '.join(units[0] for units in cut_of(workload, '1f1b'))}")
         console.print(results_table(workload, records, options.versus))

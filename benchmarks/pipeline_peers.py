@@ -110,7 +110,8 @@ def build_torch(model: Decoder, workload: Workload, schedule: str) -> Step:
     cut, rank = cut_of(workload, schedule), dist.get_rank()
     held = (rank, 2 * NUM_RANKS - 1 - rank) if schedule == "zb-v" else range(rank, len(cut), NUM_RANKS)
     stages = [PipelineStage(Stage(model, cut[index]), index, len(cut), CPU) for index in held]
-    optimizer = workload.optimizer(parameter for stage in stages for parameter in stage.submod.parameters())
+    params = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    optimizer = workload.optimizer(params)
     has_first, has_last = 0 in held, len(cut) - 1 in held
     made = getattr(schedules, _TORCH_SCHEDULES[schedule])
     multiple = issubclass(made, schedules.PipelineScheduleMulti)
@@ -121,6 +122,10 @@ def build_torch(model: Decoder, workload: Workload, schedule: str) -> Step:
         inputs = (tokens,) if has_first else ()
         # Outputs are logits of all micro-batches, which are not needed.
         runner.step(*inputs, target=tokens if has_last else None, losses=losses, return_outputs=False)
+        if workload.clip_norm is not None:
+            square = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None]).square()
+            dist.all_reduce(square)
+            nn.utils.clip_grads_with_norm_(params, workload.clip_norm, square.sqrt())
         optimizer.step()
         optimizer.zero_grad()
         # Of the last rank alone: the mean over the ranks, which the table shows, is the loss.
