@@ -112,6 +112,7 @@ class ComputeTimeModel:
         self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         self._numbers = SectionNumbers()
+        self._adapters_by_lora: dict[tuple[int, bool], list[SkeletonParam]] = {}
         gpu = job.cluster.gpu
         self._corrections = Corrections(
             job, lambda job, s: ComputeTimeModel(job).block(s), lambda job, s: ComputeTimeModel(job).head(s)
@@ -272,8 +273,11 @@ class ComputeTimeModel:
         return [router, *routed, *(self._ffn_linears(s, shared, tokens) if shared else [])]
 
     def _adapters_of(self, lora: LoraConfig, *, has_experts: bool) -> list[SkeletonParam]:
-        params = self.job.shape.params_of("experts" if has_experts else "dense")
-        return [adapter for adapter in with_adapters(params, lora) if is_adapter(adapter)]
+        key = (self._numbers.of(lora), has_experts)
+        if key not in self._adapters_by_lora:
+            params = self.job.shape.params_of("experts" if has_experts else "dense")
+            self._adapters_by_lora[key] = [adapter for adapter in with_adapters(params, lora) if is_adapter(adapter)]
+        return self._adapters_by_lora[key]
 
     def _adapters(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         """Price the adapters of a block, of which there are none where all weights train."""
