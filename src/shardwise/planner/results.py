@@ -63,6 +63,20 @@ TIMELINE_PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """The planner's parts, by the part of a timeline that contains them: what a block exchanges is part of its forward."""
 
 
+PEAK_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "PARAMETERS": "params",
+        "GRADIENTS": "grads",
+        "OPTIMIZER": "optimizer",
+        "GATHERED": "gathered",
+        "BUCKETS": "buckets",
+        "ACTIVATIONS": "activations",
+        "OTHER": "workspace",
+    }
+)
+"""Names of a peak's bytes by those of the memory tracker's categories, which counts `logits` among the activations."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Hold the bytes of each rank at one place of the pipeline.

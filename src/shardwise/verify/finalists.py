@@ -13,29 +13,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
 from shardwise.planner.configs import written
-from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory
+from shardwise.planner.results import PEAK_NAMES, Estimate, MemoryEstimate, RankMemory
 
 _MOST_PROCESSES: Final = 4
 # Below this share of a device's memory no error of an estimate matters.
 _MATTERS_FROM: Final = 0.5
-# By the name of a `Category` of the memory tracker.
-_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "PARAMETERS": "params",
-        "GRADIENTS": "grads",
-        "OPTIMIZER": "optimizer",
-        "GATHERED": "gathered",
-        "BUCKETS": "buckets",
-        "ACTIVATIONS": "activations",
-        "OTHER": "workspace",
-    }
-)
 
 
 def simulate_finalists(
@@ -81,7 +68,7 @@ def peak_of(config: str, num_ranks: int, rank: int) -> dict[str, float]:
     from shardwise.verify.dry_run import dry_run
 
     figures = dry_run(Config.from_json(config), num_ranks, (rank,)).ranks[0]
-    return {_NAMES[category.name]: float(num_bytes) for category, num_bytes in figures.peak.items()}
+    return {PEAK_NAMES[category.name]: float(num_bytes) for category, num_bytes in figures.peak.items()}
 
 
 def _use_one_core() -> None:
