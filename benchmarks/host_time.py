@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peers import language_loss, mean_loss
+from peers import costless_shape, language_loss, mean_loss
 from shardwise.comm.backends import NcclComm
 from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.config.resolve import Config
@@ -59,7 +59,6 @@ from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import Decoder
-from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.memory_tracker import MemoryTracker
 
 NUM_RANKS = 2
@@ -85,17 +84,7 @@ class Setting:
 
     def model(self) -> Decoder:
         torch.manual_seed(0)
-        shape = DecoderConfig(
-            vocab_size=32,
-            num_layers=self.depth,
-            hidden_size=8,
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim=4,
-            ffn_size=8,
-            max_seq_len=16,
-        )
-        return Decoder(shape)
+        return Decoder(costless_shape(self.depth))
 
     def tokens(self) -> Tensor:
         return torch.zeros(TOKENS, dtype=torch.int64, device=self.device)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.models import Decoder, lm_loss, preset
 from shardwise.models.decoder import IGNORED_TARGET
+from shardwise.models.presets import DecoderConfig
 
 NUM_RANKS = 2
 LR = 3e-4
@@ -70,6 +71,20 @@ class Workload:
     def optimizer(self, params: Iterable[Tensor]) -> torch.optim.AdamW:
         """Torch's fused AdamW, which every peer steps with."""
         return torch.optim.AdamW(params, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def costless_shape(num_layers: int) -> DecoderConfig:
+    """A decoder whose kernels cost next to nothing, so that a step takes what its host takes."""
+    return DecoderConfig(
+        vocab_size=32,
+        num_layers=num_layers,
+        hidden_size=8,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=4,
+        ffn_size=8,
+        max_seq_len=16,
+    )
 
 
 Wrap = Callable[[nn.Module], nn.Module]
