@@ -49,8 +49,8 @@ class Code:
 
 
 # Names in the words of a row, the first that is found counts. Defaults are those of the code: Hugging Face's SDPA is
-# FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan puts cuDNN first
-# (models/common/attention.py); Transformer Engine takes cuDNN's fused attention from Hopper on. Losses: see `loss_of`.
+# FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan: see `is_tuned_on`; Transformer Engine takes
+# cuDNN's fused attention from Hopper on. Losses: see `loss_of`.
 _CODES: Final = (
     (r"unsloth", Code(name="unsloth", is_fused=True, logits_bytes=2 * NARROW)),
     (r"llmq|surogate", Code(name="engine", is_fused=True, is_graphed=True, is_tuned=True, logits_bytes=NARROW)),
@@ -248,8 +248,16 @@ def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:
-    """Say whether the attention kernel uses what came with Hopper, by the row's words, else by the code."""
+def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code, model: str = "") -> bool:
+    """Say whether the attention kernel uses what came with Hopper, by the row's words, else by the code.
+
+    Torchtitan puts cuDNN first on B200 (its pull request 1196), on Hopper too from October 2025 (1776). Its DeepSeek
+    (1610) and Llama 4 have FlexAttention, whose kernel on B200 is Triton's, 2.7 times as slow as FlashAttention-4 (arXiv
+    2603.05451).
+
+    Args:
+        model: its name and its attention, as the row has them.
+    """
     text = str(p.get("attention_kernel") or "").lower()
     if "fp8" not in gpu.peak_flops_per_s:
         return False
@@ -257,4 +265,7 @@ def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:
         return True
     if re.search(r"flash|xformers|flex|hf sdpa", text):
         return False
+    if code.name == "torchtitan":
+        is_late = max(re.findall(r"20[12]\d-\d\d", str(p.get("framework"))), default="") >= "2025-10"
+        return ("fp4" in gpu.peak_flops_per_s or is_late) and not re.search(r"mla|llama-4", model.lower())
     return code.is_tuned

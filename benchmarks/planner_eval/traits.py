@@ -127,9 +127,9 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
     """
     p = row.get("parallel") or {}
     if p.get("framework"):
-        is_latent = "mla" in str(row["model"].get("attention")).lower()
-        has_norms = "qwen3" in shape.name.lower()
-        found = _named_code(p, shape, config, gpu)
+        attention, has_norms = str(row["model"].get("attention")), "qwen3" in shape.name.lower()
+        is_latent = "mla" in attention.lower()
+        found = _named_code(p, shape, config, gpu, f"{shape.name} {attention}")
         return dataclasses.replace(found, is_latent=is_latent, norms_heads=has_norms)
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
@@ -183,7 +183,9 @@ def _usual_words(p: Mapping[str, Any], config: ResolvedConfig) -> str | None:
     return "per op" if compiles_blocks(p, config.zero.stage) else None
 
 
-def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> PublishedTraits:
+def _named_code(
+    p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec, model: str
+) -> PublishedTraits:
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
@@ -219,12 +221,12 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         recomputation=recomputation_of(
             codes.recompute_words(p),
             code.name,
-            saves_attention=codes.dated(code, p).year > 2025 or not codes.is_tuned_on(gpu, p, code),
+            saves_attention=codes.dated(code, p).year > 2025 or not codes.is_tuned_on(gpu, p, code, model),
         ),
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
         splits_experts=str(p.get("etp")) != "1",
         permutation=codes.permutation_of(p, code),
-        has_tuned_attention=codes.is_tuned_on(gpu, p, code),
+        has_tuned_attention=codes.is_tuned_on(gpu, p, code, model),
     )
 
 
