@@ -320,10 +320,11 @@ class PublishedComputeModel(ComputeTimeModel):
     def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         """Cast weights too, which a step's micro-batches do not share: of fp32 to bf16, and of bf16 to fp8."""
         linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[param_of(s)]
-        found = super()._linears(linears, s, dtype)
         routed = [each for each in linears if each.is_routed]
-        if routed and traits.grouped_share < 1:
-            found = found.plus(super()._linears(routed, s, dtype).times(1 / traits.grouped_share - 1))
+        found = super()._linears([each for each in linears if not each.is_routed], s, dtype)
+        if routed:
+            grouped = super()._linears(routed, s, traits.experts_dtype or dtype)
+            found = found.plus(grouped.times(1 / traits.grouped_share))
         numel = sum(each.count * each.n * each.k for each in linears)
         if traits.casts_weights:
             found = found.plus(PassTimes(self._stream_s(numel * (FP32_BYTES + width))))

@@ -25,7 +25,7 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import Attention, FrameworkTraits, ModelShape, param_of
+from shardwise.planner.job import Attention, FrameworkTraits, MatmulDtype, ModelShape, param_of
 
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on no run keeps scores whole."""
@@ -72,6 +72,7 @@ class PublishedTraits(FrameworkTraits):
         is_latent: whether attention is DeepSeek's, whose heads are expanded to 192 elements of queries and keys.
         norms_heads: whether queries and keys pass norms of their own, as Qwen 3's do.
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
+        experts_dtype: of experts' products; None for that of the others.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
@@ -106,6 +107,7 @@ class PublishedTraits(FrameworkTraits):
     is_latent: bool = False
     norms_heads: bool = False
     grouped_share: float = 1.0
+    experts_dtype: MatmulDtype | None = None
     logs_entropy: bool = False
     casts_weights: bool = False
     scales_dynamically: bool = False
@@ -189,7 +191,9 @@ def _named_code(
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
+    experts_dtype = words.experts_dtype(precision)
     is_slow_grouped = code.name == "torchtitan" and is_after_h100(gpu) and codes.dated(code, p).year < 2026
+    is_slow_grouped &= experts_dtype in (None, "bf16")
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
         code=codes.dated(code, p),
@@ -197,6 +201,7 @@ def _named_code(
         widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
         widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
         grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
+        experts_dtype=experts_dtype,
         logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
