@@ -35,11 +35,13 @@ class Code:
         logits_bytes: bytes of each logit at the peak of its loss.
         splits_logits: whether its loss is split by vocabulary over tensor-parallel ranks.
         groups_experts: whether experts run in one grouped product, not in a loop over them.
+        wraps_adapters: whether its sharded data parallelism gathers each matrix of an adapter by itself.
         year: in which the row's version of it is.
     """
 
     name: str
     year: int = 2025
+    wraps_adapters: bool = False
     is_fused: bool = False
     is_graphed: bool = False
     is_tuned: bool = False
@@ -49,8 +51,8 @@ class Code:
 
 
 # Names in the words of a row, the first that is found counts. Defaults are those of the code: Hugging Face's SDPA is
-# FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan: see `is_tuned_on`; Transformer Engine takes
-# cuDNN's fused attention from Hopper on. Losses: see `loss_of`.
+# FlashAttention-2 on Hopper too (huggingface/transformers#48163); Transformer Engine takes cuDNN's fused attention from
+# Hopper on. Losses: see `loss_of`.
 _CODES: Final = (
     (r"unsloth", Code(name="unsloth", is_fused=True, logits_bytes=2 * NARROW)),
     (r"llmq|surogate", Code(name="engine", is_fused=True, is_graphed=True, is_tuned=True, logits_bytes=NARROW)),
@@ -82,7 +84,12 @@ def dated(code: Code, p: Mapping[str, Any]) -> Code:
     """
     years = [int(each) for each in re.findall(r"20[12]\d", str(p.get("framework")))]
     year = max(years, default=code.year)
-    return dataclasses.replace(code, year=year, groups_experts=bool(p.get("experts_kernel")) or year >= 2026)
+    return dataclasses.replace(
+        code,
+        year=year,
+        groups_experts=bool(p.get("experts_kernel")) or year >= 2026,
+        wraps_adapters=code.name == "hf" and "fsdp2" not in str(p.get("sharding")).lower(),
+    )
 
 
 def is_of_early_2024(words: str) -> bool:
@@ -252,8 +259,8 @@ def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code, model: str = "")
     """Say whether the attention kernel uses what came with Hopper, by the row's words, else by the code.
 
     Torchtitan puts cuDNN first on B200 (its pull request 1196), on Hopper too from October 2025 (1776). Its DeepSeek
-    (1610) and Llama 4 have FlexAttention, whose kernel on B200 is Triton's, 2.7 times as slow as FlashAttention-4 (arXiv
-    2603.05451).
+    (1610) and Llama 4 have FlexAttention, whose kernel is Triton's: on B200 2.7 times as slow as FlashAttention-4
+    (arXiv 2603.05451).
 
     Args:
         model: its name and its attention, as the row has them.
