@@ -358,10 +358,14 @@ class PublishedComputeModel(ComputeTimeModel):
     def _kernel_s(self) -> float:
         return GRAPHED_KERNEL_S if published_traits(self.job).is_graphed else super()._kernel_s
 
-    def _flash_rate(self, rate: float) -> float:
-        traits = published_traits(self.job)
-        found = rate if traits.has_tuned_attention else super()._flash_rate(rate)
-        return found * FIRST_FLASH_SHARE if traits.has_first_flash else found
+    def _flash_rates(self, rate: float) -> tuple[float, float]:
+        share = FIRST_FLASH_SHARE if published_traits(self.job).has_first_flash else 1.0
+        forward_rate, backward_rate = super()._flash_rates(rate)
+        return forward_rate * share, backward_rate * share
+
+    @property
+    def _has_plain_attention(self) -> bool:
+        return not published_traits(self.job).has_tuned_attention
 
 
 class PublishedCommModel(CommTimeModel):
