@@ -210,6 +210,15 @@ def params_share(p: Mapping[str, Any]) -> float:
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0
 
 
+def fuses_adapters(p: Mapping[str, Any], code: Code) -> bool:
+    """Say whether adapters run in kernels of their own, as Unsloth's and those of fms-acceleration for a base of nf4.
+
+    Liger's fuse none. PEFT's adapters are of fp32 otherwise (`autocast_adapter_dtype`).
+    """
+    is_foak = "foak" in str(p.get("loss")) and str((p.get("lora") or {}).get("base")).startswith("nf4")
+    return bool(p.get("compile")) or is_foak or code.name not in ("hf", "deepspeed")
+
+
 def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | None:
     """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
 

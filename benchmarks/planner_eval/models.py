@@ -59,8 +59,14 @@ LATENT_MORE, LATENT_FLOPS = 384.0, (192 + 128) / 256
 PACKED_EXPERT_BYTES: Final = 0.5 + 4 / 64
 # More of a residual stream in fp32: two norms and two sums of twice the width.
 WIDE_STREAM: Final = (10.0, 13.0)
-# Of an adapter's input that is cast to fp32 and back, as PEFT and autocast do.
-ADAPTER_CASTS: Final = 6.0
+# Passes over what adapters of fp32 read and write in bf16 (peft, `tuners/lora/layer.py`): of the output (scaled, added)
+# and of the input (cast, cast back to bf16 by autocast, gradients added), under autocast and without, where the
+# adapters' products and the sum are of fp32 too; and of a dropout in fp32.
+AUTOCAST_ADAPTER, WIDE_ADAPTER, WIDE_DROPOUT = ((5.0, 2.0), (6.0, 9.0)), ((13.0, 12.0), (4.0, 8.0)), 4.5
+# Beyond a fused norm's where it is eager and its input is fp32 already: `NORM_IN_FP32` without casts.
+EAGER_NORM: Final = (10.0, 26.5)
+# Of each input and output of a packed layer between fp32 and bf16, both passes.
+PACKED_CASTS: Final = (3.0, 3.0)
 # Of tensors of an element in torch's `_multi_tensor_adamw`: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
 # addcdiv 4.
 FOREACH_PASSES: Final = 20.0
@@ -294,16 +300,31 @@ class PublishedComputeModel(ComputeTimeModel):
             heads = self._tokens(s) / s.mesh.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
             passes = [each + more_s for each, more_s in zip(HEADS_NORM, norm, strict=True)]
             times = times.plus(self._streamed(heads * width, passes))
-        if traits.widens_stream:  # norms and sums in fp32
+        if traits.widens_all:
+            # Queries, keys and values cast the input each, as gate and up do.
+            norms = self._streamed(hidden * width, [2 * each * (norm[0] > 0) for each in EAGER_NORM])
+            times, experts = super()._streams(s).times(2).plus(norms), shape.experts
+            copies = experts.num_chosen + experts.num_shared if experts else 1
+            heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+            around = (4 + 3 * copies) * shape.hidden_size + heads + 3 * self._ffn_width()
+            times = times.plus(self._streamed(self._tokens(s) / s.mesh.tp * around * width, PACKED_CASTS))
+        elif traits.widens_stream:  # norms and sums in fp32
             times = times.plus(self._streamed(hidden * width, WIDE_STREAM))
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
             return times
         return times.plus(self._streamed(self._tokens(s) / s.mesh.tp * self._ffn_width() * width, FUSED_ACTIVATION))
 
     def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
-        forward, backward = super()._adapter_passes(s, is_output=is_output)
-        more = 0.0 if is_output or not published_traits(self.job).widens_adapters else ADAPTER_CASTS
+        traits = published_traits(self.job)
+        if traits.fuses_adapters or not traits.widens_adapters:
+            return super()._adapter_passes(s, is_output=is_output)
+        forward, backward = (AUTOCAST_ADAPTER if traits.autocasts else WIDE_ADAPTER)[not is_output]
+        more = WIDE_DROPOUT * (s.lora.dropout > 0 and not is_output)
         return forward + more, backward + more
+
+    @property
+    def _fuses_adapters(self) -> bool:
+        return published_traits(self.job).fuses_adapters
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Pass over the logits for what TRL logs of each step, too."""

@@ -65,7 +65,10 @@ class PublishedTraits(FrameworkTraits):
         recomputation: what a block frees and runs again, where words of the code say it; the strategy's mode otherwise.
         steps_by_tensor: whether the optimizer's step is torch's without a fused kernel.
         widens_adapters: whether adapters are fp32 on a base of bf16.
+        fuses_adapters: whether adapters' element-wise work is fused.
+        autocasts: whether products are cast to bf16, whatever their weights are of.
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
+        widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
         packs_experts: whether experts are linear layers that are packed as the others are.
         keeps_frozen_inputs: whether packed layers keep inputs that no gradient reads, as bitsandbytes' did before its
             pull request 1270 of July 2024.
@@ -101,7 +104,10 @@ class PublishedTraits(FrameworkTraits):
     recomputation: Recomputation | None = None
     steps_by_tensor: bool = False
     widens_adapters: bool = False
+    fuses_adapters: bool = False
+    autocasts: bool = False
     widens_stream: bool = False
+    widens_all: bool = False
     packs_experts: bool = False
     keeps_frozen_inputs: bool = False
     is_latent: bool = False
@@ -198,8 +204,11 @@ def _named_code(
     return PublishedTraits(
         code=codes.dated(code, p),
         steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
-        widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
+        widens_adapters=code.name in ("hf", "deepspeed") and not codes.is_of_early_2024(written),
+        fuses_adapters=codes.fuses_adapters(p, code),
+        autocasts=not re.search(r"whole|no autocast|-true", precision),
         widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
+        widens_all=p.get("stream") == "fp32" and config.lora.base == "nf4",
         grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
         experts_dtype=experts_dtype,
         logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,

@@ -298,12 +298,16 @@ class ComputeTimeModel:
 
     def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
         """Return the passes over the output of an adapter's second matrix, or over the input of its first."""
-        if self.job.traits.is_compiled:
+        if self._fuses_adapters:
             return _FUSED_ADAPTER if is_output else _FUSED_ADAPTER[::-1]
         if is_output:
             return _ADAPTER_OUTPUT
         dropout = _ADAPTER_DROPOUT if s.lora.dropout else (0.0, 0.0)
         return _ADAPTER_INPUT[0] + dropout[0], _ADAPTER_INPUT[1] + dropout[1]
+
+    @property
+    def _fuses_adapters(self) -> bool:
+        return self.job.traits.is_compiled
 
     def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         """Price what unpacks the packed weights of a block for each product with them."""
