@@ -58,8 +58,13 @@ _CODES: Final = (
     (r"llmq|surogate", Code(name="engine", is_fused=True, is_graphed=True, is_tuned=True, logits_bytes=NARROW)),
     (r"automodel", Code(name="automodel", is_fused=True, is_tuned=True)),
     (r"torchtitan|pithtrain", Code(name="torchtitan", is_tuned=True, logits_bytes=2 * NARROW)),
+    # XLA fuses what is element-wise and launches a step at once; its loss widens the logits, and its attention is TE's.
+    (r"maxtext", Code(name="maxtext", is_fused=True, is_graphed=True, is_tuned=True, groups_experts=True)),
+    # Logits in bf16 and their gradient, of which an eighth is widened at a time (CEWithChunkedOutputLoss).
+    (r"torchtune", Code(name="torchtune", logits_bytes=2 * NARROW + 2 * WIDE / 8)),
+    (r"prime-rl", Code(name="torch")),
     (
-        r"megatron|nemo",
+        r"megatron|nemo|primus",
         Code(name="megatron", is_fused=True, is_tuned=True, logits_bytes=2 * NARROW + WIDE, splits_logits=True),
     ),
     (r"litgpt", Code(name="litgpt", logits_bytes=4 * NARROW)),
@@ -216,7 +221,14 @@ def fuses_adapters(p: Mapping[str, Any], code: Code) -> bool:
     Liger's fuse none. PEFT's adapters are of fp32 otherwise (`autocast_adapter_dtype`).
     """
     is_foak = "foak" in str(p.get("loss")) and str((p.get("lora") or {}).get("base")).startswith("nf4")
-    return bool(p.get("compile")) or is_foak or code.name not in ("hf", "deepspeed")
+    return bool(p.get("compile")) or is_foak or code.is_fused
+
+
+def fuses_step(p: Mapping[str, Any]) -> bool:
+    """Say whether AdamW is one kernel: torch's own where asked for, and the Trainer's by default from torch 2.8 on."""
+    text, version = str(p.get("optimizer")).lower(), re.search(r"torch 2\.(\d+)", str(p.get("framework")))
+    is_late = "hf" in text and version is not None and int(version.group(1)) >= 8
+    return is_late or bool(re.search("fused|8-bit|4-bit", text))
 
 
 def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | None:
@@ -229,7 +241,7 @@ def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | No
     """
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
         return (7.0, 11.0)
-    if code.name == "torchtitan":
+    if code.name in ("torchtitan", "torch", "torchtune"):
         return (11.0, 15.0)
     is_ordered = int(p.get("ep") or 1) == 1 or bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
     return (4.0, 4.0) if is_ordered else (8.0, 8.0)

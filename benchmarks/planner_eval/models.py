@@ -31,6 +31,9 @@ FIRST_FLASH_SHARE: Final = 0.5
 """The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
 GRAPHED_KERNEL_S: Final = 1.5e-6
 """Seconds that a kernel of a graph takes on a device beyond its work."""
+ROWWISE_SHARE: Final = 0.9
+"""Rate of torch's products in fp8 with a scale for each row over those with one for each tensor: 90 to 100 % for most
+shapes, with a tail down to 50 % (pytorch/pytorch#147971)."""
 BATCHED_SHARE: Final = 0.6
 """Share of a large product's rate that the batched products of attention reach where its scores are stored."""
 
@@ -326,6 +329,13 @@ class PublishedComputeModel(ComputeTimeModel):
     def _fuses_adapters(self) -> bool:
         return published_traits(self.job).fuses_adapters
 
+    def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
+        found = super()._unpacking(s, has_experts=has_experts)
+        if not (has_experts and published_traits(self.job).packs_experts):
+            return found
+        numel = self.job.shape.num_ffn_matrices * self._expert_numel / self.job.ep
+        return found.plus(self._streamed(numel * (PACKED_EXPERT_BYTES + DTYPE_BYTES[param_of(s)]), (1.0, 1.0)))
+
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Pass over the logits for what TRL logs of each step, too."""
         found = super().head(config)
@@ -343,6 +353,7 @@ class PublishedComputeModel(ComputeTimeModel):
         linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[param_of(s)]
         routed = [each for each in linears if each.is_routed]
         found = super()._linears([each for each in linears if not each.is_routed], s, dtype)
+        found = found.times(1 / ROWWISE_SHARE) if traits.has_scaled_rows and dtype == "fp8" else found
         if routed:
             grouped = super()._linears(routed, s, traits.experts_dtype or dtype)
             found = found.plus(grouped.times(1 / traits.grouped_share))

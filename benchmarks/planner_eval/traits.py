@@ -79,6 +79,7 @@ class PublishedTraits(FrameworkTraits):
         logs_entropy: whether each step logs entropy and accuracy of all logits.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
+        has_scaled_rows: whether torch's products in fp8 scale rows.
         casts_gathered: whether weights are cast to fp8 after they are gathered, by every rank.
         dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
         splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
@@ -117,6 +118,7 @@ class PublishedTraits(FrameworkTraits):
     logs_entropy: bool = False
     casts_weights: bool = False
     scales_dynamically: bool = False
+    has_scaled_rows: bool = False
     casts_gathered: bool = False
     dedups_tokens: bool = True
     splits_experts: bool = True
@@ -203,7 +205,7 @@ def _named_code(
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
         code=codes.dated(code, p),
-        steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
+        steps_by_tensor=code.name == "hf" and not codes.fuses_step(p),
         widens_adapters=code.name in ("hf", "deepspeed") and not codes.is_of_early_2024(written),
         fuses_adapters=codes.fuses_adapters(p, code),
         autocasts=not re.search(r"whole|no autocast|-true", precision),
@@ -214,6 +216,7 @@ def _named_code(
         logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
+        has_scaled_rows="rowwise" in precision and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
         packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
