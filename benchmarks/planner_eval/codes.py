@@ -231,6 +231,23 @@ def fuses_step(p: Mapping[str, Any]) -> bool:
     return is_late or bool(re.search("fused|8-bit|4-bit", text))
 
 
+def is_graphed(p: Mapping[str, Any], code: Code, *, has_experts: bool) -> bool:
+    """Say whether a step is launched as a graph, as Surogate does but for experts and a base of fp4.
+
+    See its graph_executor.cpp and dsl_model_execution.cpp.
+    """
+    is_fp4 = str((p.get("lora") or {}).get("base")).startswith("nvfp4")
+    return bool(p.get("cuda_graphs")) or (code.is_graphed and not has_experts and not is_fp4)
+
+
+def unpacked_bytes(p: Mapping[str, Any], code: Code) -> float:
+    """Return the bytes of a stored weight that is unpacked for each pass by other code than bitsandbytes, 0 for none.
+
+    Surogate unpacks what it stores in 8 or 4 bits (runtime/qlora); Transformer Engine multiplies it as it is.
+    """
+    return NARROW * params_share(p) if code.name == "engine" and params_share(p) < 1 else 0.0
+
+
 def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | None:
     """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
 

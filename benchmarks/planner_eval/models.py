@@ -330,11 +330,16 @@ class PublishedComputeModel(ComputeTimeModel):
         return published_traits(self.job).fuses_adapters
 
     def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
-        found = super()._unpacking(s, has_experts=has_experts)
-        if not (has_experts and published_traits(self.job).packs_experts):
-            return found
-        numel = self.job.shape.num_ffn_matrices * self._expert_numel / self.job.ep
-        return found.plus(self._streamed(numel * (PACKED_EXPERT_BYTES + DTYPE_BYTES[param_of(s)]), (1.0, 1.0)))
+        found, traits = super()._unpacking(s, has_experts=has_experts), published_traits(self.job)
+        shape = self.job.shape
+        numel, stored_bytes = 0.0, traits.unpacked_bytes
+        if has_experts and traits.packs_experts:
+            numel, stored_bytes = shape.num_ffn_matrices * self._expert_numel / self.job.ep, PACKED_EXPERT_BYTES
+        elif traits.unpacked_bytes:
+            ffn = self._expert_numel / self.job.ep if has_experts else shape.ffn_size * shape.hidden_size
+            heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+            numel = shape.num_ffn_matrices * ffn + heads * shape.hidden_size
+        return found.plus(self._streamed(numel * (stored_bytes + DTYPE_BYTES[param_of(s)]), (1.0, 1.0)))
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Pass over the logits for what TRL logs of each step, too."""

@@ -70,6 +70,7 @@ class PublishedTraits(FrameworkTraits):
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        unpacked_bytes: of a frozen weight that is unpacked for each pass; 0 where none is, or it is of nf4.
         keeps_frozen_inputs: whether packed layers keep inputs that no gradient reads, as bitsandbytes' did before its
             pull request 1270 of July 2024.
         is_latent: whether attention is DeepSeek's, whose heads are expanded to 192 elements of queries and keys.
@@ -110,6 +111,7 @@ class PublishedTraits(FrameworkTraits):
     widens_stream: bool = False
     widens_all: bool = False
     packs_experts: bool = False
+    unpacked_bytes: float = 0.0
     keeps_frozen_inputs: bool = False
     is_latent: bool = False
     norms_heads: bool = False
@@ -223,7 +225,8 @@ def _named_code(
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
         is_compiled=is_fused,
-        is_graphed=code.is_graphed or bool(p.get("cuda_graphs")),
+        is_graphed=codes.is_graphed(p, code, has_experts=shape.experts is not None),
+        unpacked_bytes=codes.unpacked_bytes(p, code),
         reduces_in_place=True,
         is_own=False,
         frees_outputs=config.pipeline.schedule == "interleaved",
