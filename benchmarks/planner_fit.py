@@ -4,10 +4,12 @@ Only `FittedConstants` is fitted: the share of the best matrix product, of the m
 that training reaches. Devices of one family share theirs. A source counts by the root of its rows, so that none is the
 fit.
 
-    python benchmarks/planner_fit.py tests/data/planner_cases.json                  # prints the constants
-    python benchmarks/planner_fit.py tests/data/planner_cases.json --write          # into catalogue.toml
-    python benchmarks/planner_fit.py tests/data/planner_cases.json --write --nearby # a small step from those in it
-    python benchmarks/planner_fit.py tests/data/planner_cases.json --leave-out out.json
+    python benchmarks/planner_fit.py CASES --fresh FRESH                  # prints the constants
+    python benchmarks/planner_fit.py CASES --fresh FRESH --write          # into catalogue.toml
+    python benchmarks/planner_fit.py CASES --fresh FRESH --write --nearby # a small step from those in it
+    python benchmarks/planner_fit.py CASES --leave-out out.json
+
+CASES is tests/data/planner_cases.json, of which core rows count; FRESH is tests/data/planner_cases_2026_fitted.json.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ FAMILIES: Mapping[str, str] = {
     "ampere": r"a100|a800|a30",
     "volta": r"v100",
     "rtx": r"rtx-(4090|5090|5060-ti|6000-ada|pro-6000)",
+    "l40s": r"l40s",
 }
 RANGES = {"matmul_share": (0.5, 1.0), "memory_share": (0.3, 0.95), "network_share": (0.2, 1.0)}
 PULL = 0.02
@@ -167,7 +170,8 @@ def main() -> None:
     rows = [each for each in scored_rows(read_rows(options.cases)) if each.case.tier == "core"]
     families = samples(rows)
     if options.fresh:
-        families = samples(scored_rows(read_rows(options.fresh))) | families
+        fresh = samples(scored_rows(read_rows(options.fresh)))
+        families = {family: some for family, some in fresh.items() if family in FAMILIES} | families
     fits = {}
     for family, some in families.items():
         if len(some) < MIN_ROWS:
