@@ -248,14 +248,17 @@ def unpacked_bytes(p: Mapping[str, Any], code: Code) -> float:
     return NARROW * params_share(p) if code.name == "engine" and params_share(p) < 1 else 0.0
 
 
-def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | None:
+def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tuple[float, float] | None:
     """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
 
     Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3); torchtitan sorts, pads and scatters, as
     Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2 each), and sort the chunks of
     several experts once more each way after an all-to-all (token_dispatcher.py, `sort_chunks_by_idxs`); DeepEP writes
-    them in order.
+    them in order. Axolotl's Llama 4 gathers and weighs (2 each), writes each expert's result into a part of a tensor of
+    zeros (3), whose backward clones all of it for each, and sums (3).
     """
+    if "linearized" in str((p.get("lora") or {}).get("base")):
+        return (10.0, 9.0 + 2.0 * num_experts)
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
         return (7.0, 11.0)
     if code.name in ("torchtitan", "torch", "torchtune"):
