@@ -251,19 +251,23 @@ def unpacked_bytes(p: Mapping[str, Any], code: Code) -> float:
 def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tuple[float, float] | None:
     """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
 
-    Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3); torchtitan sorts, pads and scatters, as
-    Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2 each), and sort the chunks of
-    several experts once more each way after an all-to-all (token_dispatcher.py, `sort_chunks_by_idxs`); DeepEP writes
-    them in order. Axolotl's Llama 4 gathers and weighs (2 each), writes each expert's result into a part of a tensor of
-    zeros (3), whose backward clones all of it for each, and sums (3).
+    Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3). Torchtitan's moe.py of 2025 gathers (2),
+    weighs in fp32 (10, compiled 2), stacks a row of zeros and pads (4), undoes it (2) and scatters (3); its later code
+    and DeepEP copy less, as Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2
+    each), and sort the chunks of several experts once more each way after an all-to-all (token_dispatcher.py,
+    `sort_chunks_by_idxs`); DeepEP writes them in order. Axolotl's Llama 4 gathers and weighs (2 each), writes each
+    expert's result into a part of a tensor of zeros (3), whose backward clones all of it for each, and sums (3).
     """
     if "linearized" in str((p.get("lora") or {}).get("base")):
         return (10.0, 9.0 + 2.0 * num_experts)
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
-        return (7.0, 11.0)
+        return (11.0, 15.0) if code.groups_experts else (7.0, 11.0)
+    has_deepep = bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
     if code.name in ("torchtitan", "torch", "torchtune"):
-        return (11.0, 15.0)
-    is_ordered = int(p.get("ep") or 1) == 1 or bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
+        if has_deepep or code.year > 2025:
+            return (11.0, 15.0)
+        return (13.0, 18.0) if p.get("compile") else (21.0, 28.0)
+    is_ordered = int(p.get("ep") or 1) == 1 or has_deepep
     return (4.0, 4.0) if is_ordered else (8.0, 8.0)
 
 

@@ -245,7 +245,7 @@ def _named_code(
         ),
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
         splits_experts=str(p.get("etp")) != "1",
-        permutation=codes.permutation_of(p, code, shape.experts.num_experts if shape.experts else 0),
+        permutation=codes.permutation_of(p, codes.dated(code, p), shape.experts.num_experts if shape.experts else 0),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code, model),
     )
 
