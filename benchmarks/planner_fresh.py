@@ -45,9 +45,13 @@ MECHANISMS = (
     (
         "half-empty tiles of experts, passes of permutation by code, torch's grouped product on B200",
         "experts",
-        "deepseek-ai/DeepGEMM, transformers' integrations/moe.py, pytorch/ao#2882",
+        "deepseek-ai/DeepGEMM, integrations/moe.py of transformers, torchtitan's moe.py, Axolotl's Llama 4, pytorch/ao#2882",
     ),
-    ("tokens sent once a node or once an expert; 0.7 of links, 0.9 of networks", "experts", "deepseek-ai/DeepEP"),
+    (
+        "tokens sent once a node and once a rank, or once an expert; 0.7 of links, 0.9 of networks",
+        "experts",
+        "deepseek-ai/DeepEP",
+    ),
     (
         ("lists of modules, torchtitan's choice of ops, LLMQ's flags, Surogate's plan: what is freed, what runs again"),
         "recomputation",

@@ -419,18 +419,23 @@ class PublishedCommModel(CommTimeModel):
         return super()._experts_stride(s) if published_traits(self.job).splits_experts else 1
 
     def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
-        """Send a token to a node once, and over its links to the experts there, where the code does.
+        """Send a token to a node once, and over its links to a rank once for all experts there, where the code does.
 
-        Of N nodes k experts drawn evenly are on N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+        Of N places k experts drawn evenly are on N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
         """
-        direct_s = super()._dispatch_s(num_bytes, num_chosen, num_ranks, stride)
+        traits = published_traits(self.job)
+        if not traits.dedups_tokens:
+            return super()._dispatch_s(num_bytes, num_chosen, num_ranks, stride)
+        # Of rows without a code nothing says that its dispatch is DeepEP's within a node too.
+        num_reached = num_chosen if traits.code is None else num_ranks * (1 - (1 - 1 / num_ranks) ** num_chosen)
+        direct_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, num_ranks, stride)
         levels = self.dispatch_network.levels(num_ranks, stride)
-        if len(levels) != 2 or not published_traits(self.job).dedups_tokens:
+        if len(levels) != 2:
             return direct_s
         near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
         num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
         over_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
-        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
+        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, near, stride)
         return min(direct_s, max(over_s, within_s))
 
     def data(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
