@@ -45,7 +45,7 @@ MECHANISMS = (
     (
         "half-empty tiles of experts, passes of permutation by code, torch's grouped product on B200",
         "experts",
-        "deepseek-ai/DeepGEMM, integrations/moe.py of transformers, torchtitan's moe.py, Axolotl's Llama 4, pytorch/ao#2882",
+        "deepseek-ai/DeepGEMM, moe.py of transformers and of torchtitan, Axolotl's Llama 4, pytorch/ao#2882",
     ),
     (
         "tokens sent once a node and once a rank, or once an expert; 0.7 of links, 0.9 of networks",
