@@ -4,10 +4,12 @@ Only `FittedConstants` is fitted: the share of the best matrix product, of the m
 that training reaches. Devices of one family share theirs. A source counts by the root of its rows, so that none is the
 fit.
 
-    python benchmarks/planner_fit.py tests/data/planner_cases.json                  # prints the constants
-    python benchmarks/planner_fit.py tests/data/planner_cases.json --write          # into catalogue.toml
-    python benchmarks/planner_fit.py tests/data/planner_cases.json --write --nearby # a small step from those in it
-    python benchmarks/planner_fit.py tests/data/planner_cases.json --leave-out out.json
+    python benchmarks/planner_fit.py CASES --fresh FRESH                  # prints the constants
+    python benchmarks/planner_fit.py CASES --fresh FRESH --write          # into catalogue.toml
+    python benchmarks/planner_fit.py CASES --fresh FRESH --write --nearby # a small step from those in it
+    python benchmarks/planner_fit.py CASES --leave-out out.json
+
+CASES is tests/data/planner_cases.json, of which core rows count; FRESH is tests/data/planner_cases_2026_fitted.json.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ FAMILIES: Mapping[str, str] = {
     "blackwell": r"b200|b300|gb200|gb300",
     "ampere": r"a100|a800|a30",
     "volta": r"v100",
+    "rtx": r"rtx-(4090|5090|5060-ti|6000-ada|pro-6000)",
+    "l40s": r"l40s",
 }
 RANGES = {"matmul_share": (0.5, 1.0), "memory_share": (0.3, 0.95), "network_share": (0.2, 1.0)}
 PULL = 0.02
@@ -158,13 +162,18 @@ def main() -> None:
     """Fit, print, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=Path)
+    parser.add_argument("--fresh", type=Path, help="rows for families of whose devices no core row is")
     parser.add_argument("--write", action="store_true", help="put the constants into catalogue.toml")
     parser.add_argument("--nearby", action="store_true", help="look around the present constants, by small steps")
     parser.add_argument("--leave-out", type=Path, help="also fit without each source in turn; where to write errors")
     options = parser.parse_args()
     rows = [each for each in scored_rows(read_rows(options.cases)) if each.case.tier == "core"]
+    families = samples(rows)
+    if options.fresh:
+        fresh = samples(scored_rows(read_rows(options.fresh)))
+        families = {family: some for family, some in fresh.items() if family in FAMILIES} | families
     fits = {}
-    for family, some in samples(rows).items():
+    for family, some in families.items():
         if len(some) < MIN_ROWS:
             continue
         present = next(each.scored.case.job.cluster.gpu.fitted for each in some if each.scored.case.job is not None)

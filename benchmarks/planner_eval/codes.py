@@ -35,11 +35,13 @@ class Code:
         logits_bytes: bytes of each logit at the peak of its loss.
         splits_logits: whether its loss is split by vocabulary over tensor-parallel ranks.
         groups_experts: whether experts run in one grouped product, not in a loop over them.
+        wraps_adapters: whether its sharded data parallelism gathers each matrix of an adapter by itself.
         year: in which the row's version of it is.
     """
 
     name: str
     year: int = 2025
+    wraps_adapters: bool = False
     is_fused: bool = False
     is_graphed: bool = False
     is_tuned: bool = False
@@ -49,15 +51,20 @@ class Code:
 
 
 # Names in the words of a row, the first that is found counts. Defaults are those of the code: Hugging Face's SDPA is
-# FlashAttention-2 on Hopper too (huggingface/transformers#48163); torchtitan puts cuDNN first
-# (models/common/attention.py); Transformer Engine takes cuDNN's fused attention from Hopper on. Losses: see `loss_of`.
+# FlashAttention-2 on Hopper too (huggingface/transformers#48163); Transformer Engine takes cuDNN's fused attention from
+# Hopper on. Losses: see `loss_of`.
 _CODES: Final = (
     (r"unsloth", Code(name="unsloth", is_fused=True, logits_bytes=2 * NARROW)),
     (r"llmq|surogate", Code(name="engine", is_fused=True, is_graphed=True, is_tuned=True, logits_bytes=NARROW)),
     (r"automodel", Code(name="automodel", is_fused=True, is_tuned=True)),
     (r"torchtitan|pithtrain", Code(name="torchtitan", is_tuned=True, logits_bytes=2 * NARROW)),
+    # XLA fuses what is element-wise and launches a step at once; its loss widens the logits, and its attention is TE's.
+    (r"maxtext", Code(name="maxtext", is_fused=True, is_graphed=True, is_tuned=True, groups_experts=True)),
+    # Logits in bf16 and their gradient, of which an eighth is widened at a time (CEWithChunkedOutputLoss).
+    (r"torchtune", Code(name="torchtune", logits_bytes=2 * NARROW + 2 * WIDE / 8)),
+    (r"prime-rl", Code(name="torch")),
     (
-        r"megatron|nemo",
+        r"megatron|nemo|primus",
         Code(name="megatron", is_fused=True, is_tuned=True, logits_bytes=2 * NARROW + WIDE, splits_logits=True),
     ),
     (r"litgpt", Code(name="litgpt", logits_bytes=4 * NARROW)),
@@ -82,7 +89,12 @@ def dated(code: Code, p: Mapping[str, Any]) -> Code:
     """
     years = [int(each) for each in re.findall(r"20[12]\d", str(p.get("framework")))]
     year = max(years, default=code.year)
-    return dataclasses.replace(code, year=year, groups_experts=bool(p.get("experts_kernel")) or year >= 2026)
+    return dataclasses.replace(
+        code,
+        year=year,
+        groups_experts=bool(p.get("experts_kernel")) or year >= 2026,
+        wraps_adapters=code.name == "hf" and "fsdp2" not in str(p.get("sharding")).lower(),
+    )
 
 
 def is_of_early_2024(words: str) -> bool:
@@ -203,19 +215,59 @@ def params_share(p: Mapping[str, Any]) -> float:
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0
 
 
-def permutation_of(p: Mapping[str, Any], code: Code) -> tuple[float, float] | None:
+def fuses_adapters(p: Mapping[str, Any], code: Code) -> bool:
+    """Say whether adapters run in kernels of their own, as Unsloth's and those of fms-acceleration for a base of nf4.
+
+    Liger's fuse none. PEFT's adapters are of fp32 otherwise (`autocast_adapter_dtype`).
+    """
+    is_foak = "foak" in str(p.get("loss")) and str((p.get("lora") or {}).get("base")).startswith("nf4")
+    return bool(p.get("compile")) or is_foak or code.is_fused
+
+
+def fuses_step(p: Mapping[str, Any]) -> bool:
+    """Say whether AdamW is one kernel: torch's own where asked for, and the Trainer's by default from torch 2.8 on."""
+    text, version = str(p.get("optimizer")).lower(), re.search(r"torch 2\.(\d+)", str(p.get("framework")))
+    is_late = "hf" in text and version is not None and int(version.group(1)) >= 8
+    return is_late or bool(re.search("fused|8-bit|4-bit", text))
+
+
+def is_graphed(p: Mapping[str, Any], code: Code, *, has_experts: bool) -> bool:
+    """Say whether a step is launched as a graph, as Surogate does but for experts and a base of fp4.
+
+    See its graph_executor.cpp and dsl_model_execution.cpp.
+    """
+    is_fp4 = str((p.get("lora") or {}).get("base")).startswith("nvfp4")
+    return bool(p.get("cuda_graphs")) or (code.is_graphed and not has_experts and not is_fp4)
+
+
+def unpacked_bytes(p: Mapping[str, Any], code: Code) -> float:
+    """Return the bytes of a stored weight that is unpacked for each pass by other code than bitsandbytes, 0 for none.
+
+    Surogate unpacks what it stores in 8 or 4 bits (runtime/qlora); Transformer Engine multiplies it as it is.
+    """
+    return NARROW * params_share(p) if code.name == "engine" and params_share(p) < 1 else 0.0
+
+
+def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tuple[float, float] | None:
     """Return the reads and writes of tokens' copies for their experts, forward and backward, by a code's source.
 
-    Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3); torchtitan sorts, pads and scatters, as
-    Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2 each), and sort the chunks of
-    several experts once more each way after an all-to-all (token_dispatcher.py, `sort_chunks_by_idxs`); DeepEP writes
-    them in order.
+    Hugging Face's loop gathers (2), weighs (2) and sums by `index_add` (3). Torchtitan's moe.py of 2025 gathers (2),
+    weighs in fp32 (10, compiled 2), stacks a row of zeros and pads (4), undoes it (2) and scatters (3); its later code
+    and DeepEP copy less, as Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2
+    each), and sort the chunks of several experts once more each way after an all-to-all (token_dispatcher.py,
+    `sort_chunks_by_idxs`); DeepEP writes them in order. Axolotl's Llama 4 gathers and weighs (2 each), writes each
+    expert's result into a part of a tensor of zeros (3), whose backward clones all of it for each, and sums (3).
     """
+    if "linearized" in str((p.get("lora") or {}).get("base")):
+        return (10.0, 9.0 + 2.0 * num_experts)
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
-        return (7.0, 11.0)
-    if code.name == "torchtitan":
-        return (11.0, 15.0)
-    is_ordered = int(p.get("ep") or 1) == 1 or bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
+        return (11.0, 15.0) if code.groups_experts else (7.0, 11.0)
+    has_deepep = bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
+    if code.name in ("torchtitan", "torch", "torchtune"):
+        if has_deepep or code.year > 2025:
+            return (11.0, 15.0)
+        return (13.0, 18.0) if p.get("compile") else (21.0, 28.0)
+    is_ordered = int(p.get("ep") or 1) == 1 or has_deepep
     return (4.0, 4.0) if is_ordered else (8.0, 8.0)
 
 
@@ -248,8 +300,16 @@ def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:
-    """Say whether the attention kernel uses what came with Hopper, by the row's words, else by the code."""
+def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code, model: str = "") -> bool:
+    """Say whether the attention kernel uses what came with Hopper, by the row's words, else by the code.
+
+    Torchtitan puts cuDNN first on B200 (its pull request 1196), on Hopper too from October 2025 (1776). Its DeepSeek
+    (1610) and Llama 4 have FlexAttention, whose kernel is Triton's: on B200 2.7 times as slow as FlashAttention-4
+    (arXiv 2603.05451).
+
+    Args:
+        model: its name and its attention, as the row has them.
+    """
     text = str(p.get("attention_kernel") or "").lower()
     if "fp8" not in gpu.peak_flops_per_s:
         return False
@@ -257,4 +317,7 @@ def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code) -> bool:
         return True
     if re.search(r"flash|xformers|flex|hf sdpa", text):
         return False
+    if code.name == "torchtitan":
+        is_late = max(re.findall(r"20[12]\d-\d\d", str(p.get("framework"))), default="") >= "2025-10"
+        return ("fp4" in gpu.peak_flops_per_s or is_late) and not re.search(r"mla|llama-4", model.lower())
     return code.is_tuned

@@ -14,29 +14,42 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
 from shardwise.planner.job import PlanJob, num_data_ranks, trains_all
 
+TRAINERS: Final = ("hf", "deepspeed")
+"""Names of the codes that the Trainer of transformers runs."""
 FUSED_LAUNCHES: Final = (14.0, 30.0)
 """Kernels of a block whose norms, rotation and gate are Liger's."""
 MORE_OF_NORMS: Final = (16.0, 30.0)
 """More of a block that norms queries and keys eagerly (transformers' `modeling_qwen3.py`)."""
-PEFT_LAUNCHES: Final = (7.0, 10.0)
-"""Of an adapted layer whose adapters are fp32 on a base of bf16, PEFT's default: both casts with them."""
+PEFT_LAUNCHES: Final = (8.0, 10.0)
+"""Of an adapted layer whose adapters are fp32 on a base of bf16, PEFT's default: both casts with them. We count what
+peft 0.21 dispatches under autocast; dropout is one more."""
 EXPERT_LAUNCHES: Final = (11.0, 25.0)
 """Of each expert with tokens in Hugging Face's loop (integrations/moe.py), which reads two results of the device."""
 TORCHTITAN_EXPERTS: Final = (45.0, 90.0)
 """More of a block with experts in torchtitan: router, sorts, both all-to-alls, grouped products, scatter."""
 
-AUTOCAST_LAUNCHES: Final = 14
-"""More each way of a block of fp32 under autocast: a cast of the weight and of the input of each product."""
+AUTOCAST_LAUNCHES: Final = (7.0, 6.0)
+"""More of an adapted block of fp32 under autocast, counted so too: casts of weights and inputs, less those of norms."""
 
+TRAINER_LAUNCH_S, TRAINER_BACKWARD_S = 20e-6, 17e-6
+"""Of a launch from a whole trainer, and from its backward: hosts and code differ, so it is the geometric mean of the 12
+us of a bare loop (`LAUNCH_S`) and of the 35 between launches on another host (vllm-project/vllm-omni#6516)."""
 MODULE_S: Final = 6.5e-6
 """Of `model.train()`, which the Trainer calls before each micro-batch, a module (unslothai/unsloth#10744)."""
+COUNTING_SHARE, ZEROING_SHARE = 0.9, 0.5
+"""Of that time, what the Trainer takes to count each micro-batch's FLOPs and each step's zeroed gradients, both by
+walks over the modules: 2.8 and 1.6 us beside 3.1 of `model.train()`, which we measure with transformers 5.24 on a
+CPU. It reads each micro-batch's loss to see whether it is a number (huggingface/transformers#33693)."""
+TRAINER_PARAM_S: Final = 20e-6
+"""Of a trained parameter in the Trainer's step: 13 us to clip its gradient, 7 of fused AdamW, measured there."""
 NUM_MODULES, NUM_ADAPTER_MODULES = 14, 8
 """Modules of a block, and of an adapted layer (peft, `tuners/lora/layer.py`)."""
 AGAIN_S: Final = 0.93e-3
 """Of a checkpoint that is not reentrant: 45 saved tensors are packed twice and unpacked once in 5 us each, and random
 states stashed (stas00/ml-engineering: 3.05 ms a layer, of which launches are 2.1)."""
-FSDP_S, FSDP_PARAM_S = 290e-6, 30e-6
-"""Of FSDP2 around a block, and for a parameter in the step: 2.05 times ours (docs/benchmarks.md, where both run)."""
+FSDP_S, FSDP_PARAM_S = 2e-3, 30e-6
+"""Of FSDP around a unit in both passes: 1 ms before a forward (pytorch/pytorch#173680, FSDP2 on Xeon; of FSDP1 454 us
+after it, #102434), and the backward gathers and reduces. And for a parameter in the step (docs/benchmarks.md)."""
 DDP_PARAM_S: Final = 9e-6
 """Of DDP for each parameter of a backward (docs/benchmarks.md)."""
 GATHER_S: Final = 0.26e-3
@@ -70,50 +83,83 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
     """
     if code.name == "megatron":
         return _of_megatron(code, found, job, s)
-    experts, adapters = job.shape.experts, 0 if trains_all(s) else len(s.lora.targets)
-    num_adapted = NUM_PRODUCTS_OF_ALL if s.lora.targets == ("all-linear",) else adapters
-    is_trainers = code.name in ("hf", "deepspeed")  # the Trainer of transformers runs both
+    is_all = s.lora.targets == ("all-linear",)
+    num_adapted = 0 if trains_all(s) else NUM_PRODUCTS_OF_ALL if is_all else len(s.lora.targets)
+    num_modules = NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted
     if code.name == "unsloth":
-        walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted)
         return dataclasses.replace(
             found,
             launches=UNSLOTH_LAUNCHES,
             launch_s=UNSLOTH_LAUNCH_S,
             backward_launch_s=UNSLOTH_LAUNCH_S,
-            block_s=(walk_s, 0.0),
+            alone_s=MODULE_S * num_modules,
+            reads_loss=True,
+            param_s=TRAINER_PARAM_S,
         )
+    shards_s = _shards_s(code, s, num_adapted)
+    more, num_syncs = _of_experts(code, found, job)
+    found = dataclasses.replace(
+        found,
+        launches=_launches(code, found, job, s, num_adapted),
+        experts_launches=more,
+        num_syncs=num_syncs,
+        block_s=(shards_s / 2, shards_s / 2),
+        again_s=AGAIN_S,
+        param_s=FSDP_PARAM_S * (s.zero.stage >= 2),
+    )
+    if code.name not in TRAINERS:
+        launches_s = (LAUNCH_S, BACKWARD_LAUNCH_S)
+        if job.traits.is_compiled:
+            launches_s = (found.launch_s, found.backward_launch_s)
+        return dataclasses.replace(found, launch_s=launches_s[0], backward_launch_s=launches_s[1])
+    walks = 1 + COUNTING_SHARE + ZEROING_SHARE / s.batch.accumulation
+    return dataclasses.replace(
+        found,
+        launch_s=TRAINER_LAUNCH_S,
+        backward_launch_s=TRAINER_BACKWARD_S,
+        alone_s=walks * MODULE_S * num_modules,
+        reads_loss=True,
+        param_s=found.param_s + TRAINER_PARAM_S,
+    )
+
+
+def _launches(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig, num_adapted: int) -> tuple[float, float]:
+    """Return the kernels of a block in both passes."""
+    is_trainers, traits = code.name in TRAINERS, job.traits
     forward, backward = found.launches
-    if not job.traits.is_compiled:
+    if not traits.is_compiled:
         forward, backward = EAGER_LAUNCHES
     elif is_trainers:
         forward, backward = FUSED_LAUNCHES
-    if isinstance(job.traits, PublishedTraits) and job.traits.norms_heads and not job.traits.is_compiled:
+    if isinstance(traits, PublishedTraits) and traits.norms_heads and not traits.is_compiled:
         forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
     if is_trainers and not trains_all(s):
-        forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
-    if isinstance(job.traits, PublishedTraits) and job.traits.casts_weights:
-        forward, backward = forward + AUTOCAST_LAUNCHES, backward + AUTOCAST_LAUNCHES
-    shards_s = FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
+        of_dropout = num_adapted * (s.lora.dropout > 0)
+        forward += num_adapted * PEFT_LAUNCHES[0] + of_dropout
+        backward += num_adapted * PEFT_LAUNCHES[1] + of_dropout - NUM_PRODUCTS_OF_ALL
+    if isinstance(traits, PublishedTraits) and traits.casts_weights:
+        forward, backward = forward + AUTOCAST_LAUNCHES[0], backward + AUTOCAST_LAUNCHES[1]
+    return forward, backward
+
+
+def _shards_s(code: Code, s: ResolvedConfig, num_adapted: int) -> float:
+    """Return what sharded or plain data parallelism takes around a block, both passes together."""
     if code.name == "deepspeed" and s.zero.stage == 3:
-        shards_s = 2 * GATHER_S * (NUM_PARAMS + 2 * num_adapted)
-    walk_s = MODULE_S * (NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted) * is_trainers
-    more, num_syncs = found.experts_launches, 0.0
+        return 2 * GATHER_S * (NUM_PARAMS + 2 * num_adapted)
+    # PEFT's `fsdp_auto_wrap_policy` makes both matrices of each adapter units of their own.
+    num_units = 1 + 2 * num_adapted * code.wraps_adapters
+    return num_units * FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
+
+
+def _of_experts(code: Code, found: HostCosts, job: PlanJob) -> tuple[tuple[float, float], float]:
+    """Return the kernels more of a block with experts in both passes, and the waits for the device in each."""
+    experts = job.shape.experts
     if experts is not None and code.name == "torchtitan":
-        more, num_syncs = TORCHTITAN_EXPERTS, 1.0 * (job.ep > 1)
-    elif experts is not None and is_trainers and not code.groups_experts:
-        more = (experts.num_experts / job.ep * EXPERT_LAUNCHES[0], experts.num_experts / job.ep * EXPERT_LAUNCHES[1])
-        num_syncs = 2.0 * experts.num_experts / job.ep
-    return dataclasses.replace(
-        found,
-        launches=(forward, backward),
-        launch_s=found.launch_s if job.traits.is_compiled and not is_trainers else LAUNCH_S,
-        backward_launch_s=found.backward_launch_s if job.traits.is_compiled and not is_trainers else BACKWARD_LAUNCH_S,
-        experts_launches=more,
-        num_syncs=num_syncs,
-        block_s=(shards_s / 3 + walk_s, shards_s * 2 / 3),
-        again_s=AGAIN_S,
-        param_s=FSDP_PARAM_S if s.zero.stage >= 2 else 0.0,
-    )
+        return TORCHTITAN_EXPERTS, 1.0 * (job.ep > 1)
+    if experts is not None and code.name in TRAINERS and not code.groups_experts:
+        num_local = experts.num_experts / job.ep
+        return (num_local * EXPERT_LAUNCHES[0], num_local * EXPERT_LAUNCHES[1]), 2.0 * num_local
+    return found.experts_launches, 0.0
 
 
 def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) -> HostCosts:

@@ -31,6 +31,9 @@ FIRST_FLASH_SHARE: Final = 0.5
 """The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
 GRAPHED_KERNEL_S: Final = 1.5e-6
 """Seconds that a kernel of a graph takes on a device beyond its work."""
+ROWWISE_SHARE: Final = 0.9
+"""Rate of torch's products in fp8 with a scale for each row over those with one for each tensor: 90 to 100 % for most
+shapes, with a tail down to 50 % (pytorch/pytorch#147971)."""
 BATCHED_SHARE: Final = 0.6
 """Share of a large product's rate that the batched products of attention reach where its scores are stored."""
 
@@ -59,8 +62,14 @@ LATENT_MORE, LATENT_FLOPS = 384.0, (192 + 128) / 256
 PACKED_EXPERT_BYTES: Final = 0.5 + 4 / 64
 # More of a residual stream in fp32: two norms and two sums of twice the width.
 WIDE_STREAM: Final = (10.0, 13.0)
-# Of an adapter's input that is cast to fp32 and back, as PEFT and autocast do.
-ADAPTER_CASTS: Final = 6.0
+# Passes over what adapters of fp32 read and write in bf16 (peft, `tuners/lora/layer.py`): of the output (scaled, added)
+# and of the input (cast, cast back to bf16 by autocast, gradients added), under autocast and without, where the
+# adapters' products and the sum are of fp32 too; and of a dropout in fp32.
+AUTOCAST_ADAPTER, WIDE_ADAPTER, WIDE_DROPOUT = ((5.0, 2.0), (6.0, 9.0)), ((13.0, 12.0), (4.0, 8.0)), 4.5
+# Beyond a fused norm's where it is eager and its input is fp32 already: `NORM_IN_FP32` without casts.
+EAGER_NORM: Final = (10.0, 26.5)
+# Of each input and output of a packed layer between fp32 and bf16, both passes.
+PACKED_CASTS: Final = (3.0, 3.0)
 # Of tensors of an element in torch's `_multi_tensor_adamw`: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
 # addcdiv 4.
 FOREACH_PASSES: Final = 20.0
@@ -294,16 +303,43 @@ class PublishedComputeModel(ComputeTimeModel):
             heads = self._tokens(s) / s.mesh.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
             passes = [each + more_s for each, more_s in zip(HEADS_NORM, norm, strict=True)]
             times = times.plus(self._streamed(heads * width, passes))
-        if traits.widens_stream:  # norms and sums in fp32
+        if traits.widens_all:
+            # Queries, keys and values cast the input each, as gate and up do.
+            norms = self._streamed(hidden * width, [2 * each * (norm[0] > 0) for each in EAGER_NORM])
+            times, experts = super()._streams(s).times(2).plus(norms), shape.experts
+            copies = experts.num_chosen + experts.num_shared if experts else 1
+            heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+            around = (4 + 3 * copies) * shape.hidden_size + heads + 3 * self._ffn_width()
+            times = times.plus(self._streamed(self._tokens(s) / s.mesh.tp * around * width, PACKED_CASTS))
+        elif traits.widens_stream:  # norms and sums in fp32
             times = times.plus(self._streamed(hidden * width, WIDE_STREAM))
         if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
             return times
         return times.plus(self._streamed(self._tokens(s) / s.mesh.tp * self._ffn_width() * width, FUSED_ACTIVATION))
 
     def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
-        forward, backward = super()._adapter_passes(s, is_output=is_output)
-        more = 0.0 if is_output or not published_traits(self.job).widens_adapters else ADAPTER_CASTS
+        traits = published_traits(self.job)
+        if traits.fuses_adapters or not traits.widens_adapters:
+            return super()._adapter_passes(s, is_output=is_output)
+        forward, backward = (AUTOCAST_ADAPTER if traits.autocasts else WIDE_ADAPTER)[not is_output]
+        more = WIDE_DROPOUT * (s.lora.dropout > 0 and not is_output)
         return forward + more, backward + more
+
+    @property
+    def _fuses_adapters(self) -> bool:
+        return published_traits(self.job).fuses_adapters
+
+    def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
+        found, traits = super()._unpacking(s, has_experts=has_experts), published_traits(self.job)
+        shape = self.job.shape
+        numel, stored_bytes = 0.0, traits.unpacked_bytes
+        if has_experts and traits.packs_experts:
+            numel, stored_bytes = shape.num_ffn_matrices * self._expert_numel / self.job.ep, PACKED_EXPERT_BYTES
+        elif traits.unpacked_bytes:
+            ffn = self._expert_numel / self.job.ep if has_experts else shape.ffn_size * shape.hidden_size
+            heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+            numel = shape.num_ffn_matrices * ffn + heads * shape.hidden_size
+        return found.plus(self._streamed(numel * (stored_bytes + DTYPE_BYTES[param_of(s)]), (1.0, 1.0)))
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Pass over the logits for what TRL logs of each step, too."""
@@ -320,10 +356,12 @@ class PublishedComputeModel(ComputeTimeModel):
     def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         """Cast weights too, which a step's micro-batches do not share: of fp32 to bf16, and of bf16 to fp8."""
         linears, traits, width = list(linears), published_traits(self.job), DTYPE_BYTES[param_of(s)]
-        found = super()._linears(linears, s, dtype)
         routed = [each for each in linears if each.is_routed]
-        if routed and traits.grouped_share < 1:
-            found = found.plus(super()._linears(routed, s, dtype).times(1 / traits.grouped_share - 1))
+        found = super()._linears([each for each in linears if not each.is_routed], s, dtype)
+        found = found.times(1 / ROWWISE_SHARE) if traits.has_scaled_rows and dtype == "fp8" else found
+        if routed:
+            grouped = super()._linears(routed, s, traits.experts_dtype or dtype)
+            found = found.plus(grouped.times(1 / traits.grouped_share))
         numel = sum(each.count * each.n * each.k for each in linears)
         if traits.casts_weights:
             found = found.plus(PassTimes(self._stream_s(numel * (FP32_BYTES + width))))
@@ -357,10 +395,14 @@ class PublishedComputeModel(ComputeTimeModel):
     def _kernel_s(self) -> float:
         return GRAPHED_KERNEL_S if published_traits(self.job).is_graphed else super()._kernel_s
 
-    def _flash_rate(self, rate: float) -> float:
-        traits = published_traits(self.job)
-        found = rate if traits.has_tuned_attention else super()._flash_rate(rate)
-        return found * FIRST_FLASH_SHARE if traits.has_first_flash else found
+    def _flash_rates(self, rate: float) -> tuple[float, float]:
+        share = FIRST_FLASH_SHARE if published_traits(self.job).has_first_flash else 1.0
+        forward_rate, backward_rate = super()._flash_rates(rate)
+        return forward_rate * share, backward_rate * share
+
+    @property
+    def _has_plain_attention(self) -> bool:
+        return not published_traits(self.job).has_tuned_attention
 
 
 class PublishedCommModel(CommTimeModel):
@@ -377,18 +419,23 @@ class PublishedCommModel(CommTimeModel):
         return super()._experts_stride(s) if published_traits(self.job).splits_experts else 1
 
     def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
-        """Send a token to a node once, and over its links to the experts there, where the code does.
+        """Send a token to a node once, and over its links to a rank once for all experts there, where the code does.
 
-        Of N nodes k experts drawn evenly are on N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
+        Of N places k experts drawn evenly are on N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
         """
-        direct_s = super()._dispatch_s(num_bytes, num_chosen, num_ranks, stride)
+        traits = published_traits(self.job)
+        if not traits.dedups_tokens:
+            return super()._dispatch_s(num_bytes, num_chosen, num_ranks, stride)
+        # Of rows without a code nothing says that its dispatch is DeepEP's within a node too.
+        num_reached = num_chosen if traits.code is None else num_ranks * (1 - (1 - 1 / num_ranks) ** num_chosen)
+        direct_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, num_ranks, stride)
         levels = self.dispatch_network.levels(num_ranks, stride)
-        if len(levels) != 2 or not published_traits(self.job).dedups_tokens:
+        if len(levels) != 2:
             return direct_s
         near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
         num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
         over_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
-        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, near, stride)
+        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, near, stride)
         return min(direct_s, max(over_s, within_s))
 
     def data(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:

@@ -25,7 +25,7 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import Attention, FrameworkTraits, ModelShape, param_of
+from shardwise.planner.job import Attention, FrameworkTraits, MatmulDtype, ModelShape, param_of
 
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on no run keeps scores whole."""
@@ -65,16 +65,22 @@ class PublishedTraits(FrameworkTraits):
         recomputation: what a block frees and runs again, where words of the code say it; the strategy's mode otherwise.
         steps_by_tensor: whether the optimizer's step is torch's without a fused kernel.
         widens_adapters: whether adapters are fp32 on a base of bf16.
+        fuses_adapters: whether adapters' element-wise work is fused.
+        autocasts: whether products are cast to bf16, whatever their weights are of.
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
+        widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        unpacked_bytes: of a frozen weight that is unpacked for each pass; 0 where none is, or it is of nf4.
         keeps_frozen_inputs: whether packed layers keep inputs that no gradient reads, as bitsandbytes' did before its
             pull request 1270 of July 2024.
         is_latent: whether attention is DeepSeek's, whose heads are expanded to 192 elements of queries and keys.
         norms_heads: whether queries and keys pass norms of their own, as Qwen 3's do.
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
+        experts_dtype: of experts' products; None for that of the others.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
+        has_scaled_rows: whether torch's products in fp8 scale rows.
         casts_gathered: whether weights are cast to fp8 after they are gathered, by every rank.
         dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
         splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
@@ -100,15 +106,21 @@ class PublishedTraits(FrameworkTraits):
     recomputation: Recomputation | None = None
     steps_by_tensor: bool = False
     widens_adapters: bool = False
+    fuses_adapters: bool = False
+    autocasts: bool = False
     widens_stream: bool = False
+    widens_all: bool = False
     packs_experts: bool = False
+    unpacked_bytes: float = 0.0
     keeps_frozen_inputs: bool = False
     is_latent: bool = False
     norms_heads: bool = False
     grouped_share: float = 1.0
+    experts_dtype: MatmulDtype | None = None
     logs_entropy: bool = False
     casts_weights: bool = False
     scales_dynamically: bool = False
+    has_scaled_rows: bool = False
     casts_gathered: bool = False
     dedups_tokens: bool = True
     splits_experts: bool = True
@@ -127,9 +139,9 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
     """
     p = row.get("parallel") or {}
     if p.get("framework"):
-        is_latent = "mla" in str(row["model"].get("attention")).lower()
-        has_norms = "qwen3" in shape.name.lower()
-        found = _named_code(p, shape, config, gpu)
+        attention, has_norms = str(row["model"].get("attention")), "qwen3" in shape.name.lower()
+        is_latent = "mla" in attention.lower()
+        found = _named_code(p, shape, config, gpu, f"{shape.name} {attention}")
         return dataclasses.replace(found, is_latent=is_latent, norms_heads=has_norms)
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
@@ -183,28 +195,38 @@ def _usual_words(p: Mapping[str, Any], config: ResolvedConfig) -> str | None:
     return "per op" if compiles_blocks(p, config.zero.stage) else None
 
 
-def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> PublishedTraits:
+def _named_code(
+    p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec, model: str
+) -> PublishedTraits:
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
+    experts_dtype = words.experts_dtype(precision)
     is_slow_grouped = code.name == "torchtitan" and is_after_h100(gpu) and codes.dated(code, p).year < 2026
+    is_slow_grouped &= experts_dtype in (None, "bf16")
     is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
     return PublishedTraits(
         code=codes.dated(code, p),
-        steps_by_tensor=code.name == "hf" and not re.search("fused|8-bit|4-bit", str(p.get("optimizer"))),
-        widens_adapters=bool(p.get("lora")) and bool(re.search("autocast|adapters fp32", str(p.get("precision")))),
+        steps_by_tensor=code.name == "hf" and not codes.fuses_step(p),
+        widens_adapters=code.name in ("hf", "deepspeed") and not codes.is_of_early_2024(written),
+        fuses_adapters=codes.fuses_adapters(p, code),
+        autocasts=not re.search(r"whole|no autocast|-true", precision),
         widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
+        widens_all=p.get("stream") == "fp32" and config.lora.base == "nf4",
         grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
+        experts_dtype=experts_dtype,
         logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
+        has_scaled_rows="rowwise" in precision and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
         packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
         is_compiled=is_fused,
-        is_graphed=code.is_graphed or bool(p.get("cuda_graphs")),
+        is_graphed=codes.is_graphed(p, code, has_experts=shape.experts is not None),
+        unpacked_bytes=codes.unpacked_bytes(p, code),
         reduces_in_place=True,
         is_own=False,
         frees_outputs=config.pipeline.schedule == "interleaved",
@@ -219,12 +241,12 @@ def _named_code(p: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         recomputation=recomputation_of(
             codes.recompute_words(p),
             code.name,
-            saves_attention=codes.dated(code, p).year > 2025 or not codes.is_tuned_on(gpu, p, code),
+            saves_attention=codes.dated(code, p).year > 2025 or not codes.is_tuned_on(gpu, p, code, model),
         ),
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
         splits_experts=str(p.get("etp")) != "1",
-        permutation=codes.permutation_of(p, code),
-        has_tuned_attention=codes.is_tuned_on(gpu, p, code),
+        permutation=codes.permutation_of(p, codes.dated(code, p), shape.experts.num_experts if shape.experts else 0),
+        has_tuned_attention=codes.is_tuned_on(gpu, p, code, model),
     )
 
 

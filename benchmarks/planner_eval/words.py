@@ -74,12 +74,25 @@ def nic_bytes_per_s(written: str | None, gpus_per_node: int) -> float | None:
 
 
 def matmul_dtype(written: str | None) -> MatmulDtype:
-    """Return the narrowest dtype of matrix products that is written; bf16 where none is."""
+    """Return the narrowest dtype of matrix products that is written, of linear layers where they have their own; bf16
+    where none is.
+
+    >>> matmul_dtype("bf16 linears, mxfp8 grouped gemms"), experts_dtype("bf16 linears, mxfp8 grouped gemms")
+    ('bf16', 'fp8')
+    """
     text = (written or "bf16").lower()
+    if match := re.search(r"(\w+) linears", text):
+        text = match.group(1)
     for mark, dtype in _DTYPES:
         if mark in text:
             return dtype
     return "bf16"
+
+
+def experts_dtype(written: str | None) -> MatmulDtype | None:
+    """Return the dtype of experts' products where it is written beside that of linear layers; None elsewhere."""
+    match = re.search(r"(\w+) (?:linears and )?(?:experts|grouped)", (written or "").lower())
+    return matmul_dtype(match.group(1)) if match else None
 
 
 _DTYPES: Final[tuple[tuple[str, MatmulDtype], ...]] = (

@@ -55,6 +55,9 @@ _FULL_HEAD_DIM, _LEAST_FLASH_SHARE = 128, 0.6
 # FLOPs a second that a core does at most in a kernel that does not use what came with Hopper: FlashAttention-2 reaches
 # 350 to 400 TFLOPS on 132 cores (Shah et al. 2024, figure 5).
 _PLAIN_FLASH_CORE: Final = 3.6e12
+# Shares of the peak that AMD's open kernel reaches forward and backward over long sequences: 350 and 200 TFLOPS on
+# MI300X (ROCm/flash-attention, issue 142, heads of 128).
+_AMD_FLASH_SHARES: Final = (0.27, 0.155)
 # More reads of what is cast to fp4 than to fp8: its largest element is looked for, and a Hadamard matrix rotates it
 # (NVIDIA 2025, arXiv 2509.25149, section 4).
 _FP4_READS: Final = 2.0
@@ -295,12 +298,16 @@ class ComputeTimeModel:
 
     def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
         """Return the passes over the output of an adapter's second matrix, or over the input of its first."""
-        if self.job.traits.is_compiled:
+        if self._fuses_adapters:
             return _FUSED_ADAPTER if is_output else _FUSED_ADAPTER[::-1]
         if is_output:
             return _ADAPTER_OUTPUT
         dropout = _ADAPTER_DROPOUT if s.lora.dropout else (0.0, 0.0)
         return _ADAPTER_INPUT[0] + dropout[0], _ADAPTER_INPUT[1] + dropout[1]
+
+    @property
+    def _fuses_adapters(self) -> bool:
+        return self.job.traits.is_compiled
 
     def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         """Price what unpacks the packed weights of a block for each product with them."""
@@ -408,12 +415,12 @@ class ComputeTimeModel:
         if rates is not None:
             forward_rate, backward_rate = rates.at(keys, self._tokens(s) * heads * shape.head_dim)
             return PassTimes(forward / forward_rate, forward / backward_rate)
-        rate = self._flash_rate(self._rate("bf16" if _WIDTHS[param_of(s)] <= 2 else product_dtype(s)))
-        rate *= min(1.0, _LEAST_FLASH_SHARE + (1 - _LEAST_FLASH_SHARE) * shape.head_dim / _FULL_HEAD_DIM)
-        forward_share, backward_share = (
-            share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
+        best = self._flash_rates(self._rate("bf16" if _WIDTHS[param_of(s)] <= 2 else product_dtype(s)))
+        of_head = min(1.0, _LEAST_FLASH_SHARE + (1 - _LEAST_FLASH_SHARE) * shape.head_dim / _FULL_HEAD_DIM)
+        forward_rate, backward_rate = (
+            rate * of_head * keys / (keys + ramp) for rate, ramp in zip(best, _FLASH_RAMPS, strict=True)
         )
-        return PassTimes(forward / 2 / (rate * forward_share), 2.5 * forward / 2 / (rate * backward_share))
+        return PassTimes(forward / 2 / forward_rate, 2.5 * forward / 2 / backward_rate)
 
     @property
     def _num_keys(self) -> int:
@@ -421,10 +428,20 @@ class ComputeTimeModel:
         window = self.job.shape.window
         return self.job.seq_len if window is None else min(self.job.seq_len, 2 * window)
 
-    def _flash_rate(self, rate: float) -> float:
-        """Return the FLOPs a second of flash attention at its best, where products reach `rate`."""
-        gpu = self.job.cluster.gpu
-        return min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
+    def _flash_rates(self, rate: float) -> tuple[float, float]:
+        """Return the FLOPs a second of flash attention at its best, where products reach `rate`, in both passes."""
+        gpu, (forward_share, backward_share) = self.job.cluster.gpu, _FLASH_SHARES
+        if self._has_plain_attention:
+            rate = min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
+            if gpu.name.startswith("mi"):
+                peak = gpu.peak_flops_per_s["bf16"]
+                return min(rate * forward_share, peak * _AMD_FLASH_SHARES[0]), peak * _AMD_FLASH_SHARES[1]
+        return rate * forward_share, rate * backward_share
+
+    @property
+    def _has_plain_attention(self) -> bool:
+        """Say whether attention's kernel does without what came with Hopper, and on AMD is the open one."""
+        return True
 
     # --- element-wise ----------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class HostCosts:
         block_s: the engine's own code around a block, forward and backward, without what it launches.
         again_s: around a block that runs again.
         num_syncs: of a block with experts, in each pass, where the host reads what the device computed.
+        alone_s: for a block before each micro-batch, in which nothing is launched.
+        reads_loss: whether it reads each micro-batch's loss, so that none is launched before the last is done.
         param_s: for each parameter in the optimizer's step.
     """
 
@@ -59,17 +61,23 @@ class HostCosts:
     block_s: tuple[float, float] = (0.0, 0.0)
     again_s: float = 0.0
     num_syncs: float = 0.0
+    alone_s: float = 0.0
+    reads_loss: bool = False
     param_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """Hold the host's seconds for a block of a micro-batch, for the model's ends, and for each parameter's step."""
+    """Hold the host's seconds for a block of a micro-batch, for the model's ends, and for each parameter's step; the
+    other fields are those of `HostCosts`.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     ends_forward_s: float = 0.0
     ends_backward_s: float = 0.0
+    alone_s: float = 0.0
+    reads_loss: bool = False
     param_s: float = 0.0
 
 
@@ -91,19 +99,33 @@ def host_times(costs: HostCosts, *, experts_share: float, again_share: float, sp
         backward_s=speed_share * backward_s,
         ends_forward_s=speed_share * costs.launch_s * ENDS_LAUNCHES[0],
         ends_backward_s=speed_share * costs.backward_launch_s * ENDS_LAUNCHES[1],
+        alone_s=speed_share * costs.alone_s,
+        reads_loss=costs.reads_loss,
         param_s=speed_share * costs.param_s,
     )
 
 
-def queued_s(device: tuple[float, float], host: tuple[float, float], *, num_micro_batches: int) -> float:
+def queued_s(
+    device: tuple[float, float],
+    host: tuple[float, float],
+    *,
+    num_micro_batches: int,
+    alone_s: float = 0.0,
+    reads_loss: bool = False,
+) -> float:
     """Return the seconds of all passes, of each of which device and host take the seconds of a forward and a backward.
 
     A pass launches its kernels evenly: it ends when the device has done all of it, from when the first is launched, and
     no sooner than the last is. From the third micro-batch on each takes as long as the one before.
+
+    Args:
+        alone_s: of the host before each micro-batch, without launches.
+        reads_loss: whether it waits for each micro-batch's loss.
     """
     launched_s = done_s = before_s = 0.0
     for _ in range(min(num_micro_batches, 3)):
         before_s = done_s
+        launched_s = (max(launched_s, done_s) if reads_loss else launched_s) + alone_s
         for on_device_s, on_host_s in zip(device, host, strict=True):
             done_s = max(max(done_s, launched_s) + on_device_s, launched_s + on_host_s)
             launched_s += on_host_s

@@ -131,7 +131,14 @@ class TimeModel:
         """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
         if s.mesh.pp > 1:
             return 0.0
-        span_s = queued_s((forward_s, backward_s), self._launches_s(s), num_micro_batches=s.batch.accumulation)
+        host = self.compute.host(s)
+        span_s = queued_s(
+            (forward_s, backward_s),
+            self._launches_s(s),
+            num_micro_batches=s.batch.accumulation,
+            alone_s=self.job.shape.num_layers * host.alone_s,
+            reads_loss=host.reads_loss,
+        )
         return max(0.0, span_s - s.batch.accumulation * (forward_s + backward_s))
 
     def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:

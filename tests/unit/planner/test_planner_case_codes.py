@@ -72,6 +72,56 @@ def test_hugging_face_runs_flash_attention_2_where_others_take_the_tuned_kernel(
 
 
 @pytest.mark.parametrize(
+    ("framework", "model", "gpu", "is_tuned"),
+    [
+        ("torchtitan 2025-06", {}, "H100-SXM5-80GB", False),
+        ("torchtitan 2025-11", {}, "H100-SXM5-80GB", True),
+        ("torchtitan 2025-06", {}, "B200", True),
+        ("torchtitan 2025-11", {"attention": "MLA"}, "B200", False),
+        ("torchtitan 2025-11", {"name": "Llama-4-Scout"}, "B200", False),
+        ("MaxText", {}, "H100-SXM5-80GB", True),
+        ("Primus (ROCm)", {}, "MI300X", True),
+        ("torchtune", {}, "H100-SXM5-80GB", False),
+    ],
+)
+def test_attention_is_the_kernel_that_a_code_took_at_its_date(
+    framework: str, model: dict[str, str], gpu: str, is_tuned: bool
+) -> None:
+    assert traits_of(framework, LLAMA | model, gpu).has_tuned_attention == is_tuned
+
+
+def test_adapters_in_fp32_pass_more_often_over_what_they_read_where_nothing_fuses_them() -> None:
+    lora = {"rank": 16, "targets": "q,k,v and o", "base": "bf16", "dropout": 0.1}
+    said: dict[str, Any] = {"lora": lora, "zero_stage": 0, "micro_batch": 4}
+    liger = {"loss": "Liger fused linear cross-entropy"}
+    times = [
+        price_of(HUGGING_FACE, precision=precision, **facts, **said).time.step_s
+        for precision, facts in (("bf16", {"compile": True}), ("bf16", liger), ("bf16 whole", liger))
+    ]
+    assert times == sorted(times)
+    assert len(set(times)) == 3
+    assert not traits_of(HUGGING_FACE, **liger, **said).fuses_adapters
+    assert traits_of("Unsloth", **said).fuses_adapters
+
+
+def test_matrices_of_adapters_are_units_of_fsdp1_alone() -> None:
+    lora = {"rank": 16, "targets": "q,k,v and o", "base": "bf16"}
+    short = LLAMA | {"seq": 64}
+    first, second = (
+        price_of(HUGGING_FACE, short, lora=lora, sharding=sharding).time.step_s for sharding in ("FSDP1", "FSDP2")
+    )
+    assert first > 2 * second
+    whole = [price_of(HUGGING_FACE, short, sharding=sharding).time.step_s for sharding in ("FSDP1", "FSDP2")]
+    assert whole[0] == whole[1]
+
+
+def test_streams_of_fp32_around_packed_layers_take_longer() -> None:
+    lora = {"rank": 16, "targets": "q,k,v and o", "base": "nf4"}
+    narrow, wide = (price_of(HUGGING_FACE, lora=lora, zero_stage=0, stream=each).time.step_s for each in (None, "fp32"))
+    assert wide > 1.05 * narrow
+
+
+@pytest.mark.parametrize(
     ("optimizer", "precision", "each_bytes"),
     [
         ("AdamW", "bf16, fp32 masters", 12.0),

@@ -14,7 +14,7 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
-from shardwise.planner.host_time import HostTimes
+from shardwise.planner.host_time import HostTimes, queued_s
 from shardwise.planner.job import BASE, SHARDWISE, Experts, FrameworkTraits, ModelShape, PlanJob, changed
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 
@@ -290,6 +290,25 @@ def test_flash_attention_takes_half_of_all_pairs_and_five_halves_of_that_back() 
     pairs_s = 4 * 1e8 * 1e8 * 8 * 128 / 2 / RATE
     assert times.forward_s == pytest.approx(pairs_s / 0.97, rel=1e-4)
     assert times.backward_input_s == pytest.approx(2.5 * pairs_s / 0.86, rel=1e-4)
+
+
+def test_flash_attention_on_amd_is_slower_back_than_forth() -> None:
+    amd = replace(GPU, name="mi300x", peak_flops_per_s={"bf16": RATE}, ceiling_flops_per_s={})
+    deep = unmeasured(gpu=amd, shape=replace(SHAPE, head_dim=128))
+    times = ComputeTimeModel(replace(deep.job, seq_len=10**8)).attention(BASE)
+    pairs_s = 4 * 1e8 * 1e8 * 8 * 128 / 2 / RATE
+    assert times.forward_s == pytest.approx(pairs_s / 0.27, rel=1e-4)
+    assert times.backward_input_s == pytest.approx(2.5 * pairs_s / 0.155, rel=1e-4)
+
+
+def test_a_host_that_reads_each_loss_hides_nothing_of_the_next_micro_batch() -> None:
+    device, host = (2.0, 4.0), (1.0, 2.0)
+    ahead_s, waiting_s = (queued_s(device, host, num_micro_batches=5, reads_loss=reads) for reads in (False, True))
+    assert ahead_s == waiting_s == 30.0  # its launches are the shorter ones either way
+    ahead_s, waiting_s = (
+        queued_s(device, host, num_micro_batches=5, alone_s=1.0, reads_loss=reads) for reads in (False, True)
+    )
+    assert (ahead_s, waiting_s) == (31.0, 35.0)
 
 
 @pytest.mark.parametrize(("param", "num_more"), [("fp32", 4), ("bf16", 9)])  # scale, mask; widen, narrow, wide softmax
