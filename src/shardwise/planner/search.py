@@ -230,6 +230,7 @@ class _Search:
         self._fallbacks: list[ResolvedConfig] = []
         self._missed: tuple[float, ResolvedConfig] | None = None
         self._near: list[Estimate] = []
+        self._memories: dict[tuple[Any, ...], MemoryEstimate] = {}
         self._tried: set[tuple[Any, ...]] = set()
 
     def run(self) -> list[_Item]:
@@ -357,10 +358,12 @@ class _Search:
 
     def _memory_of(self, config: ResolvedConfig) -> MemoryEstimate:
         """Estimate its memory, of some ranks alone where that does not fit; note how much is missing."""
+        if (key := _held_of(config)) in self._memories:
+            return self._memories[key]
         # For what does not fit it is enough to know that another misses by less.
         least_lacking = math.inf if self._missed is None else self._missed[0]
         too_much_bytes = self._usable_bytes + least_lacking / self.job.cluster.gpus_per_node
-        memory = self.pricer.memory.estimate(config, too_much_bytes=too_much_bytes)
+        memory = self._memories[key] = self.pricer.memory.estimate(config, too_much_bytes=too_much_bytes)
         self.num_prices += 1
         self._cost += _MEMORY_COST
         lacking = missing_on_node(memory, self.job.cluster, self.limits.margin_share)
@@ -447,8 +450,13 @@ def _candidate_of(item: _Timed | ResolvedConfig) -> tuple[Any, ...]:
 
 
 def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:
-    """Return what candidates share that differ in micro-batches and recomputation alone."""
-    return config.mesh, config.tensor, config.context, config.pipeline
+    """Return what candidates share whose memory differs by micro-batches and recomputation alone."""
+    return config.mesh, config.tensor, config.context.transport == "ulysses", config.pipeline
+
+
+def _held_of(config: ResolvedConfig) -> tuple[Any, ...]:
+    """Return what candidates share that hold the same: of how contexts are exchanged, only Ulysses keeps more."""
+    return *_pipeline_of(config), config.batch, config.recompute, config.zero, config.tiers
 
 
 def _saving(placement: Values) -> tuple[int, int, bool, int]:
