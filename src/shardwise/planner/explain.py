@@ -15,10 +15,9 @@ from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, changed, num_data_ranks, trains_all
-from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS
 from shardwise.planner.results import (
-    TIE_SHARE,
     TIME_PARTS,
     Estimate,
     MissingMemory,
@@ -87,19 +86,6 @@ class Reasons:
     changes: tuple[Change, ...] = ()
     yours: str = ""
 
-    @property
-    def plain(self) -> DefaultChoice | None:
-        """Return the fastest popular layout that fits without other memories; None where none does."""
-        fitting = [
-            (default.price, default)
-            for default in self.defaults
-            if default.price is not None and default.missing is None
-        ]
-        on_device = [
-            (price.time.step_s, default) for price, default in fitting if price.config.tiers.optimizer == "device"
-        ]
-        return min(on_device, key=lambda each: each[0], default=(0.0, None))[1]
-
 
 def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate | None = None) -> Reasons:
     """Explain a plan.
@@ -161,7 +147,7 @@ def why_chosen(winner: Estimate, pricer: Pricer, margin_share: float) -> Iterato
             of = "" if missing.tier == "device" else f" {missing.tier}"
             yield f"{part}, since {name} lacks {format_bytes(missing.missing_bytes)} of{of} memory"
             continue
-        price = priced(job, config, pricer, memory)
+        price = pricer.price(config, memory)
         lost = price.time.step_s - step_s
         if 100 * lost >= _EQUAL_PERCENT * step_s:
             more_of = {name: seconds for name, seconds in _differences(price, winner).items() if seconds > 0}
@@ -277,7 +263,7 @@ def _default(name: str, configs: list[ResolvedConfig], plan: SearchResult, price
         tried = [changed(config, {"recompute.mode": recompute}) for config in configs]
         memories = [(config, pricer.memory.estimate(config)) for config in tried]
         fitting = [
-            priced(job, config, pricer, memory)
+            pricer.price(config, memory)
             for config, memory in memories
             if missing_memory(memory, job.cluster, margin_share) is None
         ]
@@ -289,7 +275,7 @@ def _default(name: str, configs: list[ResolvedConfig], plan: SearchResult, price
             prefix = "with recompute full, " if recompute == "full" else ""
             return DefaultChoice(name=name, price=best, missing=None, sentence=prefix + sentence)
     config, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
-    price = priced(job, config, pricer, memory)
+    price = pricer.price(config, memory)
     missing = missing_memory(price.memory, job.cluster, margin_share)
     assert missing is not None, "what fits has been returned"
     change = smallest_change(job, price.config, pricer, margin_share)
@@ -393,12 +379,7 @@ def smallest_change(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin
         fewer = [other for other in enough if other is not saving]
         if fewer and fits(fewer):
             enough = fewer
-    return Change(" ".join(f"{key}={value}" for key, value in enough), priced(job, _saved(config, enough), pricer))
-
-
-def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[str]:
-    """Yield what would make it fit, one sentence each; the arguments are those of `fixes`."""
-    yield from map(str, fixes(price, missing, pricer, margin_share))
+    return Change(" ".join(f"{key}={value}" for key, value in enough), pricer.price(_saved(config, enough)))
 
 
 def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[Change | str]:
@@ -431,7 +412,7 @@ def adapters_that_fit(job: PlanJob, config: ResolvedConfig, pricer: Pricer, marg
         values = {f"lora.{key}": value for key, value in lora}
         tried = (changed(_on_device(config), values), changed(config, values))  # what is smaller may fit the device
         fitting = next((each for each in tried if _fits(job, each, pricer, margin_share)), None)
-        change = None if fitting is None else Change("", priced(job, fitting, pricer))
+        change = None if fitting is None else Change("", pricer.price(fitting))
         change = change or smallest_change(job, tried[0], pricer, margin_share)
         if change is not None and lora != config.lora:
             keys = f"{f'lora.rank={lora.rank}' if is_whole else ''}{base} {change.words}".strip()
@@ -482,34 +463,3 @@ def _fits(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin_share: fl
     if not is_legal(job, config):
         return False
     return missing_memory(pricer.memory.estimate(config), job.cluster, margin_share) is None
-
-
-def expert_notes(found: SearchResult) -> tuple[str, ...]:
-    """Return a note for people where the winner with its experts split over data ranks (`ep`) would be faster.
-
-    Experts are then Shard(0) over `ep`, inside `dp_shard`, and ZeRO shards them over the other data ranks. The search
-    lists only what the engine runs, which this is not yet.
-    """
-    experts, winner = found.job.shape.experts, found.winner
-    if experts is None or winner is None:
-        return ()
-    best, least_s = None, winner.time.step_s * (1 - TIE_SHARE)
-    for ep in divisors(winner.config.mesh.dp_shard)[1:]:
-        if experts.num_experts % ep:
-            continue
-        pricer = Pricer(replace(found.job, ep=ep))
-        # States of which each rank has fewer may need less sharding.
-        for stage in {1, winner.config.zero.stage}:
-            split = changed(winner.config, {"zero.stage": stage})
-            step_s = pricer.time.estimate(split).step_s
-            memory = pricer.memory.estimate(split)
-            if step_s < least_s and missing_memory(memory, found.job.cluster, found.limits.margin_share) is None:
-                best, least_s = (ep, stage), step_s
-    if best is None:
-        return ()
-    ep, stage = best
-    return (
-        f"experts over {ep} ranks (EP {ep}) with ZeRO-{stage} would take {format_s(least_s)}, "
-        f"{winner.time.step_s / least_s:.1f} times as fast: an estimate, with {found.job.traits.expert_imbalance:g} "
-        "times the mean tokens on the fullest rank; our engine does not run mesh.ep yet",
-    )

@@ -18,7 +18,6 @@ from typing import Any, Final
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import read_text
 from shardwise.layout.token_ranges import pack
-from shardwise.planner.cost import cost_per_step
 from shardwise.planner.explain import Reasons
 from shardwise.planner.fit import largest
 from shardwise.planner.job import changed, trains_all
@@ -171,8 +170,7 @@ def run_line(price: Estimate, examples: Examples | None) -> str:
     if (num_steps := _steps(price, examples)) is None or examples is None:
         return f"{format_s(time.step_s)} for {job.global_batch:,} sequences; --examples N times your data"
     span = f"{_clock(num_steps * time.step_s)} ({_clock(num_steps * time.low_s)} to {_clock(num_steps * time.high_s)})"
-    usd = cost_per_step(price)
-    money = "" if usd is None else f", {money_words(num_steps * usd)}"
+    money = "" if price.usd_per_step is None else f", {money_words(num_steps * price.usd_per_step)}"
     sequences = f"{examples.num_sequences(job.seq_len):,} sequences of {job.seq_len:,}"
     return f"{span}{money}: {examples.words} are {sequences}, {num_steps:,} steps of {format_s(time.step_s)}"
 

@@ -19,7 +19,7 @@ from shardwise.config.errors import ConfigError, printable_lines
 from shardwise.config.resolve import Config
 from shardwise.config.sections import Positive
 from shardwise.planner.configs import written
-from shardwise.planner.explain import Reasons, expert_notes, reasons_of
+from shardwise.planner.explain import Reasons, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import plan_view
@@ -142,6 +142,5 @@ def plan(
     question = Question(model_of(model), target, seq_len, global_batch, tuple(settings))
     asked, result = find(question, lambda asked: search(asked.job, asked.space, limits))
     pricer = Pricer(asked.job)
-    asked = replace(asked, notes=(*asked.notes, *expert_notes(result)))
     choices = tuple(PlanChoice(price) for price in result.best)
     return Plan(choices=choices, result=result, reasons=reasons_of(result, pricer), asked=asked)

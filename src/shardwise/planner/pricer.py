@@ -19,16 +19,7 @@ class Pricer:
         self.memory = MemoryModel(job, layouts)
         self.time = TimeModel(job, layouts)
 
-    def price(self, config: ResolvedConfig) -> Estimate:
-        """Return the memory and time of one config."""
-        return priced(self.job, config, self)
-
-
-def priced(job: PlanJob, config: ResolvedConfig, pricer: Pricer, memory: MemoryEstimate | None = None) -> Estimate:
-    """Return the memory and time of one config.
-
-    Args:
-        memory: what it holds, where that is known already.
-    """
-    memory = memory or pricer.memory.estimate(config)
-    return Estimate(job=job, config=config, memory=memory, time=pricer.time.estimate(config))
+    def price(self, config: ResolvedConfig, memory: MemoryEstimate | None = None) -> Estimate:
+        """Return the memory, if it is not known already, and the time of one config."""
+        memory = memory or self.memory.estimate(config)
+        return Estimate(job=self.job, config=config, memory=memory, time=self.time.estimate(config))

@@ -17,7 +17,6 @@ from rich.text import Text
 from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.configs import SPLITS
-from shardwise.planner.cost import cost_per_step, cost_words, run_cost, run_words, usd_per_million_tokens
 from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
 from shardwise.planner.finetune import Verdict
 from shardwise.planner.fit import Fit
@@ -37,7 +36,7 @@ from shardwise.planner.results import (
 )
 from shardwise.planner.search import SearchResult
 from shardwise.planner.step_time import WITHOUT_EVIDENCE
-from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s
+from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s, three_digits
 
 # Of docs/planner-accuracy.md, where `tests/unit/planner/test_planner_page.py` looks for them.
 VALIDATION: Final = (
@@ -45,6 +44,7 @@ VALIDATION: Final = (
     "its first choice in 10 comparisons of layouts was 1.5 % slower than the best"
 )
 _BAR_WIDTH: Final = 60
+_DAY_S: Final = 86_400.0
 _FEW_SHOWN, _MANY_SHOWN, _MOST_STAGES = 3, 5, 8
 # Shares of a step from which on a part is named, and from which on there is a hint.
 _LEAST_SHARE, _LARGE_SHARE = 0.01, 0.15
@@ -135,7 +135,11 @@ def price_rows(price: Estimate, label: str = "best") -> list[tuple[str, Renderab
         ("memory", memory_words(price)),
         ("", _MemoryBar(worst, gpu.memory_bytes)),
     ]
-    return rows + [("cost", cost) for cost in (cost_words(price),) if cost]
+    if price.usd_per_million_tokens is not None:
+        hourly = gpu.price_per_hour
+        day, tokens = money_words(24 * hourly * price.job.cluster.num_gpus), money_words(price.usd_per_million_tokens)
+        rows.append(("cost", f"{tokens} for a million tokens, {day} a day, at ${hourly:.2f} an hour and GPU"))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,7 @@ def plan_view(
     yours: Estimate | None = None,
     notes: Sequence[str] = (),
     verdict: Verdict | None = None,
+    num_tokens: float | None = None,
 ) -> RenderableType:
     """Show the answer on a screen: which layout, how fast, whether it fits, why; or all of it.
 
@@ -289,24 +294,23 @@ def plan_view(
         yours: the user's own config, to be shown beside them; None where there is none.
         notes: on how the question was read.
         verdict: of a fine-tuning job, which comes first; None for other jobs.
+        num_tokens: of the run, whose cost and days are to be shown; None shows none.
     """
-    winner, plain = plan.winner, reasons.plain
+    winner = plan.winner
     num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
     parts: list[RenderableType] = [] if verdict is None else [facts(_verdict_rows(verdict))]
     parts.append(facts(job_rows(plan.job, notes)))
     if winner is None:
         parts += _no_winner(plan, reasons, is_whole)
     else:
-        rows = price_rows(winner) + (time_rows(winner) if is_whole else [])
+        rows = price_rows(winner) + ([] if num_tokens is None else [("run", run_words(winner, num_tokens))])
+        rows += time_rows(winner) if is_whole else []
         chosen = [("" if number else "chosen", clause) for number, clause in enumerate(reasons.chosen)]
         parts.append(facts([*rows, ("why", reasons.wins), *chosen, *_proof_rows(plan)]))
         beside = {} if yours is None else {"yours": yours}
         losers = [(f"{number}", reason) for number, reason in enumerate(reasons.runners_up[: num_shown - 1], 2)]
         losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
         losers += [] if yours is None else [("yours", reasons.yours)]
-        if plain is not None and plain.price is not None and plain.price.time.step_s > winner.time.step_s:
-            beside["plain"] = plain.price
-            losers.append(("plain", f"{plain.name}, {plain.sentence}"))
         parts.append(price_table((winner, *plan.runners_up)[:num_shown], beside))
         parts += [_titled("why the others lose", losers)] if losers else []
     if reasons.defaults:
@@ -368,51 +372,23 @@ def _counts(plan: SearchResult) -> str:
     )
 
 
-def cost_view(
-    plan: SearchResult,
-    num_tokens: float | None = None,
-    budget_usd: float | None = None,
-    sizes: Sequence[SearchResult] = (),
-) -> RenderableType:
-    """Show what a run takes, and what tokens cost on other numbers of GPUs.
-
-    Args:
-        num_tokens, budget_usd: of the run, as in `run_cost`.
-        sizes: plans for other numbers of GPUs, from `by_num_gpus`.
-    """
-    parts: list[RenderableType] = []
-    if plan.winner is not None and (text := run_words(plan.winner, num_tokens, budget_usd)):
-        parts.append(facts([("run", text)]))
-    if sizes:
-        table = bare_table("GPUs", "step", "tok/s/GPU", "$/M tokens", "days", "layout", texts=("layout",))
-        for price in (size.winner for size in sizes):
-            if price is not None:
-                usd, run = usd_per_million_tokens(price), run_cost(price, num_tokens, budget_usd)
-                table.add_row(
-                    f"{price.job.cluster.num_gpus:,}",
-                    format_s(price.time.step_s),
-                    f"{price.tokens_per_s_per_gpu:,.0f}",
-                    "-" if usd is None else money_words(usd),
-                    "-" if run is None else f"{run.days:,.1f}",
-                    Text(price.layout),
-                )
-        parts.append(table)
-    return blocks(*parts)
+def run_words(price: Estimate, num_tokens: float) -> str:
+    """Write what a run of so many tokens takes."""
+    time, num_steps = price.time, num_tokens / price.job.tokens
+    usd = "" if price.usd_per_step is None else f"{money_words(num_steps * price.usd_per_step)}, "
+    days, low, high = (_days(num_steps * seconds / _DAY_S) for seconds in (time.step_s, time.low_s, time.high_s))
+    return f"{format_count(num_tokens)} tokens: {usd}{days} days ({low} to {high})"
 
 
-def cost_dict(
-    plan: SearchResult,
-    num_tokens: float | None = None,
-    budget_usd: float | None = None,
-    sizes: Sequence[SearchResult] = (),
-) -> dict[str, Any]:
-    """Return what `cost_view` shows as JSON takes it; the arguments are those of `cost_view`."""
-    run = None if plan.winner is None else run_cost(plan.winner, num_tokens, budget_usd)
-    prices = [size.winner for size in sizes if size.winner is not None]
-    return {
-        "run": None if run is None else asdict(run),
-        "sizes": [{"num_gpus": price.job.cluster.num_gpus, **price_dict(price)} for price in prices],
-    }
+def _days(days: float) -> str:
+    return three_digits(days) if days >= 1 else f"{days:.2g}"
+
+
+def run_dict(price: Estimate, num_tokens: float) -> dict[str, float | None]:
+    """Return what a run of so many tokens takes as JSON takes it."""
+    num_steps, step_usd = num_tokens / price.job.tokens, price.usd_per_step
+    usd = None if step_usd is None else num_steps * step_usd
+    return {"num_tokens": num_tokens, "days": num_steps * price.time.step_s / _DAY_S, "usd": usd}
 
 
 def explain_view(
@@ -486,7 +462,6 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "best": [price_dict(price) for price in plan.best],
         "runners_up": [price_dict(price) for price in plan.runners_up],
         "yours": None if yours is None else price_dict(yours),
-        "plain": None if reasons.plain is None or reasons.plain.price is None else price_dict(reasons.plain.price),
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,
         "why_chosen": list(reasons.chosen),
@@ -538,8 +513,8 @@ def price_dict(price: Estimate) -> dict[str, Any]:
         "tokens_per_s_per_gpu": price.tokens_per_s_per_gpu,
         "mfu": price.mfu(),
         "mfu_convention": "model FLOPs with all keys of attention, nothing that is computed twice",
-        "cost_per_step": cost_per_step(price),
-        "usd_per_million_tokens": usd_per_million_tokens(price),
+        "cost_per_step": price.usd_per_step,
+        "usd_per_million_tokens": price.usd_per_million_tokens,
         "peak_gib": worst.peak_bytes / GIB,
         "is_memory_simulated": worst.is_simulated,
         "margin_gib": price.margin_bytes / GIB,

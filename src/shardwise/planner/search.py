@@ -26,7 +26,7 @@ from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import num_states
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
 from shardwise.planner.job import PlanJob, changed, param_of, trains_all
-from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     TIE_SHARE,
     USUAL_MARGIN,
@@ -414,7 +414,7 @@ class _Search:
         fastest = sorted(self._near, key=lambda price: price.time.step_s)[:_NUM_NEAR]
         for price in fastest:
             # The memory of all ranks, the schedule simulated.
-            exact_price = priced(self.job, price.config, self.pricer)
+            exact_price = self.pricer.price(price.config)
             if exact_price.time.step_s < (1 - TIE_SHARE) * least_s:
                 yield exact_price
 
@@ -422,7 +422,7 @@ class _Search:
         """Return what misses by least."""
         if self._missed is None:
             return None
-        price = priced(self.job, self._missed[1], self.pricer)
+        price = self.pricer.price(self._missed[1])
         missing = missing_memory(price.memory, self.job.cluster, self.limits.margin_share)
         return None if missing is None else (price, missing)
 
