@@ -244,7 +244,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         sizes_asked = (arguments.seq, batch, tuple(assignments), examples is not None)
         asked, plan = find(Question(source_model, cluster, *sizes_asked), look)
         notes += tuple(notes_of(examples, asked.job.seq_len)) if examples is not None else ()
-        pricer = Pricer(plan.job)
+        pricer = Pricer(plan.job, arguments.margin)
         yours, note = _yours(pricer, own, model if is_split(source_model) else None)
         plan = _settled(arguments, plan, say)
         say("looking at what else could be")
@@ -254,12 +254,11 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         reasons,
         num_shown=arguments.top,
         is_whole=arguments.more,
-        yours=yours,
         notes=(*asked.notes, *notes, *note, *filter(None, [asked.plan_only])),
         verdict=(ruling := verdict(plan, reasons, pricer, examples) if examples or asked.base.lora.rank else None),
         num_tokens=arguments.tokens,
     )
-    answer = plan_dict(plan, reasons, yours)
+    answer = plan_dict(plan, reasons)
     answer |= {} if ruling is None else {"fine_tuning": ruling.values}
     if plan.winner is not None:
         answer["best"][0] |= page_dict(plan.winner, pricer)
@@ -381,11 +380,11 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
         asked = read_explained(
             arguments.explain, model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments
         )
-        pricer = Pricer(asked.job)
+        pricer = Pricer(asked.job, arguments.margin)
         price = pricer.price(asked.config)
-        missing = missing_memory(price.memory, cluster, arguments.margin)
-        suggestions = () if missing is None else tuple(map(str, fixes(price, missing, pricer, arguments.margin)))
-    view = explain_view(price, pricer, margin_share=arguments.margin, notes=asked.notes, suggestions=suggestions)
+        missing = pricer.missing(price.memory)
+        suggestions = () if missing is None else tuple(map(str, fixes(price, missing, pricer)))
+    view = explain_view(price, pricer, notes=asked.notes, suggestions=suggestions)
     answer = {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer), "cures": list(suggestions)}
     _give(arguments, view, answer)
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.resolve import ResolvedConfig, Tier
-from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.configs import SPLITS
 from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
 from shardwise.planner.finetune import Verdict
@@ -26,12 +25,10 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     MEMORY_CATEGORIES,
     TIME_PARTS,
-    USUAL_MARGIN,
     Estimate,
     RankMemory,
     batch_words,
     held_on_node,
-    missing_memory,
     money_words,
 )
 from shardwise.planner.search import SearchResult
@@ -281,7 +278,6 @@ def plan_view(
     *,
     num_shown: int | None = None,
     is_whole: bool = False,
-    yours: Estimate | None = None,
     notes: Sequence[str] = (),
     verdict: Verdict | None = None,
     num_tokens: float | None = None,
@@ -291,7 +287,6 @@ def plan_view(
     Args:
         num_shown: how many of the best there are in the table; None shows a few.
         is_whole: whether to say where the time goes, all fixes and what was searched.
-        yours: the user's own config, to be shown beside them; None where there is none.
         notes: on how the question was read.
         verdict: of a fine-tuning job, which comes first; None for other jobs.
         num_tokens: of the run, whose cost and days are to be shown; None shows none.
@@ -307,10 +302,10 @@ def plan_view(
         rows += time_rows(winner) if is_whole else []
         chosen = [("" if number else "chosen", clause) for number, clause in enumerate(reasons.chosen)]
         parts.append(facts([*rows, ("why", reasons.wins), *chosen, *_proof_rows(plan)]))
-        beside = {} if yours is None else {"yours": yours}
+        beside = {} if reasons.yours is None else {"yours": reasons.yours[0]}
         losers = [(f"{number}", reason) for number, reason in enumerate(reasons.runners_up[: num_shown - 1], 2)]
         losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
-        losers += [] if yours is None else [("yours", reasons.yours)]
+        losers += [] if reasons.yours is None else [("yours", reasons.yours[1])]
         parts.append(price_table((winner, *plan.runners_up)[:num_shown], beside))
         parts += [_titled("why the others lose", losers)] if losers else []
     if reasons.defaults:
@@ -337,8 +332,8 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator
         yield facts([*rows, *(("fix", fix) for fix in fixes)])
     if proof := list(_proof_rows(plan)):
         yield facts(proof)
-    if reasons.yours:
-        yield facts([("yours", reasons.yours)])
+    if reasons.yours is not None:
+        yield facts([("yours", reasons.yours[1])])
 
 
 def _proof_rows(plan: SearchResult) -> Iterator[tuple[str, str]]:
@@ -395,19 +390,17 @@ def explain_view(
     price: Estimate,
     pricer: Pricer,
     *,
-    margin_share: float = USUAL_MARGIN,
     notes: Sequence[str] = (),
     suggestions: Sequence[str] = (),
 ) -> RenderableType:
     """Show one candidate in detail: memory of each pipeline rank, parts of the time, what to look at.
 
     Args:
-        margin_share: share of a device's memory that should stay free.
         notes: on how the config was read.
         suggestions: where it does not fit: what would make it fit.
     """
     rows = price_rows(price, "layout") + time_rows(price)
-    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer.time.compute, margin_share)]
+    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer)]
     rows += [("fix", line) for line in suggestions]
     stages = [facts(stage_rows(price))] if price.config.mesh.pp > 1 else []
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
@@ -455,13 +448,13 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     }
 
 
-def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = None) -> dict[str, Any]:
+def plan_dict(plan: SearchResult, reasons: Reasons) -> dict[str, Any]:
     """Return all of a plan as JSON takes it; the arguments are those of `plan_view`."""
     return {
         "job": job_dict(plan.job),
         "best": [price_dict(price) for price in plan.best],
         "runners_up": [price_dict(price) for price in plan.runners_up],
-        "yours": None if yours is None else price_dict(yours),
+        "yours": None if reasons.yours is None else price_dict(reasons.yours[0]),
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,
         "why_chosen": list(reasons.chosen),
@@ -470,7 +463,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "misses": reasons.misses,
         # `cures` (what would make it fit) and `num_outlines` (the number of candidates) stay, since programs read them.
         "cures": list(reasons.suggestions),
-        "why_yours": reasons.yours,
+        "why_yours": "" if reasons.yours is None else reasons.yours[1],
         "rejected": dict(plan.rejected),
         "num_fitting": plan.num_fitting,
         "num_outlines": plan.num_candidates,
@@ -539,13 +532,9 @@ def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
     }
 
 
-def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:
-    """Yield what may go wrong or is slow with a candidate of this `price`, one line each.
-
-    `compute` has the times of its job; `margin_share` is what should stay free of a device's memory.
-    """
-    job, config = price.job, price.config
-    missing = missing_memory(price.memory, job.cluster, margin_share)
+def cautions(price: Estimate, pricer: Pricer) -> Iterator[str]:
+    """Yield what may go wrong or is slow with a candidate, one line each."""
+    job, config, missing = price.job, price.config, pricer.missing(price.memory)
     if missing is not None and missing.tier == "device" and price.margin_bytes >= 0:
         share = price.margin_bytes / job.cluster.gpu.memory_bytes
         yield f"only {format_bytes(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"
@@ -553,7 +542,7 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
         yield lacks(price, missing)
     if config.mesh.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
         yield f"mesh.tp={config.mesh.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
-    if compute.waits_for_launches(config):
+    if pricer.time.compute.waits_for_launches(config):
         fix = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
         yield f"kernels are shorter than the host takes to launch them, so {fix}"
     if price.time.kind in WITHOUT_EVIDENCE:

@@ -127,7 +127,8 @@ def search(
         ConfigError: there is no candidate: batch, cluster and pins do not go together.
     """
     began = time.perf_counter()
-    search = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
+    limits = limits or Limits()
+    search = _Search(job, space or SearchSpace(), limits, pricer or Pricer(job, limits.margin_share))
     left = search.run()
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
