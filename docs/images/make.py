@@ -18,7 +18,7 @@ from shardwise.planner.explain import reasons_of
 from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import plan_view
-from shardwise.planner.request import ask, read_model
+from shardwise.planner.request import Question, read_model
 from shardwise.planner.search import search
 from shardwise.train.imported_plan import named_batch, split_for
 from shardwise.train.metrics import StepRecord
@@ -33,12 +33,12 @@ YOURS = HERE.parents[1] / "examples" / "ds_config.json"
 def plan_picture() -> str:
     """What `shardwise plan --model llama-7b --compare examples/ds_config.json --cluster a100-40:8` prints."""
     cluster = parse_cluster("a100-40:8")
-    asked = ask(read_model("llama-7b"), cluster, global_batch=named_batch(str(YOURS), cluster.num_gpus))
+    asked = Question(read_model("llama-7b"), cluster, None, named_batch(str(YOURS), cluster.num_gpus)).ask()
     pricer = Pricer(asked.job)
     yours = pricer.price(split_for(str(YOURS), asked.job).config)
     plan = search(asked.job, asked.space, pricer=pricer)
     reasons = reasons_of(plan, pricer, yours=yours)
-    view = plan_view(plan, reasons, yours=yours, notes=asked.notes)
+    view = plan_view(plan, reasons, notes=asked.notes)
     return _picture(view, "shardwise plan")
 
 

@@ -52,7 +52,7 @@ _PINS: Final[Mapping[str, str]] = MappingProxyType(
 _NUM_SIMULATED: Final = 3
 _OF_JOB: Final = frozenset({"model", "cluster", "seq", "margin", "json"})
 _OF_DRY_RUN: Final = frozenset({"world_size", "ranks"})
-_OF_RUN: Final = frozenset({"tokens", "budget", "examples", "lengths", "epochs"})
+_OF_RUN: Final = frozenset({"tokens", "examples", "lengths", "epochs"})
 _EVERY: Final = _OF_JOB | _OF_DRY_RUN | _OF_RUN | {"global_batch", "html", "compare", "write", "top", "more"}
 _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
@@ -107,8 +107,6 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option(
     "--tokens", type=Amount(0.0, min_open=True), help="of the run, such as 300e9: what it costs and how long it takes"
 )
-@click.option("--budget", type=Amount(0.0, min_open=True), metavar="USD", help="of the run: how many tokens it buys")
-@click.option("--best", type=Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
 @click.option(
     "--simulate", type=Seconds(), default=30.0, metavar="S", help="seconds for exact memory, then estimates; 0: none"
 )
@@ -224,55 +222,49 @@ def _refuse_taken(path: Path | None) -> None:
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with progress("reading the question") as say:
-        from shardwise.planner.cost import by_num_gpus
-        from shardwise.planner.explain import expert_notes, reasons_of
+        from shardwise.planner.explain import reasons_of
         from shardwise.planner.finetune import notes_of, read_examples, verdict
         from shardwise.planner.plan import find
         from shardwise.planner.pricer import Pricer
-        from shardwise.planner.render import cost_dict, cost_view, page_dict, plan_dict, plan_view
+        from shardwise.planner.render import page_dict, plan_dict, plan_view, run_dict
         from shardwise.planner.request import PlanRequest, Question, is_split, read_model
         from shardwise.planner.search import Limits, search
 
         source_model, own = read_model(model), arguments.compare
         batch = arguments.global_batch or source_model.global_batch or (own and _batch_of(own, cluster.num_gpus))
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
-        sizes: tuple[SearchResult, ...] = ()
 
         def look(asked: PlanRequest) -> SearchResult:
-            nonlocal sizes
             if arguments.write is not None:
                 asked.check_writable()
             say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name} for {asked.job.seq_len:,} tokens")
-            sizes = by_num_gpus(asked.job, asked.space, limits) if arguments.best == "price" else ()
-            return sizes[0] if sizes else search(asked.job, asked.space, limits)
+            return search(asked.job, asked.space, limits)
 
         examples, notes = read_examples(arguments.examples, arguments.lengths, arguments.epochs)
         sizes_asked = (arguments.seq, batch, tuple(assignments), examples is not None)
         asked, plan = find(Question(source_model, cluster, *sizes_asked), look)
         notes += tuple(notes_of(examples, asked.job.seq_len)) if examples is not None else ()
-        if sizes and _CLUSTER.fullmatch(arguments.cluster or ""):
-            arguments.cluster = f"{arguments.cluster.partition(':')[0]}:{plan.job.cluster.num_gpus}"
-        pricer = Pricer(plan.job)
+        pricer = Pricer(plan.job, arguments.margin)
         yours, note = _yours(pricer, own, model if is_split(source_model) else None)
         plan = _settled(arguments, plan, say)
         say("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
-    of_run = (plan, arguments.tokens, arguments.budget, sizes)
     view = plan_view(
         plan,
         reasons,
         num_shown=arguments.top,
         is_whole=arguments.more,
-        yours=yours,
-        notes=(*asked.notes, *notes, *note, *expert_notes(plan), *filter(None, [asked.plan_only])),
+        notes=(*asked.notes, *notes, *note, *filter(None, [asked.plan_only])),
         verdict=(ruling := verdict(plan, reasons, pricer, examples) if examples or asked.base.lora.rank else None),
+        num_tokens=arguments.tokens,
     )
-    answer = plan_dict(plan, reasons, yours) | cost_dict(*of_run)
+    answer = plan_dict(plan, reasons)
     answer |= {} if ruling is None else {"fine_tuning": ruling.values}
     if plan.winner is not None:
         answer["best"][0] |= page_dict(plan.winner, pricer)
+        answer["run"] = None if arguments.tokens is None else run_dict(plan.winner, arguments.tokens)
     try:
-        _give(arguments, Group(view, cost_view(*of_run), *_footer(arguments, plan.winner, asked.plan_only)), answer)
+        _give(arguments, Group(view, *_footer(arguments, plan.winner, asked.plan_only)), answer)
     finally:
         _write_config(arguments, plan, pricer)
     return 0 if plan.winner is not None else 1
@@ -378,7 +370,7 @@ def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 
 def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with progress("starting torch"):
-        from shardwise.planner.explain import suggest
+        from shardwise.planner.explain import fixes
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import explain_view, job_dict, page_dict, price_dict
         from shardwise.planner.results import missing_memory
@@ -388,11 +380,11 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
         asked = read_explained(
             arguments.explain, model, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments
         )
-        pricer = Pricer(asked.job)
+        pricer = Pricer(asked.job, arguments.margin)
         price = pricer.price(asked.config)
-        missing = missing_memory(price.memory, cluster, arguments.margin)
-        suggestions = () if missing is None else tuple(suggest(price, missing, pricer, arguments.margin))
-    view = explain_view(price, pricer, margin_share=arguments.margin, notes=asked.notes, suggestions=suggestions)
+        missing = pricer.missing(price.memory)
+        suggestions = () if missing is None else tuple(map(str, fixes(price, missing, pricer)))
+    view = explain_view(price, pricer, notes=asked.notes, suggestions=suggestions)
     answer = {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer), "cures": list(suggestions)}
     _give(arguments, view, answer)
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1

@@ -1,8 +1,4 @@
-"""Explain why the winner wins and the others lose, by the parts that differ, and what would make a candidate fit.
-
->>> parts_words({"tensor": -0.8, "bubble": 0.3, "data": 0.001})
-'800 ms less exposed tensor exchange, 300 ms more bubble'
-"""
+"""Explain why the winner wins and the others lose, by the parts that differ, and what would make a candidate fit."""
 
 from __future__ import annotations
 
@@ -15,15 +11,13 @@ from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, changed, num_data_ranks, trains_all
-from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS
 from shardwise.planner.results import (
-    TIE_SHARE,
     TIME_PARTS,
     Estimate,
     MissingMemory,
     held_on_node,
-    missing_memory,
     num_extras,
 )
 from shardwise.planner.search import SearchResult
@@ -75,7 +69,7 @@ class Reasons:
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
         changes: those of the suggestions that are priced.
-        yours: how the user's own config does; empty where there is none.
+        yours: the price of the user's own config, and how it does; None where there is none.
     """
 
     wins: str = ""
@@ -85,20 +79,7 @@ class Reasons:
     misses: str = ""
     suggestions: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
-    yours: str = ""
-
-    @property
-    def plain(self) -> DefaultChoice | None:
-        """Return the fastest popular layout that fits without other memories; None where none does."""
-        fitting = [
-            (default.price, default)
-            for default in self.defaults
-            if default.price is not None and default.missing is None
-        ]
-        on_device = [
-            (price.time.step_s, default) for price, default in fitting if price.config.tiers.optimizer == "device"
-        ]
-        return min(on_device, key=lambda each: each[0], default=(0.0, None))[1]
+    yours: tuple[Estimate, str] | None = None
 
 
 def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate | None = None) -> Reasons:
@@ -108,17 +89,16 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
         pricer: prices its job; None makes a new one.
         yours: the price of the user's own config; None where there is none.
     """
-    pricer = pricer or Pricer(plan.job)
-    winner, margin_share = plan.winner, plan.limits.margin_share
+    pricer, winner = pricer or Pricer(plan.job, plan.limits.margin_share), plan.winner
     reasons = Reasons(
-        defaults=tuple(defaults(plan, pricer)),
-        yours="" if yours is None else why_yours(yours, winner, pricer, margin_share),
+        defaults=tuple(_defaults(winner, pricer)),
+        yours=None if yours is None else (yours, why_yours(yours, winner, pricer)),
     )
     if winner is not None:
         return replace(
             reasons,
             wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
-            chosen=tuple(why_chosen(winner, pricer, margin_share)),
+            chosen=tuple(why_chosen(winner, pricer)),
             runners_up=tuple(why_slower(runner_up, winner) for runner_up in plan.runners_up),
         )
     tried = [(each.price, each.missing) for each in reasons.defaults if each.price is not None and each.missing]
@@ -126,47 +106,62 @@ def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate
     nearest = plan.nearest or min(tried, key=lambda each: each[1].missing_bytes, default=None)
     if nearest is None:
         return reasons
-    found = tuple(fixes(*nearest, pricer, margin_share))
+    found = tuple(fixes(*nearest, pricer))
     changes = tuple(fix for fix in found if isinstance(fix, Change))
     return replace(reasons, misses=lacks(*nearest), suggestions=tuple(map(str, found)), changes=changes)
 
 
 def why_faster(winner: Estimate, other: Estimate) -> str:
     """Say what the winner has less of and more of than another."""
-    gained = other.time.step_s - winner.time.step_s
-    layout = other.layout
-    share = -100 * gained / winner.time.step_s
-    if share >= _EQUAL_PERCENT:
-        return f"simpler than {layout}, which is {share:.1f} % faster"
-    if -share < _EQUAL_PERCENT:
+    gained, layout = other.time.step_s - winner.time.step_s, other.layout
+    percent = 100 * gained / winner.time.step_s
+    if percent <= -_EQUAL_PERCENT:
+        return f"simpler than {layout}, which is {-percent:.1f} % faster"
+    if percent < _EQUAL_PERCENT:
         return f"as fast as {layout}, which comes next"
-    return f"{format_s(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
+    return f"{format_s(gained)} faster than {layout}: {_parts_words(winner, other)}"
 
 
-def why_chosen(winner: Estimate, pricer: Pricer, margin_share: float) -> Iterator[str]:
-    """Yield one clause for each part of a candidate that is not the plainest: what the next plainer one lacks or takes.
+def why_slower(other: Estimate, winner: Estimate) -> str:
+    """Say what another has more of and less of than the winner."""
+    lost = other.time.step_s - winner.time.step_s
+    percent = 100 * lost / winner.time.step_s
+    if percent >= _EQUAL_PERCENT:
+        return f"{format_s(lost)} ({percent:.1f} %) slower: {_parts_words(other, winner)}"
+    as_fast = f"{-percent:.1f} % faster" if percent <= -_EQUAL_PERCENT else "as fast"
+    return f"{as_fast}, but less simple" if num_extras(other.config) > num_extras(winner.config) else "as fast"
 
-    Args:
-        pricer: prices the candidates of its job.
-        margin_share: share of a device's memory that is to stay free.
-    """
-    job, step_s = winner.job, winner.time.step_s
+
+def why_yours(yours: Estimate, winner: Estimate | None, pricer: Pricer) -> str:
+    """Compare the user's own candidate with the best that the search found, which is None where nothing fits."""
+    missing = pricer.missing(yours.memory)
+    if missing is not None:
+        return why_not(yours, missing, smallest_change(yours.config, pricer))
+    if winner is None:
+        return "fits, though the search found nothing that does: keep it"
+    gained = winner.time.step_s - yours.time.step_s
+    percent = 100 * gained / winner.time.step_s
+    if percent >= _EQUAL_PERCENT:
+        return f"{format_s(gained)} ({percent:.1f} %) faster than what the search found: keep it"
+    return why_slower(yours, winner)
+
+
+def why_chosen(winner: Estimate, pricer: Pricer) -> Iterator[str]:
+    """Yield a clause for each part of a candidate that is not plain: what the next plainer one lacks or takes."""
+    step_s = winner.time.step_s
     for part, plainer in _plainer(winner.config):
-        name, config = next((each for each in plainer if is_legal(job, each[1])), ("", None))
+        name, config = next((each for each in plainer if is_legal(winner.job, each[1])), ("", None))
         if config is None:
             continue
         memory = pricer.memory.estimate(config)
-        missing = missing_memory(memory, job.cluster, margin_share)
-        if missing is not None:
+        if (missing := pricer.missing(memory)) is not None:
             of = "" if missing.tier == "device" else f" {missing.tier}"
             yield f"{part}, since {name} lacks {format_bytes(missing.missing_bytes)} of{of} memory"
             continue
-        price = priced(job, config, pricer, memory)
+        price = pricer.price(config, memory)
         lost = price.time.step_s - step_s
         if 100 * lost >= _EQUAL_PERCENT * step_s:
-            more_of = {name: seconds for name, seconds in _differences(price, winner).items() if seconds > 0}
-            most = parts_words(more_of).partition(",")[0]
-            yield f"{part}, since {name} takes {format_s(lost)} more: {most}"
+            yield f"{part}, since {name} takes {format_s(lost)} more: {_parts_words(price, winner, only_more=True)}"
         else:
             more = memory.worst.peak_bytes - winner.memory.worst.peak_bytes
             faster = "as fast" if -100 * lost < _EQUAL_PERCENT * step_s else f"{-100 * lost / step_s:.1f} % faster"
@@ -206,81 +201,40 @@ def _plainer(s: ResolvedConfig) -> Iterator[tuple[str, list[tuple[str, ResolvedC
             yield f"{state} on {tier}", [("the device", changed(s, near))]
 
 
-def why_slower(other: Estimate, winner: Estimate) -> str:
-    """Say what another has more of and less of than the winner."""
-    lost = other.time.step_s - winner.time.step_s
-    share = 100 * lost / winner.time.step_s
-    if share < _EQUAL_PERCENT:
-        if num_extras(other.config) <= num_extras(winner.config):
-            return "as fast"
-        return f"{f'{-share:.1f} % faster' if -share >= _EQUAL_PERCENT else 'as fast'}, but less simple"
-    return f"{format_s(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
-
-
-def why_yours(yours: Estimate, winner: Estimate | None, pricer: Pricer, margin_share: float) -> str:
-    """Compare a candidate that no search has found with the winner.
-
-    Args:
-        yours: the price of the user's config.
-        winner: the best that the search found; None where nothing fits.
-        pricer: prices the candidates of the job.
-        margin_share: share of a device's memory that is to stay free.
-    """
-    missing = missing_memory(yours.memory, yours.job.cluster, margin_share)
-    if missing is not None:
-        return why_not(yours, missing, smallest_change(yours.job, yours.config, pricer, margin_share))
-    if winner is None:
-        return "fits, though the search found nothing that does: keep it"
-    gained = winner.time.step_s - yours.time.step_s
-    share = 100 * gained / winner.time.step_s
-    if share >= _EQUAL_PERCENT:
-        return f"{format_s(gained)} ({share:.1f} %) faster than what the search found: keep it"
-    return why_slower(yours, winner)
-
-
-def parts_words(differences: Mapping[str, float]) -> str:
-    """Name the parts that differ most between two times, the largest first."""
-    ordered = sorted(differences.items(), key=lambda each: -abs(each[1]))
-    largest = abs(ordered[0][1]) if ordered else 0.0
-    shown = [(name, seconds) for name, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
+def _parts_words(one: Estimate, other: Estimate, *, only_more: bool = False) -> str:
+    """Name the parts of which one takes more or less than the other, the largest first; or the one of most more."""
+    differences = {name: one.time.parts.get(name, 0.0) - other.time.parts.get(name, 0.0) for name in TIME_PARTS}
+    ordered = sorted(differences.items(), key=lambda each: -each[1] if only_more else -abs(each[1]))
+    least = _LEAST_SHARE * abs(ordered[0][1])
+    shown = [(name, seconds) for name, seconds in ordered if abs(seconds) > least][: 1 if only_more else 4]
     return ", ".join(
         f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {PART_WORDS[name]}" for name, seconds in shown
     )
 
 
 def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> str:
-    """Say how much memory a candidate lacks, and what makes it fit.
-
-    Args:
-        change: the change; None where none makes it fit.
-    """
-    fix = "nothing less of it fits" if change is None else change
-    return f"{lacks(price, missing)}; {fix}"
+    """Say how much memory a candidate lacks, and which change makes it fit; None where none does."""
+    return f"{lacks(price, missing)}; {change or 'nothing less of it fits'}"
 
 
-def defaults(plan: SearchResult, pricer: Pricer) -> Iterator[DefaultChoice]:
+def _defaults(winner: Estimate | None, pricer: Pricer) -> Iterator[DefaultChoice]:
     """Yield the layouts that people would start with, recomputing all where they must, and how each does."""
-    job = plan.job
+    job = pricer.job
     for name, configs in _default_configs(job):
         legal = [config for config in configs if is_legal(job, config)]
         if legal:
-            yield _default(name, legal, plan, pricer)
+            yield _default(name, legal, winner, pricer)
         else:
             what = "heads, layers or tokens" if configs else f"{job.global_batch:,} sequences"
             sentence = f"cannot be run: {what} do not divide by its ranks"
             yield DefaultChoice(name=name, price=None, missing=None, sentence=sentence)
 
 
-def _default(name: str, configs: list[ResolvedConfig], plan: SearchResult, pricer: Pricer) -> DefaultChoice:
-    job, margin_share, winner = plan.job, plan.limits.margin_share, plan.winner
+def _default(name: str, configs: list[ResolvedConfig], winner: Estimate | None, pricer: Pricer) -> DefaultChoice:
     for recompute in ("none", "full"):  # the memories of the last are those of what misses by least
         tried = [changed(config, {"recompute.mode": recompute}) for config in configs]
         memories = [(config, pricer.memory.estimate(config)) for config in tried]
-        fitting = [
-            priced(job, config, pricer, memory)
-            for config, memory in memories
-            if missing_memory(memory, job.cluster, margin_share) is None
-        ]
+        fitting = [pricer.price(config, memory) for config, memory in memories if pricer.missing(memory) is None]
         if fitting:
             best = min(fitting, key=lambda each: each.time.step_s)
             sentence = f"{format_s(best.time.step_s)}, nothing is faster"
@@ -288,12 +242,11 @@ def _default(name: str, configs: list[ResolvedConfig], plan: SearchResult, price
                 sentence = why_slower(best, winner)
             prefix = "with recompute full, " if recompute == "full" else ""
             return DefaultChoice(name=name, price=best, missing=None, sentence=prefix + sentence)
-    config, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
-    price = priced(job, config, pricer, memory)
-    missing = missing_memory(price.memory, job.cluster, margin_share)
+    price = pricer.price(*min(memories, key=lambda each: each[1].worst.peak_bytes))
+    missing = pricer.missing(price.memory)
     assert missing is not None, "what fits has been returned"
-    change = smallest_change(job, price.config, pricer, margin_share)
-    return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, change))
+    sentence = why_not(price, missing, smallest_change(price.config, pricer))
+    return DefaultChoice(name=name, price=price, missing=missing, sentence=sentence)
 
 
 def _default_configs(job: PlanJob) -> Iterator[tuple[str, list[ResolvedConfig]]]:
@@ -322,10 +275,6 @@ def _with_batches(job: PlanJob, config: ResolvedConfig) -> list[ResolvedConfig]:
         return []
     sizes = [size for size in _MICRO_SIZES if each_batch % size == 0]
     return [changed(config, {"batch.micro_size": size, "batch.accumulation": each_batch // size}) for size in sizes]
-
-
-def _differences(one: Estimate, other: Estimate) -> dict[str, float]:
-    return {name: one.time.parts.get(name, 0.0) - other.time.parts.get(name, 0.0) for name in TIME_PARTS}
 
 
 def lacks(price: Estimate, missing: MissingMemory) -> str:
@@ -373,17 +322,13 @@ class Change:
         return f"{self.words} would fit, at {format_s(self.price.time.step_s)}"
 
 
-def smallest_change(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin_share: float) -> Change | None:
-    """Return a candidate with the savings that it needs to fit, the cheapest first; None where all are not enough.
-
-    Args:
-        config: a candidate that does not fit.
-        pricer: prices the candidates of the job.
-        margin_share: share of a device's memory that is to stay free.
+def smallest_change(config: ResolvedConfig, pricer: Pricer) -> Change | None:
+    """Return a candidate that does not fit with the savings that it needs, the cheapest first; None where all are not
+    enough.
     """
 
     def fits(savings: Sequence[Saving]) -> bool:
-        return _fits(job, _saved(config, savings), pricer, margin_share)
+        return _fits(_saved(config, savings), pricer)
 
     every = [saving for saving in _SAVINGS if _saved(config, [saving]) != config]
     enough = next((every[:count] for count in range(1, len(every) + 1) if fits(every[:count])), None)
@@ -393,36 +338,27 @@ def smallest_change(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin
         fewer = [other for other in enough if other is not saving]
         if fewer and fits(fewer):
             enough = fewer
-    return Change(" ".join(f"{key}={value}" for key, value in enough), priced(job, _saved(config, enough), pricer))
+    return Change(" ".join(f"{key}={value}" for key, value in enough), pricer.price(_saved(config, enough)))
 
 
-def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[str]:
-    """Yield what would make it fit, one sentence each; the arguments are those of `fixes`."""
-    yield from map(str, fixes(price, missing, pricer, margin_share))
-
-
-def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[Change | str]:
-    """Yield what would make it fit, the best first; for a job of all weights adapters only where nothing else would.
-
-    Args:
-        price: of a candidate that does not fit.
-        pricer: prices the candidates of its job.
-        margin_share: share of a device's memory that is to stay free.
+def fixes(price: Estimate, missing: MissingMemory, pricer: Pricer) -> Iterator[Change | str]:
+    """Yield what would make a candidate fit, the best first; for a job of all weights adapters only where nothing else
+    would.
     """
     job, config = price.job, price.config
-    change = smallest_change(job, config, pricer, margin_share)
+    change = smallest_change(config, pricer)
     if change is not None:
         yield change
     if change is None or not trains_all(config):
-        yield from adapters_that_fit(job, config, pricer, margin_share)
+        yield from _adapters_that_fit(config, pricer)
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
-    if (num_gpus := more_gpus(job, config, margin_share)) is not None:
+    if (num_gpus := _more_gpus(config, pricer)) is not None:
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
 
 
-def adapters_that_fit(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin_share: float) -> Iterator[Change]:
+def _adapters_that_fit(config: ResolvedConfig, pricer: Pricer) -> Iterator[Change]:
     """Yield the adapters that fit, with the base as it is and in 4 bits, where the config has not the same."""
     is_whole = trains_all(config)
     adapters = LoraConfig(rank=16) if is_whole else config.lora
@@ -430,28 +366,22 @@ def adapters_that_fit(job: PlanJob, config: ResolvedConfig, pricer: Pricer, marg
     for lora, base in ((adapters, ""), (packed, " lora.base=nf4")):
         values = {f"lora.{key}": value for key, value in lora}
         tried = (changed(_on_device(config), values), changed(config, values))  # what is smaller may fit the device
-        fitting = next((each for each in tried if _fits(job, each, pricer, margin_share)), None)
-        change = None if fitting is None else Change("", priced(job, fitting, pricer))
-        change = change or smallest_change(job, tried[0], pricer, margin_share)
+        fitting = next((each for each in tried if _fits(each, pricer)), None)
+        change = smallest_change(tried[0], pricer) if fitting is None else Change("", pricer.price(fitting))
         if change is not None and lora != config.lora:
             keys = f"{f'lora.rank={lora.rank}' if is_whole else ''}{base} {change.words}".strip()
             yield replace(change, words=f"adapters{' beside weights in 4 bits' if base else ''} ({keys})")
 
 
-def more_gpus(job: PlanJob, config: ResolvedConfig, margin_share: float) -> int | None:
-    """Return the GPUs on which a candidate fits, sharded over all data ranks; None where 64 times as many are too few.
-
-    Args:
-        job: the job, on too few GPUs.
-        config: a candidate that does not fit.
-        margin_share: share of a device's memory that is to stay free.
-    """
-    factor = 2
+def _more_gpus(config: ResolvedConfig, pricer: Pricer) -> int | None:
+    """Return the GPUs on which a candidate fits, all data ranks sharing it; None where 64 times as many are too few."""
+    job, factor = pricer.job, 2
     while factor <= _MOST_MORE_GPUS:
         larger = replace(job, cluster=_enlarged(job.cluster, factor), global_batch=factor * job.global_batch)
-        more, pricer = changed(config, {"mesh.dp_shard": factor * config.mesh.dp_shard}), Pricer(larger)
-        fits = missing_memory(pricer.memory.estimate(more), larger.cluster, margin_share) is None
-        if fits or smallest_change(larger, _on_device(more), pricer, margin_share) is not None:
+        more = changed(config, {"mesh.dp_shard": factor * config.mesh.dp_shard})
+        larger_pricer = Pricer(larger, pricer.margin_share)
+        fits = larger_pricer.missing(larger_pricer.memory.estimate(more)) is None
+        if fits or smallest_change(_on_device(more), larger_pricer) is not None:
             return larger.cluster.num_gpus
         factor *= 2
     return None
@@ -478,38 +408,5 @@ def _saved(config: ResolvedConfig, savings: Sequence[Saving]) -> ResolvedConfig:
     return changed(config, changes)
 
 
-def _fits(job: PlanJob, config: ResolvedConfig, pricer: Pricer, margin_share: float) -> bool:
-    if not is_legal(job, config):
-        return False
-    return missing_memory(pricer.memory.estimate(config), job.cluster, margin_share) is None
-
-
-def expert_notes(found: SearchResult) -> tuple[str, ...]:
-    """Return a note for people where the winner with its experts split over data ranks (`ep`) would be faster.
-
-    Experts are then Shard(0) over `ep`, inside `dp_shard`, and ZeRO shards them over the other data ranks. The search
-    lists only what the engine runs, which this is not yet.
-    """
-    experts, winner = found.job.shape.experts, found.winner
-    if experts is None or winner is None:
-        return ()
-    best, least_s = None, winner.time.step_s * (1 - TIE_SHARE)
-    for ep in divisors(winner.config.mesh.dp_shard)[1:]:
-        if experts.num_experts % ep:
-            continue
-        pricer = Pricer(replace(found.job, ep=ep))
-        # States of which each rank has fewer may need less sharding.
-        for stage in {1, winner.config.zero.stage}:
-            split = changed(winner.config, {"zero.stage": stage})
-            step_s = pricer.time.estimate(split).step_s
-            memory = pricer.memory.estimate(split)
-            if step_s < least_s and missing_memory(memory, found.job.cluster, found.limits.margin_share) is None:
-                best, least_s = (ep, stage), step_s
-    if best is None:
-        return ()
-    ep, stage = best
-    return (
-        f"experts over {ep} ranks (EP {ep}) with ZeRO-{stage} would take {format_s(least_s)}, "
-        f"{winner.time.step_s / least_s:.1f} times as fast: an estimate, with {found.job.traits.expert_imbalance:g} "
-        "times the mean tokens on the fullest rank; our engine does not run mesh.ep yet",
-    )
+def _fits(config: ResolvedConfig, pricer: Pricer) -> bool:
+    return is_legal(pricer.job, config) and pricer.missing(pricer.memory.estimate(config)) is None

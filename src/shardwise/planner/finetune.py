@@ -18,12 +18,11 @@ from typing import Any, Final
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import read_text
 from shardwise.layout.token_ranges import pack
-from shardwise.planner.cost import cost_per_step
 from shardwise.planner.explain import Reasons
 from shardwise.planner.fit import largest
 from shardwise.planner.job import changed, trains_all
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.results import Estimate, missing_memory, money_words
+from shardwise.planner.results import Estimate, money_words
 from shardwise.planner.search import SearchResult
 from shardwise.runtime.format import format_bytes, format_s
 
@@ -144,10 +143,10 @@ def verdict(plan: SearchResult, reasons: Reasons, pricer: Pricer, examples: Exam
     what += " beside weights in 4 bits" if lora.base == "nf4" else ""
     each = "" if job.cluster.num_gpus == 1 else " each"
     if plan.winner is not None:
-        price, margin = plan.winner, plan.limits.margin_share
+        price = plan.winner
         about = "" if price.memory.worst.is_simulated else "about "
         held = f"{about}{format_bytes(price.memory.worst.peak_bytes)} of {format_bytes(gpu.memory_bytes)}{each}"
-        most = _longest(price, pricer, margin)
+        most = _longest(price, pricer)
         more = f"sequences of up to {most:,} tokens would fit too, with recompute.mode=full and one in a micro-batch"
         fits, takes = f"yes, {what}: {held}", run_line(price, examples)
         return Verdict(does_fit=True, fits=fits, takes=takes, more=more, price=price, num_steps=_steps(price, examples))
@@ -171,8 +170,7 @@ def run_line(price: Estimate, examples: Examples | None) -> str:
     if (num_steps := _steps(price, examples)) is None or examples is None:
         return f"{format_s(time.step_s)} for {job.global_batch:,} sequences; --examples N times your data"
     span = f"{_clock(num_steps * time.step_s)} ({_clock(num_steps * time.low_s)} to {_clock(num_steps * time.high_s)})"
-    usd = cost_per_step(price)
-    money = "" if usd is None else f", {money_words(num_steps * usd)}"
+    money = "" if price.usd_per_step is None else f", {money_words(num_steps * price.usd_per_step)}"
     sequences = f"{examples.num_sequences(job.seq_len):,} sequences of {job.seq_len:,}"
     return f"{span}{money}: {examples.words} are {sequences}, {num_steps:,} steps of {format_s(time.step_s)}"
 
@@ -188,14 +186,14 @@ def _steps(price: Estimate, examples: Examples | None) -> int | None:
     return None if examples is None else examples.num_steps(price.job.seq_len, price.job.global_batch)
 
 
-def _longest(price: Estimate, pricer: Pricer, margin_share: float) -> int:
+def _longest(price: Estimate, pricer: Pricer) -> int:
     """Return the longest sequences of which one fits a rank under a config that recomputes all."""
     job = price.job
     lean = changed(price.config, {"batch.micro_size": 1, "recompute.mode": "full", "recompute.every": 1})
 
     def fits(count: int) -> bool:
-        longer = Pricer(replace(job, seq_len=_LENGTH_STEP * count))
-        return missing_memory(longer.memory.estimate(lean), job.cluster, margin_share) is None
+        longer = Pricer(replace(job, seq_len=_LENGTH_STEP * count), pricer.margin_share)
+        return longer.missing(longer.memory.estimate(lean)) is None
 
     return _LENGTH_STEP * (largest(fits, 1, _MOST_LENGTHS) or 1)
 

@@ -237,22 +237,40 @@ class MemoryModel:
     ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
         s, folds, numbers = config, self.layouts.rank(config, rank), stages.placement.stages_of(rank)
-        stage_bytes = [self._stage(s, stages, stage, blocks) for stage in numbers]
-        buffers = [self._buffers(s, folds, stage) for stage in numbers]
+        firsts = self._first_equals(s, stages, rank)  # the others are counted as these
+        counted = {
+            index: (self._stage(s, stages, numbers[index], blocks), self._buffers(s, folds, index))
+            for index in {*firsts}
+        }
+        buffers = {index: one for index, (_, one) in counted.items()}
         if s.mesh.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
-            pooled = max(one.last for one in buffers)
-            buffers = [replace(one, waiting=pooled, last=pooled) for one in buffers]
+            pooled = max(one.last for one in buffers.values())
+            buffers = {index: replace(one, waiting=pooled, last=pooled) for index, one in buffers.items()}
+        stage_bytes = [counted[index][0] for index in firsts]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in stage_bytes]
         base = held[:, 1:] @ np.array([*(stage.whole for stage in stage_bytes), *deferred])
         base = base + NUM_SENT * blocks[0].stream * (s.mesh.pp > 1)
-        for index, stage in enumerate(stage_bytes):
-            kept_bytes = float(base[held[:, 0] == index].max())
-            yield from self._backward(s, stage, kept_bytes, buffers[index], has_table=numbers[index] == 0)
+        kept = np.zeros(len(firsts))
+        begins = held[:, 0] >= 0
+        np.maximum.at(kept, np.array(firsts)[held[begins, 0]], base[begins])
+        for index, one in buffers.items():
+            kept_bytes = float(kept[index])
+            yield from self._backward(s, stage_bytes[index], kept_bytes, one, has_table=numbers[index] == 0)
         if (held[:, 0] < 0).any():  # in a forward, or before gradients of weights that come later
-            gathered = max(one.root + 2 * one.block for one in buffers)
-            waiting = max(one.waiting for one in buffers)
+            gathered = max(one.root + 2 * one.block for one in buffers.values())
+            waiting = max(one.waiting for one in buffers.values())
             yield {"activations": float(base.max()) + blocks[0].stream, "gathered": gathered, "buckets": waiting}
         yield {"workspace": self._step_bytes(s, folds)}
+
+    def _first_equals(self, config: ResolvedConfig, stages: StageLayouts, rank: int) -> list[int]:
+        """Return for each stage of a rank the index of the first that holds the same."""
+        numbers, rank_of, every = stages.placement.stages_of(rank), stages.placement.rank_of, config.recompute.every
+        seen: dict[tuple[object, ...], int] = {}
+        firsts = []
+        for index, (stage, held) in enumerate(zip(numbers, stages.held_by(rank), strict=True)):
+            start, is_sent = stages.starts[stage], stage == stages.head_stage or rank_of(stage + 1) != rank
+            firsts.append(seen.setdefault((held, start == 0, start % every, is_sent), index))
+        return firsts
 
     def _backward(
         self, config: ResolvedConfig, stage: StageBytes, kept: float, buffers: Buffers, *, has_table: bool
@@ -286,14 +304,16 @@ class MemoryModel:
             yield after | {"workspace": num_tables * head_bytes(self.job, s).weight + stage.block.stream}
         yield after
 
-    def _buffers(self, config: ResolvedConfig, folds: FoldedLayout, stage: int) -> Buffers:
-        """Count the buffers of one of a rank's stages.
+    def _buffers(self, config: ResolvedConfig, folds: FoldedLayout, index: int) -> Buffers:
+        """Count the buffers of one of a rank's stages, of that index.
 
         Gradients that are stored as shards have a bucket: that of what is in no block, and two of blocks; a pipeline's
         stage has those of all blocks, in the dtype that micro-batches are added in. A reduction that changes the dtype
         copies what it sends, and two are under way; one that does not sum in place receives as much again.
         """
         s, layout, traits, all_stages = config, folds.layout, self.job.traits, config.pipeline.gather == "batch"
+        # Of the rank that was folded, which stands for all that hold the same.
+        stage = 0 if layout.pipeline is None else layout.pipeline.placement.stages_of(layout.pipeline.index)[index]
         own_folds = [fold for fold in folds.folds if s.mesh.pp == 1 or stage in fold.group.stages]
         used = folds.folds if s.mesh.pp > 1 and all_stages else own_folds
         gathered = [fold for fold in used if not fold.group.is_stored_whole and layout.stage.params is Placement.SHARD]

@@ -19,9 +19,8 @@ from shardwise.config.errors import ConfigError, printable_lines
 from shardwise.config.resolve import Config
 from shardwise.config.sections import Positive
 from shardwise.planner.configs import written
-from shardwise.planner.explain import Reasons, expert_notes, reasons_of
+from shardwise.planner.explain import Reasons, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import plan_view
 from shardwise.planner.request import PlanRequest, Question, model_of
 from shardwise.planner.results import Estimate
@@ -141,7 +140,5 @@ def plan(
     target = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     question = Question(model_of(model), target, seq_len, global_batch, tuple(settings))
     asked, result = find(question, lambda asked: search(asked.job, asked.space, limits))
-    pricer = Pricer(asked.job)
-    asked = replace(asked, notes=(*asked.notes, *expert_notes(result)))
     choices = tuple(PlanChoice(price) for price in result.best)
-    return Plan(choices=choices, result=result, reasons=reasons_of(result, pricer), asked=asked)
+    return Plan(choices=choices, result=result, reasons=reasons_of(result), asked=asked)

@@ -15,9 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.resolve import ResolvedConfig, Tier
-from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.configs import SPLITS
-from shardwise.planner.cost import cost_per_step, cost_words, run_cost, run_words, usd_per_million_tokens
 from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
 from shardwise.planner.finetune import Verdict
 from shardwise.planner.fit import Fit
@@ -27,17 +25,15 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     MEMORY_CATEGORIES,
     TIME_PARTS,
-    USUAL_MARGIN,
     Estimate,
     RankMemory,
     batch_words,
     held_on_node,
-    missing_memory,
     money_words,
 )
 from shardwise.planner.search import SearchResult
 from shardwise.planner.step_time import WITHOUT_EVIDENCE
-from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s
+from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s, three_digits
 
 # Of docs/planner-accuracy.md, where `tests/unit/planner/test_planner_page.py` looks for them.
 VALIDATION: Final = (
@@ -45,6 +41,7 @@ VALIDATION: Final = (
     "its first choice in 10 comparisons of layouts was 1.5 % slower than the best"
 )
 _BAR_WIDTH: Final = 60
+_DAY_S: Final = 86_400.0
 _FEW_SHOWN, _MANY_SHOWN, _MOST_STAGES = 3, 5, 8
 # Shares of a step from which on a part is named, and from which on there is a hint.
 _LEAST_SHARE, _LARGE_SHARE = 0.01, 0.15
@@ -135,7 +132,11 @@ def price_rows(price: Estimate, label: str = "best") -> list[tuple[str, Renderab
         ("memory", memory_words(price)),
         ("", _MemoryBar(worst, gpu.memory_bytes)),
     ]
-    return rows + [("cost", cost) for cost in (cost_words(price),) if cost]
+    if price.usd_per_million_tokens is not None:
+        hourly = gpu.price_per_hour
+        day, tokens = money_words(24 * hourly * price.job.cluster.num_gpus), money_words(price.usd_per_million_tokens)
+        rows.append(("cost", f"{tokens} for a million tokens, {day} a day, at ${hourly:.2f} an hour and GPU"))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -277,36 +278,34 @@ def plan_view(
     *,
     num_shown: int | None = None,
     is_whole: bool = False,
-    yours: Estimate | None = None,
     notes: Sequence[str] = (),
     verdict: Verdict | None = None,
+    num_tokens: float | None = None,
 ) -> RenderableType:
     """Show the answer on a screen: which layout, how fast, whether it fits, why; or all of it.
 
     Args:
         num_shown: how many of the best there are in the table; None shows a few.
         is_whole: whether to say where the time goes, all fixes and what was searched.
-        yours: the user's own config, to be shown beside them; None where there is none.
         notes: on how the question was read.
         verdict: of a fine-tuning job, which comes first; None for other jobs.
+        num_tokens: of the run, whose cost and days are to be shown; None shows none.
     """
-    winner, plain = plan.winner, reasons.plain
+    winner = plan.winner
     num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
     parts: list[RenderableType] = [] if verdict is None else [facts(_verdict_rows(verdict))]
     parts.append(facts(job_rows(plan.job, notes)))
     if winner is None:
         parts += _no_winner(plan, reasons, is_whole)
     else:
-        rows = price_rows(winner) + (time_rows(winner) if is_whole else [])
+        rows = price_rows(winner) + ([] if num_tokens is None else [("run", run_words(winner, num_tokens))])
+        rows += time_rows(winner) if is_whole else []
         chosen = [("" if number else "chosen", clause) for number, clause in enumerate(reasons.chosen)]
         parts.append(facts([*rows, ("why", reasons.wins), *chosen, *_proof_rows(plan)]))
-        beside = {} if yours is None else {"yours": yours}
+        beside = {} if reasons.yours is None else {"yours": reasons.yours[0]}
         losers = [(f"{number}", reason) for number, reason in enumerate(reasons.runners_up[: num_shown - 1], 2)]
         losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
-        losers += [] if yours is None else [("yours", reasons.yours)]
-        if plain is not None and plain.price is not None and plain.price.time.step_s > winner.time.step_s:
-            beside["plain"] = plain.price
-            losers.append(("plain", f"{plain.name}, {plain.sentence}"))
+        losers += [] if reasons.yours is None else [("yours", reasons.yours[1])]
         parts.append(price_table((winner, *plan.runners_up)[:num_shown], beside))
         parts += [_titled("why the others lose", losers)] if losers else []
     if reasons.defaults:
@@ -333,8 +332,8 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator
         yield facts([*rows, *(("fix", fix) for fix in fixes)])
     if proof := list(_proof_rows(plan)):
         yield facts(proof)
-    if reasons.yours:
-        yield facts([("yours", reasons.yours)])
+    if reasons.yours is not None:
+        yield facts([("yours", reasons.yours[1])])
 
 
 def _proof_rows(plan: SearchResult) -> Iterator[tuple[str, str]]:
@@ -368,70 +367,40 @@ def _counts(plan: SearchResult) -> str:
     )
 
 
-def cost_view(
-    plan: SearchResult,
-    num_tokens: float | None = None,
-    budget_usd: float | None = None,
-    sizes: Sequence[SearchResult] = (),
-) -> RenderableType:
-    """Show what a run takes, and what tokens cost on other numbers of GPUs.
-
-    Args:
-        num_tokens, budget_usd: of the run, as in `run_cost`.
-        sizes: plans for other numbers of GPUs, from `by_num_gpus`.
-    """
-    parts: list[RenderableType] = []
-    if plan.winner is not None and (text := run_words(plan.winner, num_tokens, budget_usd)):
-        parts.append(facts([("run", text)]))
-    if sizes:
-        table = bare_table("GPUs", "step", "tok/s/GPU", "$/M tokens", "days", "layout", texts=("layout",))
-        for price in (size.winner for size in sizes):
-            if price is not None:
-                usd, run = usd_per_million_tokens(price), run_cost(price, num_tokens, budget_usd)
-                table.add_row(
-                    f"{price.job.cluster.num_gpus:,}",
-                    format_s(price.time.step_s),
-                    f"{price.tokens_per_s_per_gpu:,.0f}",
-                    "-" if usd is None else money_words(usd),
-                    "-" if run is None else f"{run.days:,.1f}",
-                    Text(price.layout),
-                )
-        parts.append(table)
-    return blocks(*parts)
+def run_words(price: Estimate, num_tokens: float) -> str:
+    """Write what a run of so many tokens takes."""
+    time, num_steps = price.time, num_tokens / price.job.tokens
+    usd = "" if price.usd_per_step is None else f"{money_words(num_steps * price.usd_per_step)}, "
+    days, low, high = (_days(num_steps * seconds / _DAY_S) for seconds in (time.step_s, time.low_s, time.high_s))
+    return f"{format_count(num_tokens)} tokens: {usd}{days} days ({low} to {high})"
 
 
-def cost_dict(
-    plan: SearchResult,
-    num_tokens: float | None = None,
-    budget_usd: float | None = None,
-    sizes: Sequence[SearchResult] = (),
-) -> dict[str, Any]:
-    """Return what `cost_view` shows as JSON takes it; the arguments are those of `cost_view`."""
-    run = None if plan.winner is None else run_cost(plan.winner, num_tokens, budget_usd)
-    prices = [size.winner for size in sizes if size.winner is not None]
-    return {
-        "run": None if run is None else asdict(run),
-        "sizes": [{"num_gpus": price.job.cluster.num_gpus, **price_dict(price)} for price in prices],
-    }
+def _days(days: float) -> str:
+    return three_digits(days) if days >= 1 else f"{days:.2g}"
+
+
+def run_dict(price: Estimate, num_tokens: float) -> dict[str, float | None]:
+    """Return what a run of so many tokens takes as JSON takes it."""
+    num_steps, step_usd = num_tokens / price.job.tokens, price.usd_per_step
+    usd = None if step_usd is None else num_steps * step_usd
+    return {"num_tokens": num_tokens, "days": num_steps * price.time.step_s / _DAY_S, "usd": usd}
 
 
 def explain_view(
     price: Estimate,
     pricer: Pricer,
     *,
-    margin_share: float = USUAL_MARGIN,
     notes: Sequence[str] = (),
     suggestions: Sequence[str] = (),
 ) -> RenderableType:
     """Show one candidate in detail: memory of each pipeline rank, parts of the time, what to look at.
 
     Args:
-        margin_share: share of a device's memory that should stay free.
         notes: on how the config was read.
         suggestions: where it does not fit: what would make it fit.
     """
     rows = price_rows(price, "layout") + time_rows(price)
-    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer.time.compute, margin_share)]
+    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer)]
     rows += [("fix", line) for line in suggestions]
     stages = [facts(stage_rows(price))] if price.config.mesh.pp > 1 else []
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
@@ -479,14 +448,13 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     }
 
 
-def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = None) -> dict[str, Any]:
+def plan_dict(plan: SearchResult, reasons: Reasons) -> dict[str, Any]:
     """Return all of a plan as JSON takes it; the arguments are those of `plan_view`."""
     return {
         "job": job_dict(plan.job),
         "best": [price_dict(price) for price in plan.best],
         "runners_up": [price_dict(price) for price in plan.runners_up],
-        "yours": None if yours is None else price_dict(yours),
-        "plain": None if reasons.plain is None or reasons.plain.price is None else price_dict(reasons.plain.price),
+        "yours": None if reasons.yours is None else price_dict(reasons.yours[0]),
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,
         "why_chosen": list(reasons.chosen),
@@ -495,7 +463,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "misses": reasons.misses,
         # `cures` (what would make it fit) and `num_outlines` (the number of candidates) stay, since programs read them.
         "cures": list(reasons.suggestions),
-        "why_yours": reasons.yours,
+        "why_yours": "" if reasons.yours is None else reasons.yours[1],
         "rejected": dict(plan.rejected),
         "num_fitting": plan.num_fitting,
         "num_outlines": plan.num_candidates,
@@ -538,8 +506,8 @@ def price_dict(price: Estimate) -> dict[str, Any]:
         "tokens_per_s_per_gpu": price.tokens_per_s_per_gpu,
         "mfu": price.mfu(),
         "mfu_convention": "model FLOPs with all keys of attention, nothing that is computed twice",
-        "cost_per_step": cost_per_step(price),
-        "usd_per_million_tokens": usd_per_million_tokens(price),
+        "cost_per_step": price.usd_per_step,
+        "usd_per_million_tokens": price.usd_per_million_tokens,
         "peak_gib": worst.peak_bytes / GIB,
         "is_memory_simulated": worst.is_simulated,
         "margin_gib": price.margin_bytes / GIB,
@@ -564,13 +532,9 @@ def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
     }
 
 
-def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:
-    """Yield what may go wrong or is slow with a candidate of this `price`, one line each.
-
-    `compute` has the times of its job; `margin_share` is what should stay free of a device's memory.
-    """
-    job, config = price.job, price.config
-    missing = missing_memory(price.memory, job.cluster, margin_share)
+def cautions(price: Estimate, pricer: Pricer) -> Iterator[str]:
+    """Yield what may go wrong or is slow with a candidate, one line each."""
+    job, config, missing = price.job, price.config, pricer.missing(price.memory)
     if missing is not None and missing.tier == "device" and price.margin_bytes >= 0:
         share = price.margin_bytes / job.cluster.gpu.memory_bytes
         yield f"only {format_bytes(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"
@@ -578,7 +542,7 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
         yield lacks(price, missing)
     if config.mesh.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
         yield f"mesh.tp={config.mesh.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
-    if compute.waits_for_launches(config):
+    if pricer.time.compute.waits_for_launches(config):
         fix = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
         yield f"kernels are shorter than the host takes to launch them, so {fix}"
     if price.time.kind in WITHOUT_EVIDENCE:

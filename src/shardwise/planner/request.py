@@ -1,7 +1,8 @@
 """Turn what a user asks (a model by name or file, a batch, pins) into a job and a search space.
 
 >>> from shardwise.planner.hardware import parse_cluster
->>> asked = ask(read_model("meta-llama/Llama-3.1-70B"), parse_cluster("h100:512"))
+>>> model, cluster = read_model("meta-llama/Llama-3.1-70B"), parse_cluster("h100:512")
+>>> asked = Question(model, cluster).ask()
 >>> asked.job.shape.name, asked.job.seq_len, asked.job.global_batch
 ('llama-3-70b', 8192, 512)
 >>> read_model("lama-7b")
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -84,7 +85,16 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Question:
-    """Hold what a user asks; the arguments are those of `ask`."""
+    """Hold what a user asks.
+
+    Attributes:
+        model: as `read_model` or `model_of` returns it.
+        cluster: the machine; all its GPUs take part.
+        seq_len: tokens of a sequence; None takes the file's, or the model's longest.
+        global_batch: sequences of a step; None takes the file's, or `usual_batch`.
+        settings: `section.key=value`; what the planner chooses is pinned, anything else goes into the config.
+        tunes: whether a trained model is tuned, whose sequences and batches are smaller, as with adapters.
+    """
 
     model: ModelSource
     cluster: Cluster
@@ -94,9 +104,28 @@ class Question:
     tunes: bool = False
 
     def ask(self) -> PlanRequest:
-        """Return what is asked as a job and a search space."""
-        sizes = {"seq_len": self.seq_len, "global_batch": self.global_batch}
-        return ask(self.model, self.cluster, **sizes, settings=self.settings, tunes=self.tunes)
+        """Return the job to plan, its search space, and the config that the plan's config starts from.
+
+        Raises:
+            ConfigError: no length is known, or a setting is none.
+        """
+        model, cluster = self.model, self.cluster
+        if model.shape is None:
+            raise ConfigError("model-not-named", "the file names no model; give one after --model")
+        pinned = [setting for setting in self.settings if _key(setting) in PLANNED]
+        # Refuses a key that is neither with a suggestion.
+        base = model.config.override([setting for setting in self.settings if setting not in pinned])
+        wanted_rule(base.optimizer.name)
+        keys_given = model.given | {_key(setting) for setting in self.settings}
+        if "precision.param" not in keys_given:
+            base = base.override([f"precision.param={usual_dtype(cluster)}"])
+        notes = [*model.notes, *_slow_dtype(base, cluster)]
+        tunes = self.tunes or base.lora.rank > 0
+        length = _length(model, self.seq_len, notes, tunes=tunes)
+        batch = self.global_batch or model.global_batch or _batch(cluster.num_gpus, length, notes, tunes=tunes)
+        job = _job(model.shape, base, cluster, length, batch)
+        space = SearchSpace(pins=pins_of(pinned))
+        return PlanRequest(job=job, space=space, base=base, notes=tuple(notes), plan_only=_plan_only(job, base))
 
     def easier(self, asked: PlanRequest) -> Iterator[Question]:
         """Yield questions that need less memory and change nothing that the user has said, the nearest first."""
@@ -218,47 +247,6 @@ def is_split(source: ModelSource) -> bool:
     """Say whether a model's file also says how the job is split."""
     keys = source.given | set(source.settings)
     return any(key in PLANNED and not key.startswith("batch.") for key in keys)
-
-
-def ask(
-    model: ModelSource,
-    cluster: Cluster,
-    *,
-    seq_len: int | None = None,
-    global_batch: int | None = None,
-    settings: Sequence[str] = (),
-    tunes: bool = False,
-) -> PlanRequest:
-    """Return the job to plan, its search space, and the config that the plan's config starts from.
-
-    Args:
-        model: as `read_model` or `model_of` returns it.
-        cluster: the machine; all its GPUs take part.
-        seq_len: tokens of a sequence; None takes the file's, or the model's longest.
-        global_batch: sequences of a step; None takes the file's, or `usual_batch`.
-        settings: `section.key=value`; what the planner chooses is pinned, anything else goes into the config.
-        tunes: whether a trained model is tuned, whose sequences and batches are smaller, as with adapters.
-
-    Raises:
-        ConfigError: no length is known, or a setting is none.
-    """
-    if model.shape is None:
-        raise ConfigError("model-not-named", "the file names no model; give one after --model")
-    pinned = [setting for setting in settings if _key(setting) in PLANNED]
-    # Refuses a key that is neither with a suggestion.
-    base = model.config.override([setting for setting in settings if setting not in pinned])
-    wanted_rule(base.optimizer.name)
-    keys_given = model.given | {_key(setting) for setting in settings}
-    if "precision.param" not in keys_given:
-        base = base.override([f"precision.param={usual_dtype(cluster)}"])
-    notes = [*model.notes, *_slow_dtype(base, cluster)]
-    tunes = tunes or base.lora.rank > 0
-    length, batch = _length(model, seq_len, notes, tunes=tunes), global_batch or model.global_batch
-    if batch is None:
-        batch = _batch(cluster.num_gpus, length, notes, tunes=tunes)
-    job = _job(model.shape, base, cluster, length, batch)
-    space, plan_only = SearchSpace(pins=pins_of(pinned)), _plan_only(job, base)
-    return PlanRequest(job=job, space=space, base=base, notes=tuple(notes), plan_only=plan_only)
 
 
 def _length(model: ModelSource, seq_len: int | None, notes: list[str], *, tunes: bool) -> int:

@@ -160,6 +160,17 @@ class Estimate:
         """Return the job's tokens a second, divided by the number of devices."""
         return self.job.tokens / self.time.step_s / self.job.cluster.num_gpus
 
+    @property
+    def usd_per_step(self) -> float | None:
+        """Return the dollars of all devices for one step; None where their price is not known."""
+        cluster = self.job.cluster
+        return cluster.gpu.price_per_hour * cluster.num_gpus * self.time.step_s / 3600 or None
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """Return the dollars of all devices for a million tokens; None where their price is not known."""
+        return None if self.usd_per_step is None else self.usd_per_step / self.job.tokens * 1e6
+
     def mfu(self, *, is_causal_halved: bool = False) -> float | None:
         """Return model FLOPs over the device's peak in the matrix products' dtype; None where that is not known.
 

@@ -26,7 +26,7 @@ from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import num_states
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
 from shardwise.planner.job import PlanJob, changed, param_of, trains_all
-from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     TIE_SHARE,
     USUAL_MARGIN,
@@ -127,7 +127,8 @@ def search(
         ConfigError: there is no candidate: batch, cluster and pins do not go together.
     """
     began = time.perf_counter()
-    search = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
+    limits = limits or Limits()
+    search = _Search(job, space or SearchSpace(), limits, pricer or Pricer(job, limits.margin_share))
     left = search.run()
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
@@ -230,6 +231,7 @@ class _Search:
         self._fallbacks: list[ResolvedConfig] = []
         self._missed: tuple[float, ResolvedConfig] | None = None
         self._near: list[Estimate] = []
+        self._memories: dict[tuple[Any, ...], MemoryEstimate] = {}
         self._tried: set[tuple[Any, ...]] = set()
 
     def run(self) -> list[_Item]:
@@ -357,10 +359,12 @@ class _Search:
 
     def _memory_of(self, config: ResolvedConfig) -> MemoryEstimate:
         """Estimate its memory, of some ranks alone where that does not fit; note how much is missing."""
+        if (key := _held_of(config)) in self._memories:
+            return self._memories[key]
         # For what does not fit it is enough to know that another misses by less.
         least_lacking = math.inf if self._missed is None else self._missed[0]
         too_much_bytes = self._usable_bytes + least_lacking / self.job.cluster.gpus_per_node
-        memory = self.pricer.memory.estimate(config, too_much_bytes=too_much_bytes)
+        memory = self._memories[key] = self.pricer.memory.estimate(config, too_much_bytes=too_much_bytes)
         self.num_prices += 1
         self._cost += _MEMORY_COST
         lacking = missing_on_node(memory, self.job.cluster, self.limits.margin_share)
@@ -411,7 +415,7 @@ class _Search:
         fastest = sorted(self._near, key=lambda price: price.time.step_s)[:_NUM_NEAR]
         for price in fastest:
             # The memory of all ranks, the schedule simulated.
-            exact_price = priced(self.job, price.config, self.pricer)
+            exact_price = self.pricer.price(price.config)
             if exact_price.time.step_s < (1 - TIE_SHARE) * least_s:
                 yield exact_price
 
@@ -419,7 +423,7 @@ class _Search:
         """Return what misses by least."""
         if self._missed is None:
             return None
-        price = priced(self.job, self._missed[1], self.pricer)
+        price = self.pricer.price(self._missed[1])
         missing = missing_memory(price.memory, self.job.cluster, self.limits.margin_share)
         return None if missing is None else (price, missing)
 
@@ -447,8 +451,13 @@ def _candidate_of(item: _Timed | ResolvedConfig) -> tuple[Any, ...]:
 
 
 def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:
-    """Return what candidates share that differ in micro-batches and recomputation alone."""
-    return config.mesh, config.tensor, config.context, config.pipeline
+    """Return what candidates share whose memory differs by micro-batches and recomputation alone."""
+    return config.mesh, config.tensor, config.context.transport == "ulysses", config.pipeline
+
+
+def _held_of(config: ResolvedConfig) -> tuple[Any, ...]:
+    """Return what candidates share that hold the same: of how contexts are exchanged, only Ulysses keeps more."""
+    return *_pipeline_of(config), config.batch, config.recompute, config.zero, config.tiers
 
 
 def _saving(placement: Values) -> tuple[int, int, bool, int]:

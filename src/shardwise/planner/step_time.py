@@ -23,16 +23,18 @@ from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.host_time import queued_s
-from shardwise.planner.job import PlanJob, product_dtype, trains_all
+from shardwise.planner.job import PlanJob, SectionNumbers, product_dtype, trains_all
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
 from shardwise.schedule.actions import ScheduleError
-from shardwise.schedule.formulas import bubble_s
+from shardwise.schedule.formulas import bubble_s, least_bubble_share
 from shardwise.schedule.pipelines import recipe_of
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
 
 _NO_TIME: Final = PassTimes()
+_Bubble = Literal["least", "quick", "exact"]
+"""Of equal stages at least; of a closed form, where there is one; of the schedule, which is simulated."""
 
 STRAGGLING: Final = 0.008
 """The spread of nodes' step times, a share of it: the slowest of many decides (Jiang et al. 2024, arXiv 2402.15627,
@@ -82,6 +84,8 @@ class TimeModel:
         self.communication = CommTimeModel(job, self.layouts)
         self.offload = OffloadTimeModel(job, self.layouts)
         self.pipelines = PipelineSimulator()
+        self._numbers = SectionNumbers()
+        self._known_stages: dict[tuple[object, ...], _Stage] = {}
 
     def estimate(self, config: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         """Estimate the time of one optimizer step.
@@ -89,7 +93,7 @@ class TimeModel:
         Args:
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
-        parts, worst, passes, bubble_rate = self._in_stages(config, is_quick=is_quick)
+        parts, worst, passes, bubble_rate = self._in_stages(config, "quick" if is_quick else "exact")
         parts["data"] = self.communication.data(config, worst).exposed_s(*passes)
         parts["offload"] = self.offload.times(config, worst).exposed_s(*passes)
         parts["step"] = self._step_s(config, worst)
@@ -102,29 +106,31 @@ class TimeModel:
         return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate, kind=kind)
 
     def stages_s(self, config: ResolvedConfig) -> float:
-        """Return the seconds of a step without what depends on where states are stored."""
-        stages_s = sum(self._in_stages(config, is_quick=True)[0].values())
+        """Return the least seconds of a step without what depends on where states are stored: nothing is simulated."""
+        stages_s = sum(self._in_stages(config, "least")[0].values())
         return stages_s + self._straggling_s(stages_s)
 
     def _in_stages(
-        self, config: ResolvedConfig, *, is_quick: bool
+        self, config: ResolvedConfig, bubble: _Bubble
     ) -> tuple[dict[str, float], int, tuple[float, float], float | None]:
         """Return the parts that are of the stages of the rank that is busy longest, that rank, the seconds of its
         forward and backward of a micro-batch, and the bubble's rate.
         """
         cut = self.layouts.stages.of(config)
         stages = self._stages(config, cut)
-        ranks = [[stages[each] for each in cut.placement.stages_of(rank)] for rank in range(config.mesh.pp)]
-        busy = [config.batch.accumulation * sum(each.times.total_s for each in rank) for rank in ranks]
+        totals = {id(stage): stage.times.total_s for stage in stages}
+        ranks = [cut.placement.stages_of(rank) for rank in range(config.mesh.pp)]
+        busy = [config.batch.accumulation * sum(totals[id(stages[each])] for each in rank) for rank in ranks]
         worst = busy.index(max(busy))
+        own = [stages[each] for each in ranks[worst]]
         parts = dict.fromkeys(TIME_PARTS, 0.0)
-        for stage in ranks[worst]:
+        for stage in own:
             for part, seconds in stage.parts(config.batch.accumulation).items():
                 parts[part] += seconds
-        span_s, bubble_rate = self._span(config, stages, busy, is_quick=is_quick)
+        span_s, bubble_rate = self._span(config, stages, busy, bubble)
         parts["bubble"] = max(span_s - busy[worst], 0.0)
-        forward_s = sum(stage.times.forward_s for stage in ranks[worst])
-        backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in ranks[worst])
+        forward_s = sum(stage.times.forward_s for stage in own)
+        backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in own)
         return parts, worst, (forward_s, backward_s), bubble_rate
 
     def _launching_s(self, s: ResolvedConfig, forward_s: float, backward_s: float) -> float:
@@ -167,20 +173,27 @@ class TimeModel:
         )
 
     def _stages(self, s: ResolvedConfig, cut: StageLayouts) -> list[_Stage]:
-        block = self._block(s)
+        """Return the stages of a config; equal ones are one object, shared by configs that compute the same in them."""
+        key, last = self._units_key(s), len(cut.layers) - 1
+        kinds = [(num_blocks, index == 0, index == last) for index, num_blocks in enumerate(cut.layers)]
+        for kind in set(kinds):
+            if (key, kind) not in self._known_stages:
+                self._known_stages[key, kind] = self._stage(s, *kind)
+        return [self._known_stages[key, kind] for kind in kinds]
+
+    def _units_key(self, s: ResolvedConfig) -> tuple[object, ...]:
+        """Return all of a config that the times of blocks and ends depend on, and whether there is a pipeline."""
+        number = self._numbers.of
+        split = s.mesh.tp, s.mesh.cp, s.mesh.pp > 1, s.batch.micro_size, s.batch.accumulation > 1, s.zero.stage
+        return *split, number(s.tensor), number(s.context), number(s.recompute), number(s.precision), number(s.lora)
+
+    def _stage(self, s: ResolvedConfig, num_blocks: int, is_first: bool, is_last: bool) -> _Stage:
         first, last = self._ends(s)
-        inner = {num_blocks: _joined(block, num_blocks, ()) for num_blocks in set(cut.layers)}  # many stages are equal
-        found = [inner[num_blocks] for num_blocks in cut.layers]
-        for stage, unit in ((0, first), (-1, last)):
-            found[stage] = _joined(found[stage], 1, [unit])
-        if s.mesh.pp > 1:
-            host = self.compute.host(s)
-            launched = {
-                id(stage): replace(stage, launching_s=(num_blocks * host.forward_s, num_blocks * host.backward_s))
-                for stage, num_blocks in zip(found, cut.layers, strict=True)
-            }
-            found = [launched[id(stage)] for stage in found]
-        return found
+        stage = _joined(self._block(s), num_blocks, [first] * is_first + [last] * is_last)
+        if s.mesh.pp == 1:
+            return stage
+        host = self.compute.host(s)
+        return replace(stage, launching_s=(num_blocks * host.forward_s, num_blocks * host.backward_s))
 
     def _block(self, s: ResolvedConfig) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
@@ -200,7 +213,7 @@ class TimeModel:
         return _Stage(forward, backward, times.backward_weight_s)
 
     def _span(
-        self, s: ResolvedConfig, stages: Sequence[_Stage], busy: Sequence[float], *, is_quick: bool
+        self, s: ResolvedConfig, stages: Sequence[_Stage], busy: Sequence[float], bubble: _Bubble
     ) -> tuple[float, float | None]:
         """Return the seconds of the pipeline, and the rate of its bubble."""
         if s.mesh.pp == 1:
@@ -209,14 +222,16 @@ class TimeModel:
         distinct = {id(stage): stage for stage in stages}  # equal stages are one object
         timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
         times = [timed[id(stage)] for stage in stages]
-        bubble = quick_bubble_s(s, times) if is_quick else None
-        if bubble is not None:
-            span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
+        name, v, count = s.pipeline.schedule, s.pipeline.virtual_stages, s.batch.accumulation
+        quick_s = None if bubble == "exact" else quick_bubble_s(s, times)
+        if quick_s is not None:
+            span_s = max(busy) + quick_s + 2 * (len(stages) - 1) * transfer_s
             span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
+        elif bubble == "least":
+            mean_s = sum(busy) / len(busy)
+            return max(*busy, mean_s * (1 + least_bubble_share(name, s.mesh.pp, count, v))), None
         else:
-            span = self.pipelines.span(
-                s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages, s.batch.accumulation, times
-            )
+            span = self.pipelines.span(name, s.mesh.pp, v, count, times)
         return span.step_s, span.bubble_rate
 
     def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
@@ -267,7 +282,7 @@ def quick_bubble_s(s: ResolvedConfig, stages: Sequence[OpTimes]) -> float | None
     """
     forward_s, backward_s, weight_s = (
         sum(each) / s.mesh.pp
-        for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
+        for each in zip(*[(t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages], strict=True)
     )
     bubble = recipe_of(s.pipeline.schedule).bubble
     if bubble is not None and bubble.needs_ordered_costs:

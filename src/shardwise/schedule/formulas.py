@@ -144,18 +144,21 @@ def moments_in_flight(
     number = num_micro_batches
     if recipe.repeats_by_rounds:
         number = min(number, _NUM_ROUNDS * max(interleaved_rounds(num_ranks, number)))
-    counts, moments = [0] * (2 * len(stages)), dict[tuple[int, ...], None]()
+    index_of, num_stages = {stage: index for index, stage in enumerate(stages)}, len(stages)
+    counts, moments = [0] * (2 * num_stages), dict[tuple[int, ...], None]()
     for kind, stage, _ in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).of(rank):
-        index = stages.index(stage)
-        if kind is ActionKind.BACKWARD_WEIGHT:
-            counts[len(stages) + index] -= 1
-            continue
-        if kind in _ENDS_IN_FLIGHT:
-            moments[index, *counts] = None
-        counts[index] += 1 if kind is ActionKind.FORWARD else -1
-        counts[len(stages) + index] += kind is ActionKind.BACKWARD_INPUT
-        if kind is not ActionKind.BACKWARD:
+        index = index_of[stage]
+        if kind is ActionKind.FORWARD:
+            counts[index] += 1
             moments[-1, *counts] = None
+        elif kind is ActionKind.BACKWARD_WEIGHT:
+            counts[num_stages + index] -= 1
+        else:
+            moments[index, *counts] = None
+            counts[index] -= 1
+            if kind is ActionKind.BACKWARD_INPUT:
+                counts[num_stages + index] += 1
+                moments[-1, *counts] = None
     return tuple(moments)
 
 

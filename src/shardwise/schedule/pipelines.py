@@ -25,9 +25,10 @@ rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import starmap
+from itertools import count, starmap
 from types import MappingProxyType
 from typing import Final
 
@@ -60,15 +61,8 @@ class ScheduleRows:
 
     def of(self, rank: int) -> list[tuple[ActionKind, int, int]]:
         """Return (kind, stage, micro-batch) of each computation of a rank, up to the last micro-batch."""
-        num_before: dict[tuple[ActionKind, int], int] = {}
-        row, most = [], self.num_micro_batches
-        for key in self.pattern(rank):
-            number = num_before.get(key, 0)
-            if number < most:
-                kind, stage = key
-                row.append((kind, stage, number))
-                num_before[key] = number + 1
-        return row
+        numbers, most = defaultdict[tuple[ActionKind, int], Iterator[int]](count), self.num_micro_batches
+        return [(*key, number) for key in self.pattern(rank) if (number := next(numbers[key])) < most]
 
     def schedule(self) -> Schedule:
         """Return the actions of all ranks as a schedule."""

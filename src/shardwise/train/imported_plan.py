@@ -14,7 +14,7 @@ from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import is_huggingface, read_json
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import ModelSource, PlanJob
-from shardwise.planner.request import ask, read_model
+from shardwise.planner.request import Question, read_model
 from shardwise.schedule.pipelines import placement_of
 from shardwise.train.setup import check_job, job_config
 
@@ -64,7 +64,7 @@ def read_explained(
         )
     wanted = read_model(model) if model is not None else imported
     config = _config(imported, cluster, global_batch or imported.global_batch, settings)
-    asked = ask(wanted, cluster, seq_len=seq_len or imported.seq_len, global_batch=config.batch.global_size)
+    asked = Question(wanted, cluster, seq_len or imported.seq_len, config.batch.global_size).ask()
     notes = tuple(dict.fromkeys((*imported.notes, *asked.notes)))
     job = replace(asked.job, ep=imported.ep)
     return ImportedPlan(job=job, config=split_as(job.base, config), notes=notes)

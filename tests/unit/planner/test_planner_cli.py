@@ -1,7 +1,6 @@
 """`shardwise plan` as users call it: searches, explanations, sizes, files, and one line for each mistake."""
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from harness.paths import DOCS
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, write_profile
-from shardwise.planner.results import USUAL_MARGIN
-from shardwise.planner.search import Limits
 from shardwise.train.setup import check_job
 
 SMALL = ["--model", "25m", "--cluster", "h100:4", "--global-batch", "16", "--seq", "512"]
@@ -69,18 +66,6 @@ def test_the_best_is_shown_with_its_price(capsys):
     assert [key for key in (*plan, *best) if f"`{key}`" not in documents] == []
 
 
-def test_one_screen_says_what_matters(capsys):
-    text = printed(capsys, *SMALL, "--json", "plan.json")
-    plan = json.loads(Path("plan.json").read_text())
-    best = plan["best"][0]
-    assert f"best {best['layout']} step" in text
-    assert f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU" in text
-    assert f"why {plan['why']}" in text
-    assert all(name in text for name in plan["defaults"])
-    assert "one thing changed" not in text
-    assert text.endswith("--more tells more")
-
-
 def test_your_own_layout_stands_beside_the_best(capsys):
     Path("mine.toml").write_text(OURS)
     given = ["--cluster", "h100:4", "--json", "plan.json"]
@@ -124,11 +109,6 @@ def test_files_are_written_though_who_reads_has_seen_enough(monkeypatch):
     assert sorted(each.name for each in Path().iterdir()) == ["best.toml", "plan.json"]
 
 
-def test_json_alone_goes_to_the_terminal(capsys):
-    assert cli.main(["plan", *SMALL, "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["best"]
-
-
 def test_settings_pin_what_is_chosen(capsys):
     printed(capsys, *SMALL, "--json", "plan.json", "mesh.tp=2", "zero.stage=3", "recompute.mode=none,full")
     for each in json.loads(Path("plan.json").read_text())["best"]:
@@ -144,6 +124,7 @@ def test_what_is_written_is_what_train_runs(capsys):
     best = json.loads(Path("plan.json").read_text())["best"][0]["config"]
     assert (config.mesh.tp, config.mesh.pp) == (best["mesh"]["tp"], best["mesh"]["pp"])
     assert config.zero.stage == best["zero"]["stage"]
+    assert Path("best.toml").read_text().startswith("# Written by `shardwise plan`")
     assert (config.batch.global_size, config.data.seq_len, config.precision.param) == (16, 512, "bf16")
     # What the planner does not choose stays the user's.
     assert (config.optimizer.lr, config.run.steps) == (0.002, 7)
@@ -206,12 +187,6 @@ def test_what_does_not_fit_is_said(capsys):
     assert "would fit, at" in text
 
 
-def test_the_largest_that_fits(capsys):
-    text = printed(capsys, "--fit", "--cluster", "a100-40:8", "--model", "llama-7b", "--seq", "2048")
-    assert "ZeRO-3" in text
-    assert "longest sequence" in text
-
-
 def test_every_stage_has_its_memory_at_80_columns(capsys):
     pinned = ["mesh.pp=4", "mesh.dp_shard=2", "recompute.mode=none", "pipeline.schedule=1f1b", "zero.stage=3"]
     sizes = ["--model", "llama-7b", "--cluster", "a100-80:8", "--global-batch", "16"]
@@ -263,20 +238,6 @@ def test_sizes_are_printed_as_json_too(capsys):
     assert by_name["ZeRO-3"]["micro_size"] >= 1
 
 
-def test_files_that_say_not_how_a_job_is_split_are_refused(capsys):
-    Path("config.json").write_text(json.dumps({"hidden_size": 64}))
-    Path("notes.txt").write_text("what to buy")
-    for name, message in (("config.json", "is a model and says not how it is split"), ("notes.txt", "holds no flags")):
-        assert cli.main(["plan", "--explain", name, "--cluster", "h100:8"]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_the_margin_that_help_names_is_the_one_that_is_kept(capsys):
-    assert cli.main(["plan", "--help"]) == 0
-    assert f"(default: {USUAL_MARGIN})" in " ".join(capsys.readouterr().out.split())
-    assert Limits().margin_share == USUAL_MARGIN
-
-
 def test_this_machine_needs_a_profile(capsys):
     assert cli.main(["plan", "--model", "25m", "--global-batch", "8"]) == 2
     assert "shardwise doctor --calibrate" in capsys.readouterr().err
@@ -316,13 +277,6 @@ def test_a_measured_machine_needs_no_cluster(capsys, tmp_path, monkeypatch):
         assert "4 processes on this machine's CPU" in printed(capsys, *model, *wanted, "--global-batch", "8")
 
 
-def test_the_written_config_is_toml_from_the_first_line(capsys):
-    printed(capsys, *SMALL, "--write", "best.toml")
-    text = Path("best.toml").read_text()
-    assert text.startswith("# Written by `shardwise plan`")
-    assert set(tomllib.loads(text)) >= {"model", "mesh", "batch", "zero"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -336,28 +290,20 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "mesh.tp=3"], "no layout of 4 GPUs goes with mesh.tp=3; give another value"),
         ([*SMALL, "optimizer.name=adm"], "optimizer.name='adm' is unknown; choose one of"),
         ([*SMALL, "tiers.optimizer_on_device=0.5"], "tiers.optimizer_on_device is chosen last"),
-        ([*SMALL, "--margin", "7"], "7.0 is not in the range 0<=x<=0.9"),
-        ([*SMALL, "--top", "none"], "'none' is not a valid integer range"),
         ([*SMALL, "mine.toml"], "are two models"),
-        ([*SMALL, "--ranks", "0"], "--ranks says nothing to a search"),
-        ([*SMALL, "--fit", "--explain", "x"], "are two questions"),
-        ([*SMALL, "--fit", "--compare", "x.toml"], "--compare says nothing to --fit"),
+        (["--explain", "model.json", "--cluster", "h100:8"], "is a model and says not how it is split"),
+        (["--explain", "notes.txt", "--cluster", "h100:8"], "holds no flags"),
         ([*SMALL, "--compare", "x.json"], "cannot read x.json"),
-        ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write says nothing to --explain"),
         (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read none.toml"),
         ([*SMALL, "--json", "none/plan.json"], "--json none/plan.json names no file that can be written"),
         ([*SMALL, "--write", "none/plan.toml"], "--write none/plan.toml names no file that can be written"),
-        ([*SMALL, "--write", "."], "--write . names no file that can be written"),
-        ([*SMALL, "--write", "-"], "--write - names no file that can be written"),
         ([], "no model is given; say which, such as --model llama-70b"),
-        (["mesh.tp=2"], "no model is given"),
-        (["--explain", "x.toml", "--top", "3"], "--top says nothing to --explain"),
-        (["--fit", "--cluster", "h100:8", "--global-batch", "8"], "--global-batch says nothing to --fit"),
         (["--fit", "--cluster", "h100:8", "mesh.tp=2"], "mesh.tp=2 pins nothing of --fit"),
-        (["--dry-run", "x.toml", "--cluster", "h100:8"], "--cluster says nothing to --dry-run"),
     ],
 )
 def test_each_mistake_is_one_line(arguments, message, capsys):
+    Path("model.json").write_text(json.dumps({"hidden_size": 64}))
+    Path("notes.txt").write_text("what to buy")
     assert cli.main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -381,11 +327,3 @@ def test_a_written_config_saves_once_an_hour(capsys):
     assert every * step_s == pytest.approx(3600, rel=0.01)
     printed(capsys, *SMALL, "checkpoint.every=7", "--write", "plan.toml")
     assert Config.from_toml("plan.toml").checkpoint.every == 7
-
-
-def test_the_plain_layout_stands_beside_the_best(capsys):
-    text = printed(capsys, "llama-7b", "h100:64", "--global-batch", "64", "--seq", "32768", "--json", "plan.json")
-    plan = json.loads(Path("plan.json").read_text())
-    assert plan["plain"]["step_s"] > plan["best"][0]["step_s"]
-    assert plan["plain"]["config"]["pipeline"]["schedule"] == "1f1b"
-    assert " plain " in text

@@ -22,7 +22,7 @@ QUESTIONS |= {"--dry-run": ["--dry-run"]}
 FLAGS = {
     "--model": ["x"], "--cluster": ["x"], "--seq": ["1"], "--margin": ["0"], "--json": ["x"], "--global-batch": ["1"],
     "--compare": ["x"], "--write": ["x"], "--top": ["1"], "--more": [], "--world-size": ["1"], "--ranks": ["0"],
-    "--html": ["x"], "--tokens": ["1e9"], "--budget": ["1e6"],
+    "--html": ["x"], "--tokens": ["1e9"],
 }  # fmt: skip
 OF_A_DRY_RUN = {"--world-size", "--ranks"}
 OF_SIZES = {"--model", "--cluster", "--seq", "--margin", "--json"}

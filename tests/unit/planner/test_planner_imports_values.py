@@ -123,6 +123,13 @@ def test_transformers_completes_what_a_file_leaves_out() -> None:
             {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=100, num_shared=2)},
         ),
         (
+            {
+                "model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0, 1],
+                "moe_intermediate_size": 128, "shared_expert_intermediate_size": 384, "num_key_value_heads": 8,
+            },  # fmt: skip
+            {"experts": Experts(num_experts=8, num_chosen=2, ffn_size=128, num_shared=3, num_dense_layers=2)},
+        ),
+        (
             {"num_experts": 4, "moe_topk": 1, "n_shared_experts": 1, "shared_expert_intermediate_size": 640},
             {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=64, num_shared=1)},
         ),
@@ -197,6 +204,13 @@ def test_flags_that_cannot_be_are_named(flags: str, code: str, named: str) -> No
         ("--use-distributed-optimizer", {"zero.stage": 1}),
         ("--data-parallel-sharding-strategy no_shard --use-torch-fsdp2", {}),
         ("--data-parallel-sharding-strategy optim", {"zero.stage": 1}),
+        ("--use-torch-fsdp2", {"zero.stage": 3}),
+        ("--data-parallel-sharding-strategy optim_grads", {"zero.stage": 2}),
+        ("--data-parallel-sharding-strategy optim_grads_params", {"zero.stage": 3}),
+        ("--use-distributed-optimizer --optimizer-cpu-offload", {"zero.stage": 1, "tiers.optimizer": "host"}),
+        ("--optimizer-cpu-offload", {}),
+        ("--context-parallel-size 2 --cp-comm-type a2a", {"mesh.cp": 2, "context.transport": "ulysses"}),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", {"precision.param": "fp16", "precision.reduce": "fp32"}),
         ("--fp16", {"precision.param": "fp16", "precision.reduce": "param"}),
         ("--recompute-activations", {"recompute.mode": "selective"}),
         (
@@ -240,6 +254,8 @@ def test_each_flag_of_a_layout_has_its_keys(more: str, expected: dict[str, Any])
         ("--use-rotary-position-embeddings", {"num_positions": 0}),
         ("--position-embedding-type learned_absolute --max-position-embeddings 2048", {"num_positions": 2048}),
         ("--kv-channels 96", {"head_dim": 96}),
+        ("--num-query-groups 4", {"num_kv_heads": 12}),
+        ("--group-query-attention --num-query-groups 4", {"num_kv_heads": 4}),
         ("--group-query-attention", {"num_kv_heads": 12}),
         ("--padded-vocab-size 777", {"vocab_size": 777}),
         ("--vocab-size 32001", {"vocab_size": 32128}),

@@ -19,7 +19,7 @@ from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cl
 from shardwise.planner.job import BASE, ModelShape, ModelSource, PlanJob, changed, param_of
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.profile import Profile
-from shardwise.planner.request import ask, is_split, read_model, usual_batch, usual_dtype
+from shardwise.planner.request import Question, is_split, read_model, usual_batch, usual_dtype
 from shardwise.planner.results import missing_memory
 from shardwise.planner.step_time import SHARES, interval_s, kind_of
 
@@ -44,13 +44,13 @@ def test_what_is_given_goes_before_what_a_file_says(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(FILE)
     model = read_model(str(path))
-    own, given = ask(model, NODE), ask(model, NODE, seq_len=256, global_batch=8)
+    own, given = Question(model, NODE).ask(), Question(model, NODE, 256, 8).ask()
     assert (own.job.seq_len, own.job.global_batch) == (512, 16)
     assert (given.job.seq_len, given.job.global_batch) == (256, 8)
     base = own.job.base
     assert (base.precision.param, base.precision.reduce, base.precision.accumulate) == ("bf16", "fp32", "param")
     assert base.context.chunk_tokens == 128
-    assert ask(model, NODE, settings=["precision.param=fp32"]).job.base.precision.param == "fp32"
+    assert Question(model, NODE, settings=("precision.param=fp32",)).ask().job.base.precision.param == "fp32"
     assert not is_split(model)  # a batch, a precision and chunks are any layout's
     path.write_text(FILE + "[mesh]\ntp = 2\n")
     assert is_split(read_model(str(path)))
@@ -91,27 +91,22 @@ def test_the_usual_batch_grows_with_the_gpus_and_divides_among_them(num_gpus: in
     batch = usual_batch(num_gpus, seq_len)
     assert batch % num_gpus == 0 or num_gpus % batch == 0
     assert batch == 1 or batch * seq_len <= 2**24
-    asked = ask(read_model("llama-7b"), replace(NODE, num_gpus=num_gpus), seq_len=seq_len)
+    asked = Question(read_model("llama-7b"), replace(NODE, num_gpus=num_gpus), seq_len).ask()
     assert asked.job.global_batch == batch
     assert any(f"{batch:,} sequences" in note and "--global-batch" in note for note in asked.notes)
 
 
-def test_a_batch_alone_splits_nothing() -> None:
-    assert not is_split(ModelSource(shape=SHAPE, given=frozenset({"batch.micro_size", "precision.param"})))
-    assert is_split(ModelSource(shape=SHAPE, settings={"zero.stage": 3}))
-
-
 def test_windows_of_a_model_or_of_the_attention_that_replaces_it() -> None:
     windowed = ModelSource(shape=replace(SHAPE, window=100), longest=4096)
-    assert ask(windowed, NODE, global_batch=8).job.shape.window == 100
+    assert Question(windowed, NODE, global_batch=8).ask().job.shape.window == 100
     sliding = Config.from_dict({"attention": {"kind": "sliding-window", "block": 64}})
-    assert ask(replace(windowed, config=sliding), NODE, global_batch=8).job.shape.window == 128
+    assert Question(replace(windowed, config=sliding), NODE, global_batch=8).ask().job.shape.window == 128
 
 
 def test_the_job_has_the_keys_of_zero_that_the_config_sets() -> None:
     zero = {"keep_whole_below": 50, "secondary_shard": 4, "replicate_frozen": True}
     model = replace(read_model("llama-7b"), config=Config.from_dict({"zero": zero}))
-    job = ask(model, NODE, global_batch=8).job
+    job = Question(model, NODE, global_batch=8).ask().job
     assert {key: getattr(job.base.zero, key) for key in zero} == zero
 
 
@@ -129,7 +124,7 @@ def test_the_usual_dtype_is_faster_than_fp32() -> None:
 )
 def test_a_dtype_that_the_machine_multiplies_slowly_is_said(bf16: float, param: str, is_said: bool) -> None:
     slow = replace(NODE, gpu=replace(NODE.gpu, peak_flops_per_s={"fp32": 1.0, "bf16": bf16}))
-    notes = ask(read_model("25m"), slow, global_batch=8, settings=[f"precision.param={param}"]).notes
+    notes = Question(read_model("25m"), slow, None, 8, (f"precision.param={param}",)).ask().notes
     assert any("100 times as slow" in note and "precision.param=fp32" in note for note in notes) is is_said
 
 
@@ -250,14 +245,6 @@ def test_how_well_a_time_is_known(config: ResolvedConfig, facts: dict[str, Any],
     assert kind_of(replace(job, cluster=replace(job.cluster, profile=profile)), config) == "measured"
     share = SHARES[kind_of(job, config)]
     assert interval_s(kind_of(job, config), 10.0) == pytest.approx((10 - 10 * share, 10 + 10 * share))
-
-
-def test_what_is_known_better_is_given_more_closely() -> None:
-    kinds = ("measured", "fitted", "unfitted", "adapters", "experts", "launches")
-    assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
-    fitted = replace(NODE.gpu, fitted=FittedConstants())
-    job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
-    assert kind_of(job, BASE) == "unfitted"
 
 
 def test_a_model_in_the_hubs_cache_is_read_by_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
