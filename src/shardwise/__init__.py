@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from shardwise.pipeline.profile_units import measure_units
     from shardwise.planner.plan import Plan, plan
     from shardwise.runtime.param_guard import ReleasedParameterError
-    from shardwise.tensor.autoplan.propose import propose_plan
     from shardwise.tensor.plan_layout import plan_layout, prove_plan
+    from shardwise.tensor.propose import propose_plan
     from shardwise.train.loaders import data_loader, stream_loader
     from shardwise.train.recorder import progress
     from shardwise.train.recording import save_timeline
@@ -113,7 +113,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "plan": "planner.plan",
     "plan_layout": "tensor.plan_layout",
     "progress": "train.recorder",
-    "propose_plan": "tensor.autoplan.propose",
+    "propose_plan": "tensor.propose",
     "prove_plan": "tensor.plan_layout",
     "save_timeline": "train.recording",
     "simulate": "verify.simulate",

@@ -38,13 +38,13 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 def watch_calls(
     model: nn.Module,
     before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
-    after: Callable[[Any], None],
+    after: Callable[[Any], Any],
 ) -> Iterator[None]:
     """Report every call of every module inside the context.
 
     Args:
         before: is given the name, the module, its positional and its keyword arguments.
-        after: is given the output; None where the forward raises.
+        after: is given the output, None where the forward raises, and may return another output.
     """
 
     def watch(name: str, module: nn.Module) -> list[RemovableHandle]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import nn
 
 from shardwise.layout.tensor_plan import LayerSplit, SplitDropout, TensorPlan, is_within
-from shardwise.tensor.autoplan.kinds import is_transposed
+from shardwise.tensor.kinds import is_transposed
 
 
 def with_adapters(plan: TensorPlan, modules: Mapping[str, nn.Module]) -> TensorPlan:

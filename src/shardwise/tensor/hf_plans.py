@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.config.errors import ConfigError
 from shardwise.layout.tensor_plan import PROVED, ProvedPlan, SplitDropout, TensorPlan, kinds_of
 from shardwise.layout.tp_sharding import FusedPart, check_divides
-from shardwise.tensor.autoplan.kinds import is_linear, is_lookup
+from shardwise.tensor.kinds import is_linear, is_lookup
 from shardwise.tensor.plan_table import (
     HUGGING_FACE_WORDS,
     NO_TENSOR,

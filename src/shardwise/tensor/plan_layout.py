@@ -48,7 +48,7 @@ from shardwise.optim.rules import matrix_state_names
 from shardwise.runtime.torch_private import is_fake, pytree, unseen_by_op_modes
 from shardwise.tensor.hf_plans import find_plan
 from shardwise.tensor.plan_table import Table, table_plan
-from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
+from shardwise.tensor.prove import NotProvedError, in_short, refute
 
 MAX_ELEMENTS: Final = 2**21  # of a model that is proved, which takes about a second
 _SEQ_LEN: Final = 8

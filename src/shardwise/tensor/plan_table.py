@@ -23,7 +23,7 @@ from shardwise.layout.tensor_plan import (
 )
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.tensor.adapters import with_adapters
-from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
+from shardwise.tensor.kinds import is_linear, is_lookup, is_transposed
 
 # Attributes by which attention modules know their numbers of heads, and the features of all of them.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads")

@@ -1,7 +1,7 @@
 """Prove, at the lengths that a run has, that blocks compute tokens apart from each other where ranks split sequences.
 
 Inside a stack of Megatron's sequence parallelism a rank has a slice of the tokens, but in the regions of the plan, and
-between column and row layers, it has all of them. `shardwise.tensor.thread_proof` proves a plan for a short sequence
+between column and row layers, it has all of them. `shardwise.tensor.prove` proves a plan for a short sequence
 only. So when the first batch of some sizes comes, a copy of the model without its values runs with whole sequences, and
 as each rank would: where a stack begins and where a row layer ends, it takes that rank's slice. Where the model's code
 needs all tokens again, the slice must be that of the whole sequence, and the copy goes on with the whole.

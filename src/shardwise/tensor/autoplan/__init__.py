@@ -1,1 +1,0 @@
-"""Propose tensor-parallel plans from a trace, for models that have none."""
