@@ -18,13 +18,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.records import Collective, CommError, CommLog, MissingRankError
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.device import Event, P2PStreamKey, StreamName, Streams, kind_of
 
@@ -180,6 +181,9 @@ class CommFactory(Protocol):
             use: what the collectives are for; each use has its communicator.
             axis: the name in counts and messages.
         """
+
+    def on_mesh(self, shape: MeshShape) -> Self:
+        """Return the factory for the same ranks on a mesh of another shape; what either makes, both have."""
 
     def close(self) -> None:
         """Free what was made."""
