@@ -6,8 +6,8 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
