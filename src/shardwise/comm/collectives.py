@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -149,6 +149,15 @@ class RankPlace:
     ranks: tuple[int, ...] = ()
 
 
+class TokenExchange(Protocol):
+    """Is a kernel that sends each rank of a group rows and returns those that came, by rank: ready for this stream."""
+
+    def __call__(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
+        """Send rows [n, h], of which `sent` says how many go to each rank, and return [sum(received), h]."""
+
+
 class CommFactory(Protocol):
     """Makes the communicators of an engine's groups of ranks.
 
@@ -202,6 +211,7 @@ class Comm(ABC):
     Attributes:
         waits_on_host: the host waits for collectives (gloo); otherwise they run in the order of a stream (NCCL).
         is_simulated: the other ranks are not there, and tensors have no values.
+        token_exchange: moves rows between ranks in the place of c10d (`shardwise.comm.tokens`); None for c10d.
     """
 
     waits_on_host: bool
@@ -224,6 +234,7 @@ class Comm(ABC):
         self._streams = resources.streams
         self._pool = resources.pool
         self._in_flight: set[Launch] = set()
+        self.token_exchange: TokenExchange | None = None
         self._is_connected = self.waits_on_host
         # Simulated ranks are not addressed one by one: there may be thousands.
         self._distances = range(1, 1 if self.is_simulated else place.world_size)
@@ -285,6 +296,14 @@ class Comm(ABC):
         """Receive into a contiguous tensor, as large as what `source` sends."""
         work = self._c10d.irecv(_bytes_of(buffer), group=self._group, group_src=source, tag=tag)
         return self._in_stream([] if work is None else [work])
+
+    def post_all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int] | None, sent_sizes: list[int] | None
+    ) -> dist.Work | None:
+        """Send each rank its part of a 1-D tensor and receive one from each; sizes by rank, None for equal ones."""
+        return self._c10d.all_to_all_single(
+            received, sent, received_sizes, sent_sizes, group=self._group, async_op=self.waits_on_host
+        )
 
     @abstractmethod
     def hang_up(self) -> None:
@@ -362,11 +381,7 @@ class Comm(ABC):
             if len(peers) < self.world_size:
                 sizes = [row_bytes if rank in peers else 0 for rank in range(self.world_size)]
             with self.launch(call, "reduce", finish=finish) as started:
-                started.add(
-                    self._c10d.all_to_all_single(
-                        received, sent, sizes, sizes, group=self._group, async_op=self.waits_on_host
-                    )
-                )
+                started.add(self.post_all_to_all(received, sent, sizes, sizes))
                 if not self.waits_on_host:
                     finish()
         return started.as_work()
@@ -396,7 +411,7 @@ class Comm(ABC):
         if self.world_size == 1:
             return AsyncWork()
         num_bytes = sum(each.numel() * each.element_size() for tensors in sends.values() for each in tensors)
-        call = self.checked(self.comm_log.add_exchange(name, self._ranks, num_bytes))
+        call = self.count_exchange(name, num_bytes)
         held = [each for tensors in (*sends.values(), *receives.values()) for each in tensors]
         with self.launch(call, stream) as started:
             if not self._is_connected:
@@ -539,23 +554,15 @@ class Comm(ABC):
             with self.launch(call) as started:
                 started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
             started.as_work().wait()  # on a device the stream waits, not the host
-        on_host, copied = values, None
-        if self._kind.is_in_stream_order:
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._kind.pins)
-            on_host.copy_(values, non_blocking=True)
-            copied = Event.record(self.device)
-
-        def read() -> list[float]:
-            if copied is not None:
-                with nullcontext() if call is None else self.comm_log.running(call):  # here the host waits
-                    copied.wait_on_host()
-                    if self.comm_log.has_failed:  # see [Note: A failure elsewhere ends what the device waits for]
-                        raise RuntimeError("the communicator was aborted")
-            if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
-                return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
-            return on_host.tolist()
-
+        read = self.comm_log.start_read(values, self.device, call)
+        if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
+            ones = [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
+            return ScalarSum(values, lambda: ones)
         return ScalarSum(values, read)
+
+    def count_exchange(self, name: str, num_bytes: int) -> Collective:
+        """Count an exchange in which this rank sends so many bytes to others."""
+        return self.checked(self.comm_log.add_exchange(name, self._ranks, num_bytes))
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Collective:
         return self.checked(self.comm_log.add(op, name, self._ranks, buffer, passes))
