@@ -17,10 +17,16 @@ _FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Say whether a module is a stack of experts that can be divided among ranks."""
+    """Say whether a module is a stack of experts, all of them or those of one rank."""
     down = getattr(module, "down_proj", None)
-    has_interface = all(hasattr(module, flag) for flag in _FLAGS) and isinstance(down, nn.Parameter)
-    return has_interface and down is not None and down.dim() == 3 and down.shape[0] == module.num_experts
+    if not (isinstance(down, nn.Parameter) and down.dim() == 3 and all(hasattr(module, flag) for flag in _FLAGS)):
+        return False
+    return len(down) > 0 and num_experts_of(module) % len(down) == 0
+
+
+def num_experts_of(module: Any) -> int:
+    """Return how many experts a module of experts has, on all ranks together."""
+    return int(module.num_experts)
 
 
 def stack_names(module: nn.Module) -> tuple[str, ...]:
@@ -39,20 +45,29 @@ def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | N
     for prefix, module in modules.items():
         if not is_experts(module):
             continue
-        stacks = {name: ExpertDim(int(module.num_experts)) for name in stack_names(module)}
+        num_experts = num_experts_of(module)
+        stacks = {name: ExpertDim(num_experts) for name in stack_names(module)}
         own = f"{prefix}.".removeprefix(".")
         found |= {own + name: stacks.get(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        found |= _adapters(prefix, modules, int(module.num_experts))
+        found |= _adapters(prefix, modules, num_experts)
     return found
 
 
 def _adapters(prefix: str, modules: Mapping[str, nn.Module], num_experts: int) -> Iterator[tuple[str, ExpertDim]]:
-    """Yield the parameters of PEFT's wrappers around experts: A has the ranks of one expert after the other, and of each
-    rank B has all experts.
+    """Yield the parameters of PEFT's wrappers around experts.
+
+    A has the ranks of one expert after the other, and B all experts of one rank after the other.
     """
-    while prefix.endswith(".base_layer"):
-        prefix = prefix.removesuffix(".base_layer")
-        wrapper: Any = modules[prefix]
+    for at, wrapper in wrappers_of(prefix, modules).items():
         for name, rank in wrapper.r.items():
-            yield f"{prefix}.lora_A.{name}.weight", ExpertDim(num_experts)
-            yield f"{prefix}.lora_B.{name}.weight", ExpertDim(num_experts, dim=1, num_repeats=rank)
+            yield f"{at}.lora_A.{name}.weight", ExpertDim(num_experts)
+            yield f"{at}.lora_B.{name}.weight", ExpertDim(num_experts, dim=1, num_repeats=rank)
+
+
+def wrappers_of(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return PEFT's wrappers around a module of experts, by name."""
+    found = {}
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+        found[name] = modules[name]
+    return found

@@ -109,6 +109,12 @@ def _expert_splits(facts: ModelFacts, mesh: MeshShape) -> dict[str, ParamSplit]:
 
     What experts share is whole on every rank. Each tp rank uses it for other tokens, so its gradient is their sum.
     """
+    if mesh.ep > 1 and not any(entry.experts for entry in facts.params):
+        raise ConfigError(
+            "ep-without-experts",
+            f"mesh.ep={mesh.ep} divides experts, and {facts.kind} has none with Hugging Face's interface of experts; "
+            "set mesh.ep=1, and shard the model by zero.stage=3 or mesh.tp",
+        )
     if not mesh.divides_experts:
         return {}
     splits: dict[str, ParamSplit] = {}
