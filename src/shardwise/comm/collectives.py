@@ -149,13 +149,9 @@ class RankPlace:
     ranks: tuple[int, ...] = ()
 
 
-class TokenExchange(Protocol):
-    """Is a kernel that sends each rank of a group rows and returns those that came, by rank: ready for this stream."""
-
-    def __call__(
-        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup | None
-    ) -> Tensor:
-        """Send rows [n, h], of which `sent` says how many go to each rank, and return [sum(received), h]."""
+# Takes rows [n, h], how many of them go to each rank and how many come from each, and the group of these ranks; returns
+# the rows that came, in the order of the ranks, for use on the current stream.
+TokenExchange = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup | None], Tensor]
 
 
 class CommFactory(Protocol):

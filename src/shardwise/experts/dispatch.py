@@ -23,10 +23,10 @@ process would have the rows; so the products that sum over rows, the gradients o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,16 +44,9 @@ from shardwise.runtime.torch_private import is_fake, unseen_by_op_modes
 
 # N tokens of this rank, k choices of each, R rows that its experts get, E experts in all, L of this rank, H features
 
+_GATE: Final = "_apply_gate"  # of transformers' interface, whose name it is
 # Where each row of a new order is in the old one, and the inverse of that.
 Permutation = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class RowGroups:
-    """Says how many rows each expert of this rank has, one after the other: on the device and on the host."""
-
-    sizes: Tensor
-    counts: list[int]
 
 
 @dataclass(frozen=True)
@@ -64,14 +57,15 @@ class Routing:
         by_expert: sorts the choices [N * k].
         sent: rows for each rank; `received` those from each.
         arrange: puts received rows into the order of the experts; None where they are in it.
-        groups: of the rows that this rank's experts get.
+        counts: of the rows of each expert of this rank, on the host; `sizes` the same on the device.
     """
 
     by_expert: Permutation
     sent: list[int]
     received: list[int]
     arrange: Permutation | None
-    groups: RowGroups
+    counts: list[int]
+    sizes: Tensor
 
 
 class ExpertDispatch:
@@ -93,41 +87,35 @@ class ExpertDispatch:
             lambda rows, sent, received, name: rows.new_empty((sum(received), rows.shape[1])),
         )
         self._product = register(
-            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor sizes, int[] counts, bool transposed)"
-            " -> Tensor",
+            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor sizes, int[] counts, bool t) -> Tensor",
             _grouped_product,
             _grouped_product,
         )
 
     def forward(self, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, name: str) -> Tensor:
-        """Return what a layer's experts make of the tokens of this rank, summed over the choices of each: [N, H].
+        """Return what a layer's experts make of this rank's tokens, summed over the choices of each: [N, H].
 
         Args:
-            experts: a module with the flags of transformers' interface of experts, whose stacks have the experts of
-                this rank alone.
-            hidden: [N, H].
-            index: [N, k], the experts of each token among those of all ranks.
-            weights: [N, k], of the choices.
+            experts: a module with the flags of transformers' interface of experts; its stacks are this rank's experts.
+            hidden: [N, H]; the index of the chosen experts, among those of all ranks, and their weights are [N, k].
             name: of the layer, in counts and messages.
 
         Raises:
             CommError: an index names no expert.
             EngineError: a recomputation has chosen other experts than its forward.
         """
-        routing = self._route(index, len(experts.down_proj), name)
-        hidden_cast = hidden.to(autocast(experts.down_proj).dtype)
-        rows = self._send(_take(hidden_cast, routing.by_expert, index.shape[1]), routing.sent, routing.received, name)
-        rows = _take(rows, routing.arrange)
-        rows = self._multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing.groups)
-        rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-        rows = self._multiply(experts, "down_proj", rows, routing.groups)
-        rows = _take(rows, routing.arrange and routing.arrange[::-1])
-        rows = self._send(rows, routing.received, routing.sent, name)
+        to = self._route(index, len(experts.down_proj), name)
+        cast = hidden.to(autocast(experts.down_proj).dtype)
+        rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.sent, to.received, name)
+        rows = self._multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", _take(rows, to.arrange), to)
+        rows = getattr(experts, _GATE)(rows) if experts.has_gate else experts.act_fn(rows)
+        rows = self._multiply(experts, "down_proj", rows, to)
+        rows = self._send(_take(rows, to.arrange and to.arrange[::-1]), to.received, to.sent, name)
         # [Note: The norm after an expert]
         # Its weight is no expert's: all have the same. So it runs where the token is, and the gradient of its weight
         # is of this rank's tokens, as that of any weight outside of the experts.
         rows = experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
-        chosen = _take(rows, routing.by_expert[::-1]).view(*index.shape, hidden.shape[1])
+        chosen = _take(rows, to.by_expert[::-1]).view(*index.shape, hidden.shape[1])
         return (chosen * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def forget(self) -> None:
@@ -156,14 +144,16 @@ class ExpertDispatch:
                 )
         else:
             bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
-            counts = torch.searchsorted(chosen, bounds, out_int32=True).diff().view(self.comm.world_size, num_local)
+            counts = torch.searchsorted(chosen, bounds, out_int32=True).diff().view(-1, num_local)
             with unseen_by_op_modes():
                 rows = exchange_counts(self.comm, counts, index.numel(), name, self._skew)
             if is_recorded():
                 self._saved[number] = index.to(torch.int16 if num_experts < 2**15 else torch.int32), rows
-        groups = RowGroups(rows.on_device.sum(0), [sum(each) for each in zip(*rows.received, strict=True)])
-        sent, received = ([sum(each) for each in by_rank] for by_rank in (rows.sent, rows.received))
-        return Routing(_with_inverse(order), sent, received, _arrangement(rows.on_device, sum(received)), groups)
+        sent, received, counts_of_experts = (
+            [sum(each) for each in table] for table in (rows.sent, rows.received, zip(*rows.received, strict=True))
+        )
+        arrange = _arrangement(rows.on_device, sum(received))
+        return Routing(_with_inverse(order), sent, received, arrange, counts_of_experts, rows.on_device.sum(0))
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         if self.comm.world_size == 1:
@@ -171,10 +161,12 @@ class ExpertDispatch:
         moved: Tensor = _Exchange.apply(self._exchange, rows, sent, received, name)
         return moved
 
-    def _multiply(self, experts: Any, stack: str, rows: Tensor, groups: RowGroups) -> Tensor:
+    def _multiply(self, experts: Any, stack: str, rows: Tensor, to: Routing) -> Tensor:
         weight = autocast(getattr(experts, stack))
         bias = autocast(getattr(experts, f"{stack}_bias")) if experts.has_bias else None
-        product: Tensor = _Product.apply(self._product, rows, weight, bias, groups, experts.is_transposed)
+        product: Tensor = _Product.apply(
+            self._product, rows.to(weight.dtype), weight, bias, to.sizes, to.counts, experts.is_transposed
+        )
         return product
 
 
@@ -234,45 +226,41 @@ class _Product(Function):
     """Multiply the rows [R, in] of each expert by its matrix, [L, out, in] or transposed, and add its bias."""
 
     @staticmethod
-    def forward(
-        ctx: Any, op: Op, rows: Tensor, weight: Tensor, bias: Tensor | None, groups: RowGroups, is_transposed: bool
-    ) -> Tensor:
+    def forward(ctx: Any, op: Op, rows: Tensor, weight: Tensor, bias: Tensor | None, *groups: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.given = op, groups, is_transposed
-        product: Tensor = op(rows.contiguous(), weight, bias, groups.sizes, groups.counts, is_transposed)
+        ctx.op, (ctx.sizes, ctx.counts, ctx.is_transposed) = op, groups
+        product: Tensor = op(rows.contiguous(), weight, bias, *groups)
         return product
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
-        op, groups, is_transposed = ctx.given
-        grad = gradients[0].contiguous()  # that of a sum has strides of 0, which no kernel for groups takes
         of_rows = of_weight = of_bias = None
+        grad = gradients[0].contiguous()  # that of a sum has strides of 0, which no kernel for groups takes
         if ctx.needs_input_grad[1]:
-            of_rows = _Product.apply(op, grad, weight, None, groups, not is_transposed)
+            of_rows = _Product.apply(ctx.op, grad, weight, None, ctx.sizes, ctx.counts, not ctx.is_transposed)
         if ctx.needs_input_grad[2]:
-            left, right = (rows, grad) if is_transposed else (grad, rows)
-            of_weight = _Outer.apply(op, left, right, groups)
+            factors = (rows, grad) if ctx.is_transposed else (grad, rows)
+            of_weight = _Outer.apply(ctx.op, *factors, ctx.sizes, ctx.counts)
         if ctx.needs_input_grad[3]:
-            of_bias = torch.stack([part.sum(0) for part in grad.split(groups.counts)])
-        return None, of_rows, of_weight, of_bias, None, None
+            of_bias = torch.stack([part.sum(0) for part in grad.split(ctx.counts)])
+        return None, of_rows, of_weight, of_bias, None, None, None
 
 
 class _Outer(Function):
     """Return for each expert `left.T @ right` over its rows [R, p] and [R, q]: [L, p, q]."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, sizes: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(left, right)
-        ctx.given = op, groups
-        return _grouped_outer(left.contiguous(), right.contiguous(), groups)
+        ctx.given = op, sizes, counts
+        return _grouped_outer(left.contiguous(), right.contiguous(), sizes, counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        left, right = ctx.saved_tensors
-        op, groups = ctx.given
-        of_left = _Product.apply(op, right, gradients[0], None, groups, False)
-        return None, of_left, _Product.apply(op, left, gradients[0], None, groups, True), None
+        (left, right), (op, *groups) = ctx.saved_tensors, ctx.given
+        of_left = _Product.apply(op, right, gradients[0], None, *groups, False)
+        return None, of_left, _Product.apply(op, left, gradients[0], None, *groups, True), None, None
 
 
 def _grouped_product(
@@ -283,29 +271,29 @@ def _grouped_product(
         out = F.grouped_mm(rows, matrices, offs=sizes.cumsum(0, dtype=torch.int32))
     else:
         out = rows.new_empty((rows.shape[0], matrices.shape[2]))
-        if not is_fake(rows):
-            for part, matrix, result in zip(rows.split(counts), matrices, out.split(counts), strict=True):
-                if len(part):
-                    torch.mm(part, matrix, out=result)
-    if bias is not None:
-        out += bias.repeat_interleave(sizes, 0, output_size=len(rows))
-    return out
+        for part, matrix, result in _of_experts(counts, rows, matrices, out):
+            torch.mm(part, matrix, out=result)
+    return out if bias is None else out.add_(bias.repeat_interleave(sizes, 0, output_size=len(rows)))
 
 
-def _grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+def _grouped_outer(left: Tensor, right: Tensor, sizes: Tensor, counts: Sequence[int]) -> Tensor:
     if _has_kernel(left, right):
-        out = F.grouped_mm(left.t(), right, offs=groups.sizes.cumsum(0, dtype=torch.int32))
+        out = F.grouped_mm(left.t(), right, offs=sizes.cumsum(0, dtype=torch.int32))
     else:
-        out = left.new_empty((len(groups.counts), left.shape[1], right.shape[1]))
-        if not is_fake(left):
-            parts = (left.split(groups.counts), right.split(groups.counts), out)
-            for own_left, own_right, result in zip(*parts, strict=True):
-                if len(own_left):
-                    torch.mm(own_left.t(), own_right, out=result)
-    for expert, number in enumerate(groups.counts):
+        out = left.new_empty((len(counts), left.shape[1], right.shape[1]))
+        for own_left, result, own_right in _of_experts(counts, left, out, right):
+            torch.mm(own_left.t(), own_right, out=result)
+    for expert, number in enumerate(counts):
         if number == 0:
             out[expert].zero_()
     return out
+
+
+def _of_experts(counts: Sequence[int], rows: Tensor, stack: Tensor, other_rows: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Yield the rows and the matrix of each expert that has rows."""
+    if not is_fake(rows):  # one op stands for all
+        parts = zip(rows.split(counts), stack, other_rows.split(counts), strict=True)
+        yield from (each for each in parts if len(each[0]))
 
 
 def _has_kernel(rows: Tensor, other: Tensor) -> bool:
