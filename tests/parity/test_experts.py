@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from harness.combinations import cover
-from harness.huggingface import make_case
-from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
-from harness.tensor import CLIP_NORM, _lengthened, train_on_mesh, train_plainly
+from harness.tensor import CLIP_NORM, mixture, train_on_mesh, train_plainly
 from harness.training import merge_ranks
 
 pytest.importorskip("transformers")
@@ -42,16 +37,6 @@ def fits(options: dict[str, Any]) -> bool:
     num_ranks = 4 // options["pp"]
     is_legal = options["tp"] * options["cp"] <= num_ranks and num_ranks % options["ep"] == 0
     return is_legal and options["ep"] * options["tp"] > 1 and (options["tp"] > 1 or not options["sequence_parallel"])
-
-
-def mixture(**options: Any) -> ModelCase:
-    """A model whose router's logits give the loss nothing, with sequences that every axis divides."""
-    case = make_case("mixtral", **{"output_router_logits": False, **options})
-
-    def batch(seed: int, num_samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        return _lengthened(case.batch(seed, num_samples, dtype))
-
-    return replace(case, batch=batch)
 
 
 def train(rank: int, world_size: int, options: dict[str, Any], num_micro_batches: int, overrides: Any) -> Trace:
@@ -77,3 +62,24 @@ def test_divided_experts_equal_one_process(ranks: WorkerPool, options: dict[str,
     num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
     traces = ranks(4).run(train, {}, options["accumulation"], overrides)
     check_parity(merge_ranks(traces), reference((), num_data_ranks, options["accumulation"]))
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_the_models_own_auxiliary_loss_equals_one_process(ranks: WorkerPool, mesh: dict[str, int]) -> None:
+    num_ranks = 4 if "pp" in mesh else 2
+    num_data_ranks = num_ranks // mesh.get("pp", 1) // mesh.get("tp", 1)
+    options = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    traces = ranks(num_ranks).run(train, options, 2, {"mesh": mesh, "zero": {"stage": 2}})
+    check_parity(merge_ranks(traces), reference((*options.items(),), num_data_ranks, 2))
+
+
+def test_replicas_of_divided_experts_equal_one_process(ranks: WorkerPool) -> None:
+    traces = ranks(4).run(train, {}, 1, {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "zero": {"stage": 3}})
+    check_parity(merge_ranks(traces), reference((), 4, 1))
+
+
+ROUTINGS = {
+    "all to one expert": {"num_experts_per_tok": 1, "biased_to": 0},
+    "an expert without tokens": {"num_experts_per_tok": 1, "biased_to": 3},
+    "every expert for each token": {"num_experts_per_tok": 16},
+}
