@@ -83,6 +83,16 @@ def make_case(name: str) -> ModelCase:
     return ModelCase(name, lambda: build_model(name, **options), batch, None)
 
 
+def mixture(**options: Any) -> ModelCase:
+    """Mixtral, whose router's logits give the loss nothing unless `options` say so."""
+    options = {"output_router_logits": False, **options}
+
+    def batch(seed: int, num_samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        return _lengthened(FAMILIES["mixtral"].batch(seed, num_samples, dtype))
+
+    return ModelCase("mixtral", lambda: build_model("mixtral", **options), batch, None)
+
+
 def first_sample(micro_batch: int, data_rank: int, num_data_ranks: int) -> int:
     """The number, in its step, of the first sample of a data rank's micro-batch, as `train.dataset` orders them.
 

@@ -117,6 +117,6 @@ def _call(name: str, args: tuple[Any, ...]) -> Call:
     ranks = tuple(dist.get_process_group_ranks(group))
     if name == "alltoall_base_" and args[4]:  # unequal parts, of which this rank keeps its own
         sizes = args[4]
-        sent_bytes = tensor_bytes // sum(sizes) * (sum(sizes) - sizes[group.rank()])
+        sent_bytes = tensor_bytes // max(1, sum(sizes)) * (sum(sizes) - sizes[group.rank()])
         return Call("send", group.size(), sent_bytes, ranks)
     return Call(name, group.size(), tensor_bytes, ranks)

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -175,7 +176,7 @@ def count_calls(rank: int, world_size: int, sections: dict[str, Any]) -> tuple[i
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_each_matrix_is_orthogonalized_once_a_step(ranks: WorkerPool, num_ranks: int, stage: int) -> None:
     found = ranks(num_ranks).run(count_calls, {"zero": {"stage": stage}})
-    owned = assign_owners(found[0][2].groups, tp=1)
+    owned = assign_owners(found[0][2].groups)
     assert len(owned) == 3 * 4
     assert [num_calls for num_calls, _, _ in found] == [
         2 * sum(each.owner == rank for each in owned) for rank in range(num_ranks)
@@ -210,9 +211,9 @@ def group_of(shapes: Sequence[tuple[int, ...]], num_shards: int, unit: str = "0"
 @pytest.mark.parametrize("tp", [1, 2])
 def test_owners_have_equal_work(num_shards: int, tp: int) -> None:
     shapes = [(64, 64)] * 4 + [(256, 64), (256, 64), (64, 256), (8, 64, 32)]
-    groups = [group_of(shapes, num_shards, str(index)) for index in range(12)]
-    owned = assign_owners(groups, tp)
-    assert owned == assign_owners(groups, tp)
+    groups = [replace(group_of(shapes, num_shards, str(index)), num_parts=tp) for index in range(12)]
+    owned = assign_owners(groups)
+    assert owned == assign_owners(groups)
     assert [(each.group, each.place) for each in owned] == [
         (index, place) for index, group in enumerate(groups) for place in group.params
     ]
@@ -225,7 +226,7 @@ def test_owners_have_equal_work(num_shards: int, tp: int) -> None:
 
 
 def test_rounds_keep_the_order_and_bound_what_an_owner_holds() -> None:
-    owned = assign_owners([group_of([(16, 16)] * 5 + [(64, 64)] + [(16, 16)] * 6, 2)], tp=1)
+    owned = assign_owners([group_of([(16, 16)] * 5 + [(64, 64)] + [(16, 16)] * 6, 2)])
     rounds = rounds_of(owned, most_numel=512)
     assert [each for matrices in rounds for each in matrices] == list(owned)
     for matrices in rounds:

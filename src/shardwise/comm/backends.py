@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -333,6 +334,11 @@ class ProcessGroupFactory:
         along = self._mesh.shape.ranks_along(axes, self.rank)
         return process_group_comm(group, axis, resources, tuple(along[index] for index in indices))
 
+    def on_mesh(self, shape: MeshShape) -> Self:
+        other = copy(self)
+        other._mesh = self._mesh.reshaped(shape)
+        return other
+
     def close(self) -> None:
         """Destroy the process groups, and end the thread that asks the store."""
         self._mesh.close()
@@ -366,6 +372,11 @@ class SimulatedFactory:
             return None
         ranks = tuple(along[position] for position in indices)
         return self.comm_at(RankPlace(indices.index(index), len(indices), axis, ranks), resources)
+
+    def on_mesh(self, shape: MeshShape) -> Self:
+        other = copy(self)
+        other._mesh = shape
+        return other
 
     def comm_at(self, place: RankPlace, resources: CommResources) -> Comm:
         """Make the communicator of a place; a subclass may make one of another kind."""

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.records import Collective, CommError, CommLog, MissingRankError
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.device import Event, P2PStreamKey, StreamName, Streams, kind_of
 
@@ -148,6 +149,11 @@ class RankPlace:
     ranks: tuple[int, ...] = ()
 
 
+# Takes rows [n, h], how many of them go to each rank and how many come from each, and the group of these ranks; returns
+# the rows that came, in the order of the ranks, for use on the current stream.
+TokenExchange = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup | None], Tensor]
+
+
 class CommFactory(Protocol):
     """Makes the communicators of an engine's groups of ranks.
 
@@ -181,6 +187,9 @@ class CommFactory(Protocol):
             axis: the name in counts and messages.
         """
 
+    def on_mesh(self, shape: MeshShape) -> Self:
+        """Return the factory for the same ranks on a mesh of another shape; what either makes, both have."""
+
     def close(self) -> None:
         """Free what was made."""
 
@@ -198,6 +207,7 @@ class Comm(ABC):
     Attributes:
         waits_on_host: the host waits for collectives (gloo); otherwise they run in the order of a stream (NCCL).
         is_simulated: the other ranks are not there, and tensors have no values.
+        token_exchange: moves rows between ranks in the place of c10d (`shardwise.comm.tokens`); None for c10d.
     """
 
     waits_on_host: bool
@@ -220,6 +230,7 @@ class Comm(ABC):
         self._streams = resources.streams
         self._pool = resources.pool
         self._in_flight: set[Launch] = set()
+        self.token_exchange: TokenExchange | None = None
         self._is_connected = self.waits_on_host
         # Simulated ranks are not addressed one by one: there may be thousands.
         self._distances = range(1, 1 if self.is_simulated else place.world_size)
@@ -281,6 +292,14 @@ class Comm(ABC):
         """Receive into a contiguous tensor, as large as what `source` sends."""
         work = self._c10d.irecv(_bytes_of(buffer), group=self._group, group_src=source, tag=tag)
         return self._in_stream([] if work is None else [work])
+
+    def post_all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int] | None, sent_sizes: list[int] | None
+    ) -> dist.Work | None:
+        """Send each rank its part of a 1-D tensor and receive one from each; sizes by rank, None for equal ones."""
+        return self._c10d.all_to_all_single(
+            received, sent, received_sizes, sent_sizes, group=self._group, async_op=self.waits_on_host
+        )
 
     @abstractmethod
     def hang_up(self) -> None:
@@ -358,11 +377,7 @@ class Comm(ABC):
             if len(peers) < self.world_size:
                 sizes = [row_bytes if rank in peers else 0 for rank in range(self.world_size)]
             with self.launch(call, "reduce", finish=finish) as started:
-                started.add(
-                    self._c10d.all_to_all_single(
-                        received, sent, sizes, sizes, group=self._group, async_op=self.waits_on_host
-                    )
-                )
+                started.add(self.post_all_to_all(received, sent, sizes, sizes))
                 if not self.waits_on_host:
                     finish()
         return started.as_work()
@@ -392,7 +407,7 @@ class Comm(ABC):
         if self.world_size == 1:
             return AsyncWork()
         num_bytes = sum(each.numel() * each.element_size() for tensors in sends.values() for each in tensors)
-        call = self.checked(self.comm_log.add_exchange(name, self._ranks, num_bytes))
+        call = self.count_exchange(name, num_bytes)
         held = [each for tensors in (*sends.values(), *receives.values()) for each in tensors]
         with self.launch(call, stream) as started:
             if not self._is_connected:
@@ -535,23 +550,15 @@ class Comm(ABC):
             with self.launch(call) as started:
                 started.add(self._c10d.all_reduce(values, op=op, group=self._group, async_op=self.waits_on_host))
             started.as_work().wait()  # on a device the stream waits, not the host
-        on_host, copied = values, None
-        if self._kind.is_in_stream_order:
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._kind.pins)
-            on_host.copy_(values, non_blocking=True)
-            copied = Event.record(self.device)
-
-        def read() -> list[float]:
-            if copied is not None:
-                with nullcontext() if call is None else self.comm_log.running(call):  # here the host waits
-                    copied.wait_on_host()
-                    if self.comm_log.has_failed:  # see [Note: A failure elsewhere ends what the device waits for]
-                        raise RuntimeError("the communicator was aborted")
-            if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
-                return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
-            return on_host.tolist()
-
+        read = self.comm_log.start_read(values, self.device, call)
+        if self.is_simulated:  # any step succeeds with ones, and other ranks are taken to have what is known
+            ones = [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
+            return ScalarSum(values, lambda: ones)
         return ScalarSum(values, read)
+
+    def count_exchange(self, name: str, num_bytes: int) -> Collective:
+        """Count an exchange in which this rank sends so many bytes to others."""
+        return self.checked(self.comm_log.add_exchange(name, self._ranks, num_bytes))
 
     def _count(self, op: str, name: str, buffer: Tensor, passes: int) -> Collective:
         return self.checked(self.comm_log.add(op, name, self._ranks, buffer, passes))

@@ -10,8 +10,10 @@ with rank 3 over (1, 3), and sums scalars over all four.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -44,6 +46,7 @@ UP: Final = "up"
 # The axis, in counts and messages, of the ranks that share secondary shards.
 SECONDARY: Final = "secondary"
 _CPU: Final = torch.device("cpu")
+_OWN: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Mesh:
@@ -108,6 +111,12 @@ class Mesh:
                 own = self._groups[members, use] = group
         return own
 
+    def reshaped(self, shape: MeshShape) -> Mesh:
+        """Return the mesh of the same ranks in another shape; groups of the same ranks and use are the same."""
+        other = copy(self)
+        other.shape = shape
+        return other
+
     def close(self) -> None:
         """Destroy the groups, except that of the world, which is not the mesh's."""
         for group in self._groups.values():
@@ -137,6 +146,8 @@ class CommGroups:
         all: `model` and `pipeline` together: all that take the same optimizer step.
         tied: the ranks of `pipeline` that hold a parameter which is tied across a cut, by their ranks there.
         secondary: the part of `shards`, ranks next to each other, that share secondary shards; None without any.
+        experts: the groups on the mesh of experts, where `tensor` are the ranks of ep; None where nothing is on it.
+        tokens: the ranks of ep again, over a communicator of its own.
     """
 
     data: Comm
@@ -152,6 +163,8 @@ class CommGroups:
     all: Comm
     tied: Mapping[tuple[int, ...], Comm]
     secondary: Comm | None = None
+    experts: CommGroups | None = None
+    tokens: Comm | None = None
 
     def drain(self) -> None:
         """Wait for every collective that is under way; see `Comm.drain`."""
@@ -159,6 +172,8 @@ class CommGroups:
         for comm in among | {self.hosts, self.secondary}:
             if comm is not None:
                 comm.drain()
+        if self.experts is not None:
+            self.experts.drain()
 
 
 def connect(
@@ -177,46 +192,85 @@ def connect(
         layout: says which ranks of the pipeline hold a parameter together, and which share a secondary shard.
         has_owners: whether parameters are stepped whole by owners.
     """
-    made: dict[tuple[tuple[str, ...], str], Comm] = {}
     comm_log = CommLog(comm_factory.rank)
     if config.run.check_collectives and comm_factory.store is not None:
         comm_log.check = CallCheck(comm_factory.store, comm_factory.rank, config.run.timeout_s)
     resources = CommResources(device, config.run.timeout_s, streams, pool, comm_log)
-
-    def over(axes: tuple[str, ...], use: str = "gather") -> Comm:
-        live = tuple(axis for axis in axes if shape.size_along((axis,)) > 1)
-        if (live, use) not in made:
-            chosen = replace(resources, device=_CPU, pool=BufferPool(_CPU)) if use == HOST else resources
-            made[live, use] = comm_factory.comm(axes, use, chosen, "+".join(live or axes[:1]))
-        return made[live, use]
-
+    is_in_stream_order = kind_of(device).is_in_stream_order
     # On NCCL one communicator would run gathers and reductions one after the other.
-    reductions = over(SHARD_AXES, "reduce" if kind_of(device).is_in_stream_order else "gather")
-    tied: dict[tuple[int, ...], Comm] = {}
-    for holders in sorted(() if layout is None else layout.ties):
-        stages = shape.ranks_along(PIPELINE_AXES, comm_factory.rank)
-        if len(holders) == len(stages):
-            tied[holders] = over(PIPELINE_AXES)
-        else:  # all ranks make these groups, in this order
-            comm = comm_factory.comm_among(PIPELINE_AXES, holders, "tied", resources, "+".join(PIPELINE_AXES))
-            if comm is not None:
-                tied[holders] = comm
-    cell = (*GRADIENT_AXES, *TENSOR_AXES)
-    return CommGroups(
+    reduce: Final = "reduce" if is_in_stream_order else "gather"
+    over, cell = _Lines(comm_factory, shape, resources), (*GRADIENT_AXES, *TENSOR_AXES)
+    comms = CommGroups(
         data=over(GRADIENT_AXES),
         shards=over(SHARD_AXES),
-        reductions=reductions,
+        reductions=over(SHARD_AXES, reduce),
         replicas=over(REPLICA_AXES),
         tensor=over(TENSOR_AXES),
         context=over(CONTEXT_AXES, "context" if shape.cp > 1 else "gather"),
         matrices=over((*SHARD_AXES, *TENSOR_AXES)) if has_owners else None,
         model=over(cell),
-        hosts=over(cell, HOST if config.zero.lockstep and kind_of(device).is_in_stream_order else "gather"),
+        hosts=over(cell, HOST if config.zero.lockstep and is_in_stream_order else "gather"),
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
-        tied=tied,
+        tied={} if layout is None else _connect_holders(over, layout),
         secondary=_connect_neighbours(comm_factory, shape, resources, layout.stage.secondary_shard if layout else 0),
     )
+    if layout is None or not any(group.is_experts for group in layout.model_groups):
+        return comms
+    over = _Lines(comm_factory.on_mesh(shape.experts), shape.experts, resources, {"dp_shard": "edp", "tp": "ep"})
+    experts = replace(
+        comms,
+        data=over(GRADIENT_AXES),
+        shards=over(SHARD_AXES),
+        reductions=over(SHARD_AXES, reduce),
+        tensor=over(TENSOR_AXES),
+        context=over(CONTEXT_AXES),
+        matrices=over(SHARD_AXES) if has_owners else None,  # no rank has a part of another's experts
+        secondary=None,
+    )
+    return replace(comms, experts=experts, tokens=over(TENSOR_AXES, "tokens"))
+
+
+class _Lines:
+    """Makes the communicators of a mesh, each once.
+
+    Args:
+        names: of axes in counts and messages, where they are not their own.
+    """
+
+    def __init__(
+        self, comm_factory: CommFactory, shape: MeshShape, resources: CommResources, names: Mapping[str, str] = _OWN
+    ) -> None:
+        self.comm_factory = comm_factory
+        self.shape = shape
+        self.resources = resources
+        self._names = names
+        self._made: dict[tuple[tuple[str, ...], str], Comm] = {}
+
+    def __call__(self, axes: tuple[str, ...], use: str = "gather") -> Comm:
+        """Return the communicator of the ranks along `axes`."""
+        live = tuple(axis for axis in axes if self.shape.size_along((axis,)) > 1)
+        if (live, use) not in self._made:
+            resources = self.resources
+            if use == HOST:
+                resources = replace(resources, device=_CPU, pool=BufferPool(_CPU))
+            name = "+".join(self._names.get(axis, axis) for axis in live or axes[:1])
+            self._made[live, use] = self.comm_factory.comm(axes, use, resources, name)
+        return self._made[live, use]
+
+
+def _connect_holders(over: _Lines, layout: Layout) -> dict[tuple[int, ...], Comm]:
+    """Connect the ranks of the pipeline that hold a parameter together; all ranks make these groups, in one order."""
+    tied: dict[tuple[int, ...], Comm] = {}
+    for holders in sorted(layout.ties):
+        if len(holders) == over.shape.pp:
+            tied[holders] = over(PIPELINE_AXES)
+        else:
+            name = "+".join(PIPELINE_AXES)
+            comm = over.comm_factory.comm_among(PIPELINE_AXES, holders, "tied", over.resources, name)
+            if comm is not None:
+                tied[holders] = comm
+    return tied
 
 
 def _connect_neighbours(

@@ -22,16 +22,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.config.errors import CodedError
-from shardwise.runtime.device import Event
+from shardwise.runtime.device import Event, kind_of
 from shardwise.runtime.precision import TORCH_DTYPES
 
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
@@ -293,6 +293,29 @@ class CommLog:
             ) from error
         finally:
             self.end()
+
+    def start_read(self, values: Tensor, device: torch.device, call: Collective | None) -> Callable[[], list[Any]]:
+        """Start to copy numbers of a device to the host, and return what waits for them and returns them.
+
+        Args:
+            call: from which they come: in it the host is said to wait; None for no call.
+        """
+        on_host, copied = values, None
+        kind = kind_of(device)
+        if kind.is_in_stream_order:
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=kind.pins)
+            on_host.copy_(values, non_blocking=True)
+            copied = Event.record(device)
+
+        def read() -> list[Any]:
+            if copied is not None:
+                with nullcontext() if call is None else self.running(call):  # here the host waits
+                    copied.wait_on_host()
+                    if self.has_failed:  # see [Note: A failure elsewhere ends what the device waits for]
+                        raise RuntimeError("the communicator was aborted")
+            return on_host.tolist()
+
+        return read
 
     def hang_up(self) -> None:
         """End all that the host and the device wait for; no result is to be used."""

@@ -397,10 +397,11 @@ def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
     """Fill in the data-parallel axes: what is left over is sharded, or replicates shard groups of a given size."""
     if mesh.dp_shard is None and mesh.dp_replicate is None:
         mesh = mesh.model_copy(update={"dp_replicate": 1})
-    axes = {axis: size for axis, size in mesh if size is not None}
+    # Experts divide ranks that other axes have already.
+    axes = {axis: size for axis, size in mesh if size is not None and axis != "ep"}
     fixed = math.prod(axes.values())
     equation = " x ".join(f"{axis} {size}" for axis, size in axes.items())
-    if len(axes) == len(MeshConfig.model_fields):
+    if None not in (mesh.dp_shard, mesh.dp_replicate):
         if fixed != world_size:
             raise ConfigError(
                 "mesh-size",

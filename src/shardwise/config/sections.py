@@ -162,6 +162,9 @@ class MeshConfig(Section):
     """Ranks that share the tokens of one sequence."""
     tp: Ranks = 1
     """Ranks that share each layer's matrices; keep them inside one machine."""
+    ep: Ranks = 1
+    """Ranks among which a model's experts are divided: neighbours among those of dp_shard, cp and tp, whose product it
+    divides. ZeRO shards each expert over the ranks that remain."""
 
 
 class PrecisionConfig(Section):

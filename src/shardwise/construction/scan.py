@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, PrecisionConfig, ResolvedConfig
+from shardwise.construction.experts import dims_in_experts
 from shardwise.construction.opaque import bytes_shape, check_opaque, is_opaque
 from shardwise.construction.stage_order import Modules, find_stage_units
 from shardwise.hf.losses import shifts_labels
@@ -190,6 +191,7 @@ def _read_parameters(modules: Modules, units: Sequence[str], precision: Precisio
     _refuse_shared_storage(firsts)
     wide = {dtype: _wide_names(modules, parameters, precision, dtype) for dtype in _NARROW}
     unit_at, block_at = _units_at(modules, units)
+    in_experts = dims_in_experts(modules)
     entries = []
     for names in names_of.values():
         parameter, is_bytes = parameters[names[0]], is_opaque(parameters[names[0]])
@@ -211,6 +213,8 @@ def _read_parameters(modules: Modules, units: Sequence[str], precision: Precisio
                 wide_in=() if is_bytes else tuple(narrow for narrow in _NARROW if not wide[narrow].isdisjoint(names)),
                 dtype=_named(parameter.dtype),
                 layer_names=layers,
+                experts=in_experts.get(names[0]),
+                is_in_experts=names[0] in in_experts,
             )
         )
     return tuple(entries)

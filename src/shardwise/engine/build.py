@@ -34,6 +34,7 @@ from shardwise.engine.state_api import note_engine
 from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
 from shardwise.engine.whole_values import check_of_graphs
+from shardwise.experts.adapter import ExpertLayers
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.param_groups import GroupSpec
@@ -194,7 +195,7 @@ def _make_parts(
     config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
     rank, pipes = comm_factory.rank, None
     draws = KeyedDraws(config.run.seed, inputs.memory.device, config.mesh.cp)
-    sequences, activations = _alter_modules(inputs, resources, draws, cleanup)
+    sequences, activations, experts = _alter_modules(inputs, resources, draws, cleanup)
     if stages is not None:
         _undo_at_end(cleanup, stages.install())
         streams, comm_log = resources.tiers.streams, comms.all.comm_log
@@ -225,6 +226,7 @@ def _make_parts(
         split_values=split_values,
         heads=deferring_heads(inputs.model),
         hooks_once=hooks_once,
+        experts=experts,
     )
     if parts.heads:
         settle = partial(_settle_if_alone, parts.heads, weakref.ref(sharding))
@@ -259,15 +261,17 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder | None, ActivationStore | None]:
-    """Set up attention, split layers, convert linear ones, key dropouts, chunk, recompute and compile, in this order.
+) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers]:
+    """Set up attention, split layers, experts, convert linear ones, key dropouts, chunk, recompute and compile, in this
+    order.
 
     Returns:
-        what shares batches out, and where activations are offloaded.
+        what shares batches out, where activations are offloaded, and what dispatches tokens to experts.
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
     tensor, tp = layout.tensor, resources.comms.tensor
-    shapes = {} if tensor is None else {name: split.global_shape for name, split in tensor.splits.items()}
+    places = [place for group in layout.model_groups for place in group.params if place.over_tp is not None]
+    shapes = {name: place.global_shape for place in places for name in (place.name, *place.aliases)}
     if tensor is not None and not resources.comms.all.is_simulated:
         _undo_at_end(cleanup, prove_sequences(model, tensor, config))
     context, shifts_labels = resources.comms.context, layout.facts.shifts_labels
@@ -277,6 +281,8 @@ def _alter_modules(
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
         _undo_at_end(cleanup, undo)
+    experts = ExpertLayers(model, layout, resources.comms)
+    cleanup.callback(experts.close)
     is_simulated = resources.comms.all.is_simulated
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
@@ -297,7 +303,7 @@ def _alter_modules(
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
     check_graph = check_of_graphs(model, tensor, layout.units) if tensor is not None else None
     _undo_at_end(cleanup, replace_forwards(model, layout, config, activations, check_graph))
-    return sequences, activations
+    return sequences, activations, experts
 
 
 def _absent_ids(model: nn.Module, pipeline: PipelineLayout) -> set[int]:

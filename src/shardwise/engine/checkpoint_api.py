@@ -57,7 +57,7 @@ from shardwise.config.untrusted_files import check_nesting
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import follow_freezing, zero_grad
 from shardwise.layout.layout import Layout
-from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, MeshShape
+from shardwise.layout.mesh_shape import AXES, DATA_AXES, PIPELINE_AXES, MeshShape
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
 from shardwise.zero import checkpoint_state
@@ -429,7 +429,7 @@ class Checkpoints:
         pipeline = layout.pipeline
         starts = [] if pipeline is None else [units[0] for units in pipeline.units]
         return {
-            "mesh": asdict(layout.mesh),
+            "mesh": dict(zip(AXES, layout.mesh.sizes, strict=True)),
             "pipeline": {"schedule": config.pipeline.schedule, "starts": starts} if starts else None,
             "stage": config.zero.stage,
             "precision": {key: str(value).lower() for key, value in asdict(layout.precision).items()},

@@ -27,6 +27,7 @@ from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.hook_views import SplitModelValues
 from shardwise.engine.types import Scheduler
+from shardwise.experts.adapter import ExpertLayers
 from shardwise.layout.layout import Layout
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
@@ -279,6 +280,7 @@ class EngineParts:
     split_values: SplitModelValues | None
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
+    experts: ExpertLayers
 
     @property
     def config(self) -> ResolvedConfig:

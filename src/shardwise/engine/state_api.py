@@ -8,8 +8,9 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from shardwise.comm.collectives import Comm
 from shardwise.comm.consistency import have_same_bits
 from shardwise.comm.records import CommError
 from shardwise.config.arguments import check, checked
@@ -88,8 +89,8 @@ def _source(mesh: MeshShape, modifier_rank: int) -> int:
     Raises:
         ConfigError: others have parts of the model that it has not.
     """
-    if modifier_rank and mesh.tp * mesh.pp > 1:
-        where = f"modifier_rank={modifier_rank} under mesh.tp={mesh.tp}, mesh.pp={mesh.pp}"
+    if modifier_rank and mesh.tp * mesh.pp * mesh.ep > 1:
+        where = f"modifier_rank={modifier_rank} under mesh.tp={mesh.tp}, mesh.pp={mesh.pp}, mesh.ep={mesh.ep}"
         raise ConfigError("modifier-rank", f"{where} has a part of the model alone; write on rank 0")
     return mesh.index_along(GRADIENT_AXES, modifier_rank)
 
@@ -145,8 +146,11 @@ def gathered_groups(
 
 def _refuse_other_writes(parts: EngineParts, groups: Sequence[ParamGroup]) -> None:
     """Raise on all ranks where they have written different values, and none was named whose values count."""
-    is_same = have_same_bits(parts.comms.data, [group.full for group in groups], "what ranks have written")
-    if parts.holds_anywhere(not is_same, "whether ranks have written different values"):
+    over: dict[Comm, list[Tensor]] = {}
+    for group in groups:
+        over.setdefault(group.comms.data, []).append(group.full)
+    is_same = [have_same_bits(comm, values, "what ranks have written") for comm, values in over.items()]
+    if parts.holds_anywhere(not all(is_same), "whether ranks have written different values"):
         raise other_writes([param.name for group in groups for param in group.spec.params])
 
 

@@ -96,7 +96,7 @@ def agree_on_hooks(parts: EngineParts) -> None:
     they see is gathered. Later all ranks register the same.
     """
     mesh, values = parts.layout.mesh, parts.split_values
-    if parts.state.num_steps > 0 or mesh.tp * mesh.cp == 1 or parts.comm.is_simulated:
+    if parts.state.num_steps > 0 or mesh.tp * mesh.cp * mesh.ep == 1 or parts.comm.is_simulated:
         return
     handles = [handle for group in parts.sharding.groups for handle in group.gradient_handles]
     names = [name for handle in handles for name in handle.hooked()]
@@ -452,6 +452,7 @@ def _end_step(parts: EngineParts) -> None:
     parts.state.begin_again()
     parts.losses.plain.begin_step()
     parts.draws.forget()
+    parts.experts.forget()
     parts.sharding.end_step()
     parts.losses.clear()
     parts.timeline.close_step()

@@ -288,7 +288,8 @@ def check_of_graphs(model: nn.Module, tensor: TensorLayout, units: Collection[st
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        if tensor.splits[name].is_partial or not tensor.splits[name].is_whole:
+        split = tensor.splits.get(name)
+        if split is not None and (split.is_partial or not split.is_whole):
             names[id(parameter)] = name
     of_blocks = {id(parameter) for unit in units for parameter in model.get_submodule(unit).parameters(recurse=False)}
 

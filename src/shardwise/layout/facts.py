@@ -20,6 +20,19 @@ class FusedDim:
 
 
 @dataclass(frozen=True)
+class ExpertDim:
+    """Say that a parameter has equal parts of several experts, one after the other along a dim.
+
+    Attributes:
+        num_repeats: equal runs along `dim`, each of which has a part of every expert.
+    """
+
+    num_experts: int
+    dim: int = 0
+    num_repeats: int = 1
+
+
+@dataclass(frozen=True)
 class ParamEntry:
     """Describe a parameter.
 
@@ -35,6 +48,8 @@ class ParamEntry:
         wide_in: the narrow dtypes of `precision.param` in which it stays in fp32.
         dtype: torch's name of the one that it has in the model.
         layer_names: those of its names under which a linear layer or an embedding has it.
+        experts: how it is made of experts that `mesh.ep` may divide; None for a parameter of no experts.
+        is_in_experts: whether experts use it, each for its own tokens; also one that they share, such as a norm.
     """
 
     name: str
@@ -49,6 +64,8 @@ class ParamEntry:
     wide_in: tuple[Dtype, ...] = ()
     dtype: str = "float32"
     layer_names: tuple[str, ...] = ()
+    experts: ExpertDim | None = None
+    is_in_experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ class Layout:
                 key=lambda group: (
                     order[group.unit],
                     group.stages,
+                    group.is_experts,
                     not group.trainable,
                     group.is_wide,
                     group.is_opaque,
@@ -184,6 +185,10 @@ class Layout:
                 ),
             )
         )
+
+    def mesh_of(self, group: GroupSpec) -> MeshShape:
+        """Return the mesh on which a group is sharded: with ep in place of tp, where experts have one of their own."""
+        return self.mesh.experts if group.is_experts else self.mesh
 
     @cached_property
     def trained_names(self) -> tuple[str, ...]:
@@ -228,6 +233,8 @@ class Layout:
     def group_bytes_at_rest(self, group: GroupSpec, shard: int = 0, tier: Tier | None = None) -> dict[str, int]:
         """Return what `group` adds to `bytes_at_rest`; `shard` and `tier` are as there."""
         totals = {"param": 0, "grad": 0, "optimizer": 0}
+        if group.is_experts:  # the shard of the rank that is the first along tp
+            shard = shard * self.mesh.tp // self.mesh.ep
         for state in self.states:
             totals[state.role] += state.bytes_at_rest(group, shard, tier)
         if tier in (None, "device"):
@@ -238,9 +245,10 @@ class Layout:
 
     def secondary_bytes(self, group: GroupSpec) -> int:
         """Return the bytes of the secondary shard of `group` on a rank."""
-        if not self.stage.secondary_shard or group.is_stored_whole:
+        near = self.stage_of(group).secondary_shard
+        if not near or group.is_stored_whole:
             return 0
-        return group.num_shards // self.stage.secondary_shard * self.gather_bytes(group)
+        return group.num_shards // near * self.gather_bytes(group)
 
     def gather_codec(self, group: GroupSpec) -> WireCodec | None:
         """Return the codec by which the parameters of `group` are sent, and with which they are computed in every
@@ -303,11 +311,12 @@ class Layout:
 
     def exchanged_numel(self, group: GroupSpec) -> float:
         """Return the elements that a rank sends in a step, on average, so that owners step the matrices of a group."""
-        num_owners = group.num_shards * self.mesh.tp
+        num_parts = 1 if group.is_experts else group.num_parts  # each rank's experts are whole matrices
+        num_owners = group.num_shards * num_parts
         if not group.is_matrix or num_owners == 1:
             return 0.0
         if self.stage_of(group).optimizer is Placement.REPLICATE:  # only parts that tp splits go to the owner
-            split_numel = group.padded_numel * (self.mesh.tp - 1) / num_owners
+            split_numel = group.padded_numel * (num_parts - 1) / num_owners
             return split_numel + group.padded_numel * (num_owners - 1) / num_owners
         return 2.0 * group.shard_numel * (num_owners - 1) / num_owners
 

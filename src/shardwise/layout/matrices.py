@@ -7,7 +7,7 @@ parallelism. The owners are chosen so that all have about as much to compute, ov
 >>> shapes = {"up": (64, 16), "down": (16, 64), "out": (16, 16)}
 >>> places = tuple(ParamSpec(name, (), shape, 1024 * index) for index, (name, shape) in enumerate(shapes.items()))
 >>> group = GroupSpec("block:matrix", "block", places, True, num_ranks=2, num_shards=2, is_matrix=True)
->>> {each.place.name: each.owner for each in assign_owners([group], tp=1)}
+>>> {each.place.name: each.owner for each in assign_owners([group])}
 {'up': 0, 'down': 1, 'out': 0}
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Rect
@@ -58,42 +58,48 @@ class OwnedMatrix:
 
     Attributes:
         group: the index of its group among those given.
-        owner: the rank, counted along the axes of shards and, fastest, of tensor parallelism.
+        owner: the rank, counted along the axes of shards and, fastest, of those with other parts.
+        num_parts: ranks with other parts of it, before ZeRO shards them.
     """
 
     group: int
     place: ParamSpec
     owner: int
+    num_parts: int = 1
 
 
-def assign_owners(groups: Sequence[GroupSpec], tp: int) -> tuple[OwnedMatrix, ...]:
+def assign_owners(groups: Sequence[GroupSpec]) -> tuple[OwnedMatrix, ...]:
     """Return the parameters of the groups of matrices, in order, each with its owner.
 
-    The one that needs most is assigned first, to the rank that has least so far.
+    The one that needs most is assigned first, to the rank that has least so far. Experts are a stack of matrices, of
+    which a rank's own are a whole one.
 
     Args:
         groups: all on one pipeline rank; equal on every rank of a shard group.
     """
     found = [
-        (index, place)
+        (index, replace(place, over_tp=None) if group.is_experts else place)
         for index, group in enumerate(groups)
         if group.is_matrix and group.trainable
         for place in group.params
         if place.numel
     ]
+    num_parts = {index: 1 if groups[index].is_experts else groups[index].num_parts for index, _ in found}
     flops = [sum(newton_schulz_flops(rect.shape) for rect in matrices_of(place)) for _, place in found]
-    num_owners = tp * max((groups[index].num_shards for index, _ in found), default=1)
+    num_owners = max((groups[index].num_shards * num_parts[index] for index, _ in found), default=1)
     loads = [(0, owner) for owner in range(num_owners)]
     owners: dict[int, int] = {}
     for number in sorted(range(len(found)), key=lambda number: -flops[number]):
         load, owner = heapq.heappop(loads)
         owners[number] = owner
         heapq.heappush(loads, (load + flops[number], owner))
-    return tuple(OwnedMatrix(index, place, owners[number]) for number, (index, place) in enumerate(found))
+    return tuple(
+        OwnedMatrix(index, place, owners[number], num_parts[index]) for number, (index, place) in enumerate(found)
+    )
 
 
 def assign_whole(
-    groups: Sequence[GroupSpec], tp: int, names: Collection[str], kept: Mapping[str, int], *, at_one: bool
+    groups: Sequence[GroupSpec], names: Collection[str], kept: Mapping[str, int], *, at_one: bool
 ) -> tuple[OwnedMatrix, ...]:
     """Return the named parameters, in order, each with the rank that steps it whole; it has its states, too.
 
@@ -109,7 +115,8 @@ def assign_whole(
         for place in group.params
         if place.name in names and place.numel
     ]
-    num_owners = 1 if at_one else tp * max((groups[index].num_shards for index, _ in found), default=1)
+    num_owners = max((groups[index].num_shards * groups[index].num_parts for index, _ in found), default=1)
+    num_owners = 1 if at_one else num_owners
     numel_of = {place.name: math.prod(place.global_shape) for _, place in found}
     loads = dict.fromkeys(range(num_owners), 0)
     owners = {name: kept[name] for name in numel_of if name in kept}
@@ -118,7 +125,7 @@ def assign_whole(
     for name in sorted(numel_of.keys() - owners.keys(), key=lambda name: (-numel_of[name], name)):
         owners[name] = min(loads, key=lambda owner: (loads[owner], owner))
         loads[owners[name]] += numel_of[name]
-    return tuple(OwnedMatrix(index, place, owners[place.name]) for index, place in found)
+    return tuple(OwnedMatrix(index, place, owners[place.name], groups[index].num_parts) for index, place in found)
 
 
 def rounds_of(owned: Sequence[OwnedMatrix], most_numel: int) -> tuple[tuple[OwnedMatrix, ...], ...]:

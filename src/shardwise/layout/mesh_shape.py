@@ -15,12 +15,19 @@ Coordinate(pp=0, dp_replicate=0, dp_shard=1, cp=0, tp=0)
 ((0, 2), (1, 3))
 >>> mesh.ranks_along(("tp",), rank=3)
 (2, 3)
+
+Experts see the same ranks a second time: `ep` of them, neighbours, hold different experts, and ZeRO shards each expert
+over the ranks that remain. On that mesh, `experts`, ep is in the place of tp, and all that is true of tp is true of it:
+
+>>> MeshShape(dp_shard=2, tp=2, ep=4).experts
+MeshShape(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=4, ep=1)
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -57,8 +64,11 @@ RING_BYTES: Final = 2**20
 class MeshShape:
     """Hold the number of ranks along each axis.
 
+    Attributes:
+        ep: ranks among which experts are divided; it divides `dp_shard * cp * tp`, and is none of `AXES`.
+
     Raises:
-        ConfigError: an axis holds less than one rank.
+        ConfigError: an axis holds less than one rank, or `ep` does not divide.
     """
 
     pp: int = 1
@@ -66,11 +76,18 @@ class MeshShape:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in zip((*AXES, "ep"), (*self.sizes, self.ep), strict=True):
             if size < 1:
                 raise ConfigError("mesh-axis-empty", f"mesh.{axis}={size} holds no rank; every axis holds at least 1")
+        if self.num_model_ranks % self.ep:
+            raise ConfigError(
+                "ep-divides-mesh",
+                f"mesh.ep={self.ep} does not divide the {self.num_model_ranks} ranks of mesh.dp_shard * cp * tp; "
+                f"nearest legal: {nearest_divisors(self.num_model_ranks, self.ep)}",
+            )
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> MeshShape:
@@ -84,7 +101,7 @@ class MeshShape:
                 "config-not-resolved",
                 "mesh.dp_shard and dp_replicate are not known yet; call config.resolve(world_size) first",
             )
-        return cls(config.pp, config.dp_replicate, config.dp_shard, config.cp, config.tp)
+        return cls(config.pp, config.dp_replicate, config.dp_shard, config.cp, config.tp, config.ep)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -95,6 +112,21 @@ class MeshShape:
     def world_size(self) -> int:
         """Return the number of ranks of the whole mesh."""
         return math.prod(self.sizes)
+
+    @property
+    def num_model_ranks(self) -> int:
+        """Return the number of ranks that hold one replica of one stage."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def divides_experts(self) -> bool:
+        """Say whether experts are placed by a mesh of their own; otherwise both meshes are equal."""
+        return self.ep > 1 or self.tp > 1
+
+    @cached_property
+    def experts(self) -> MeshShape:
+        """Return the mesh as experts see it, whose tp axis is ep; its ranks are the same."""
+        return MeshShape(self.pp, self.dp_replicate, self.num_model_ranks // self.ep, 1, self.ep)
 
     @property
     def num_data_ranks(self) -> int:
@@ -185,6 +217,17 @@ class MeshShape:
             if axis not in AXES:
                 raise ValueError(f"{axis!r} is not an axis of the mesh; axes are {', '.join(AXES)}")
         return tuple(size if axis in axes else 1 for axis, size in zip(AXES, self.sizes, strict=True))
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """Return the divisors of `number` next to `wanted`, as text.
+
+    >>> nearest_divisors(12, 5)
+    '4, 6'
+    """
+    divisors = [each for each in range(1, number + 1) if number % each == 0]
+    below = [each for each in divisors if each < wanted][-1:]
+    return ", ".join(map(str, below + [each for each in divisors if each > wanted][:1]))
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -28,6 +28,7 @@ from typing import Final
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Tier
 from shardwise.layout.facts import FusedDim, ParamEntry
+from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.precision import BLOCK_NUMEL, SMALL_NUMEL, PrecisionPolicy, is_encoded
 from shardwise.layout.slicing import Chunk, intersect
 from shardwise.layout.tp_sharding import ParamSplit
@@ -111,8 +112,9 @@ class GroupSpec:
     """Describe a group of parameters that are gathered and reduced together.
 
     Attributes:
-        name: the unit's name, with `:fp32` for the group of its wide parameters, `:frozen` for that of frozen ones,
-            `:bytes` for that of opaque ones, `:matrix` for that of matrices and `:whole` for that of small ones.
+        name: the unit's name, with `:experts` for the group of its experts where they have a mesh of their own, `:fp32`
+            for that of its wide parameters, `:frozen` for that of frozen ones, `:bytes` for that of opaque ones,
+            `:matrix` for that of matrices and `:whole` for that of small ones.
         unit: the module whose forward uses them; `root` for parameters that are in no block.
         params: in the order in which the flat buffer has them.
         trainable: whether the group has gradients and optimizer states.
@@ -125,6 +127,8 @@ class GroupSpec:
         is_opaque: whether its parameters are bytes, which are never cast; see `construction/opaque.py`.
         is_matrix: whether the optimizer steps its parameters as whole matrices.
         is_small: whether its parameters have too few elements to be gathered for use, or to be encoded for collectives.
+        is_experts: whether its parameters are placed by the mesh of experts; see `MeshShape.experts`.
+        num_parts: ranks that hold different parts of each parameter, before ZeRO shards them: tp, or ep.
     """
 
     name: str
@@ -141,6 +145,8 @@ class GroupSpec:
     is_opaque: bool = False
     is_matrix: bool = False
     is_small: bool = False
+    is_experts: bool = False
+    num_parts: int = 1
 
     @property
     def is_stored_whole(self) -> bool:
@@ -179,6 +185,8 @@ class GroupSpec:
 
     def stage_in(self, stage: ZeroStage) -> ZeroStage:
         """Return the placements of the group's states in a run of `stage`."""
+        if self.is_experts and stage.secondary_shard:
+            stage = replace(stage, secondary_shard=0, node_size=1)
         if not self.is_replicated:
             return stage
         return replace(stage, params=Placement.REPLICATE) if self.trainable else STAGES[0]
@@ -217,8 +225,7 @@ class GroupSpec:
 def build_groups(
     entries: Sequence[ParamEntry],
     units: Sequence[str],
-    num_ranks: int,
-    num_shards: int,
+    mesh: MeshShape,
     replicate_frozen: bool = False,
     splits: Mapping[str, ParamSplit] | None = None,
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
@@ -229,9 +236,8 @@ def build_groups(
     Under pipeline parallelism the root has a group for each stage and for each set of stages that share parameters.
 
     Args:
-        num_shards: ranks that share the sharded states.
         replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
-        splits: how each parameter is split over the tensor-parallel group, by its name; None for one rank.
+        splits: how each parameter is split over the ranks of tp, or of ep, by its name; None for one rank.
         stages_of: the stages that use a parameter, by its name; None without a pipeline.
         keep_whole_below: every rank keeps parameters of fewer elements whole.
 
@@ -247,12 +253,13 @@ def build_groups(
         is_frozen = not entry.requires_grad
         is_small = math.prod(entry.shape) < keep_whole_below
         is_matrix = entry.is_matrix and not is_frozen
-        kinds = (is_frozen, entry.is_wide, entry.is_opaque, is_matrix, is_small)
+        is_experts = entry.experts is not None and mesh.divides_experts
+        kinds = (is_experts, is_frozen, entry.is_wide, entry.is_opaque, is_matrix, is_small)
         return order[entry.unit], stages(entry), kinds
 
     groups: list[GroupSpec] = []
     for (index, held_by, kinds), members in groupby(sorted(entries, key=key), key=key):
-        is_frozen, is_wide, is_bytes, is_matrix, is_small = kinds
+        is_experts, is_frozen, is_wide, is_bytes, is_matrix, is_small = kinds
         unit = (ROOT, *units)[index]
         if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
             both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
@@ -263,12 +270,14 @@ def build_groups(
             )
         place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
         kind = ":bytes" if is_bytes else ":fp32" * is_wide + ":frozen" * is_frozen + ":matrix" * is_matrix
-        name = place + kind + ":whole" * is_small
+        name = place + ":experts" * is_experts + kind + ":whole" * is_small
         is_replicated = is_small or (replicate_frozen and is_frozen)
         params = tuple(_place(members, splits or {}))
+        own = mesh.experts if is_experts else mesh
+        num_ranks, num_shards = own.size_along(GRADIENT_AXES), own.size_along(SHARD_AXES)
         spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
         spec = replace(spec, stages=held_by, is_wide=is_wide, is_opaque=is_bytes, is_matrix=is_matrix)
-        spec = replace(spec, is_small=is_small)
+        spec = replace(spec, is_small=is_small, is_experts=is_experts, num_parts=own.tp)
         groups.append(aligned(spec, ALIGNMENT_BYTES) if is_bytes else spec)
     return tuple(groups)
 
@@ -312,11 +321,11 @@ def aligned_to_blocks(groups: Iterable[GroupSpec], policy: PrecisionPolicy) -> t
     )
 
 
-def check_blocks(splits: Mapping[str, ParamSplit], tp: int, key: str) -> None:
-    """Refuse a tensor-parallel degree that cuts blocks of codes, which then would depend on the layout.
+def check_blocks(splits: Mapping[str, ParamSplit], axis: str, key: str) -> None:
+    """Refuse a degree of tp or ep that cuts blocks of codes, which then would depend on the layout.
 
     Args:
-        splits: how each parameter is split, by its name.
+        splits: how each parameter is split along `axis`, by its name.
         key: the config's key that lays the blocks, with its value.
 
     Raises:
@@ -329,9 +338,9 @@ def check_blocks(splits: Mapping[str, ParamSplit], tp: int, key: str) -> None:
         sizes = {inner * size for part in split.parts for size in (part.size, part.local_size(split.degree))}
         if any(size % BLOCK_NUMEL for size in sizes):
             raise ConfigError(
-                "block-over-tp",
-                f"{key} has blocks of {BLOCK_NUMEL} elements, and mesh.tp={tp} cuts them in {name}, "
-                f"{list(split.global_shape)} along dim {split.dim}; take a smaller mesh.tp, or leave the key out",
+                f"block-over-{axis}",
+                f"{key} has blocks of {BLOCK_NUMEL} elements, and mesh.{axis}={split.degree} cuts them in {name}, "
+                f"{list(split.global_shape)} along dim {split.dim}; take a smaller mesh.{axis}, or leave the key out",
             )
 
 

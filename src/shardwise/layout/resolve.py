@@ -19,13 +19,14 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.facts import ModelFacts, ParamEntry
 from shardwise.layout.layout import Layout, assign_tiers_by_rank, states_of
-from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape, check_rank
+from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape, check_rank
 from shardwise.layout.param_groups import aligned_to_blocks, build_groups, check_blocks, whole_below
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.stage_partition import find_partition
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, param_splits
-from shardwise.layout.zero_stages import STAGES, effective_stage
+from shardwise.layout.tp_sharding import ParamSplit, expert_split
+from shardwise.layout.zero_stages import STAGES, ZeroStage, effective_stage
 from shardwise.optim.rules import matrix_state_names
 from shardwise.schedule.pipelines import placement_of
 
@@ -53,7 +54,7 @@ def resolve_layout(
     if plan is not None and mesh.tp > 1:
         _LOG.info("split over tp=%d:\n%s", mesh.tp, plan)
         is_sequence = config.tensor.sequence_parallel
-        splits = param_splits(facts.params, plan, mesh.tp, is_sequence)
+        splits = param_splits([each for each in facts.params if not each.is_in_experts], plan, mesh.tp, is_sequence)
         tensor = TensorLayout(plan, splits, mesh.tp, is_sequence)
     return layout_of(facts, config, tensor, pipeline)
 
@@ -76,15 +77,16 @@ def layout_of(
             "tp-needs-plan", f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout"
         )
     entries = _entries(facts, config, trained)
-    num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
-    stage = effective_stage(config.zero, num_shards, config.tiers, is_scheduled=pipeline is not None)
-    policy, units = precision_policy(config.precision), facts.units
-    splits = None if tensor is None else tensor.splits
+    policy, units, stage = precision_policy(config.precision), facts.units, _stage(facts, config, mesh)
+    splits = {} if tensor is None else dict(tensor.splits)
+    of_experts = _expert_splits(facts, mesh)
     stages_of = None if pipeline is None else pipeline.stages_of
     below = whole_below(config.zero.keep_whole_below, stage, policy)
-    if policy.block_keys and splits is not None:
-        check_blocks(splits, mesh.tp, policy.block_keys[0])
-    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of, below)
+    for key in policy.block_keys[:1]:
+        check_blocks(splits, "tp", key)
+        check_blocks(of_experts, "ep", key)
+    splits |= of_experts
+    groups = build_groups(entries, units, mesh, config.zero.replicate_frozen, splits, stages_of, below)
     groups = aligned_to_blocks(groups, policy)
     groups = assign_tiers_by_rank(
         groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
@@ -92,6 +94,39 @@ def layout_of(
     states = states_of(stage, policy, config.optimizer, groups)
     layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline, facts=facts)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
+
+
+def _stage(facts: ModelFacts, config: ResolvedConfig, mesh: MeshShape) -> ZeroStage:
+    """Return the run's stage: that of the ranks that share the dense states, or else those of experts."""
+    zero, num_shards = config.zero, mesh.size_along(SHARD_AXES)
+    if num_shards == 1 and any(entry.experts for entry in facts.params):
+        zero, num_shards = zero.model_copy(update={"secondary_shard": 0}), mesh.experts.size_along(SHARD_AXES)
+    return effective_stage(zero, num_shards, config.tiers, is_scheduled=config.mesh.pp > 1)
+
+
+def _expert_splits(facts: ModelFacts, mesh: MeshShape) -> dict[str, ParamSplit]:
+    """Return how the parameters that experts use are split among the ranks, by each of their names.
+
+    What experts share is whole on every rank. Each tp rank uses it for other tokens, so its gradient is their sum.
+    """
+    if mesh.ep > 1 and not any(entry.experts for entry in facts.params):
+        raise ConfigError(
+            "ep-without-experts",
+            f"mesh.ep={mesh.ep} divides experts, and {facts.kind} has none with Hugging Face's interface of experts; "
+            "set mesh.ep=1, and shard the model by zero.stage=3 or mesh.tp",
+        )
+    if not mesh.divides_experts:
+        return {}
+    splits: dict[str, ParamSplit] = {}
+    for entry in facts.params:
+        if entry.experts is not None:
+            split = expert_split(entry.shape, entry.experts, mesh.ep)
+        elif entry.is_in_experts:
+            split = ParamSplit(entry.shape, mesh.tp, is_partial=True)
+        else:
+            continue
+        splits.update(dict.fromkeys((entry.name, *entry.aliases), split))
+    return splits
 
 
 def _entries(facts: ModelFacts, config: ResolvedConfig, trained: Collection[str]) -> list[ParamEntry]:

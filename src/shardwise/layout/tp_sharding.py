@@ -28,6 +28,8 @@ from functools import cached_property
 from itertools import product
 
 from shardwise.config.errors import ConfigError
+from shardwise.layout.facts import ExpertDim
+from shardwise.layout.mesh_shape import nearest_divisors
 from shardwise.layout.slicing import Chunk, LocalTensor, Rect, Shape
 
 
@@ -91,7 +93,7 @@ def check_divides(degree: int, number: int, what: str) -> None:
     if number % degree:
         raise ConfigError(
             "tp-divides-units",
-            f"tp={degree} does not divide {what}={number}; nearest legal: {nearest_legal(number, degree)}",
+            f"tp={degree} does not divide {what}={number}; nearest legal: {nearest_divisors(number, degree)}",
         )
 
 
@@ -116,13 +118,6 @@ def check_length(length: int, degree: int, key: str, fix: str, cp: int = 1) -> N
             f"{key}{length} does not divide by tp={degree}{over_cp}, as tensor.sequence_parallel needs; nearest legal: "
             f"{nearest}; {fix}",
         )
-
-
-def nearest_legal(num_units: int, wanted: int) -> str:
-    """Return the divisors of `num_units` next to `wanted`, as text."""
-    divisors = [number for number in range(1, num_units + 1) if num_units % number == 0]
-    below = [number for number in divisors if number < wanted][-1:]
-    return ", ".join(map(str, below + [number for number in divisors if number > wanted][:1]))
 
 
 @dataclass(frozen=True)
@@ -230,6 +225,26 @@ class ParamSplit:
             key=lambda piece: piece.local_offset,
         )
         return LocalTensor(self.global_shape, tuple(pieces), math.prod(self.local_shape))
+
+
+def expert_split(shape: Shape, experts: ExpertDim, ep: int) -> ParamSplit:
+    """Return how a parameter of experts is split among the ranks that hold different ones.
+
+    >>> from shardwise.layout.facts import ExpertDim
+    >>> expert_split((8, 3, 4), ExpertDim(8), ep=2).local_shape
+    (4, 3, 4)
+
+    Raises:
+        ConfigError: `ep` does not divide the experts; with the nearest degrees that do.
+    """
+    if experts.num_experts % ep:
+        raise ConfigError(
+            "ep-divides-experts",
+            f"mesh.ep={ep} does not divide num_experts={experts.num_experts}; "
+            f"nearest legal: {nearest_divisors(experts.num_experts, ep)}",
+        )
+    part = FusedPart(shape[experts.dim] // experts.num_repeats, num_units=experts.num_experts)
+    return ParamSplit(shape, ep, experts.dim, (part,) * experts.num_repeats)
 
 
 def _rows(rect: Rect, shape: Shape) -> Iterator[Rect]:

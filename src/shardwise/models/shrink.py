@@ -143,7 +143,11 @@ _MORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 _EXPERTS: Final[Mapping[str, int]] = MappingProxyType(
-    {"num_local_experts": _NUM_EXPERTS, "num_experts": _NUM_EXPERTS, "num_experts_per_tok": 2}
+    {
+        **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), _NUM_EXPERTS),
+        **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+        **dict.fromkeys(("n_group", "topk_group"), 1),
+    }
 )
 _TOKENS: Final[Mapping[str, int]] = MappingProxyType({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
 

@@ -272,7 +272,7 @@ def _cuts_blocks(shape: ModelShape, base: ResolvedConfig, tp: int) -> bool:
     }
     try:
         for key in precision_policy(base.precision).block_keys[:1]:
-            check_blocks(splits, tp, key)
+            check_blocks(splits, "tp", key)
     except ConfigError:
         return True
     return False

@@ -33,6 +33,7 @@ End = Literal["send", "receive"]
 StreamName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
 # Every context of this process sees the memory as pinned: cudaHostRegisterPortable.
 _PORTABLE: Final = 1
+_GROUPED_ON_CPU: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class DeviceKind:
         is_single: a machine has one at most: torch's functions for it take no device, no ranks meet on it, and
             `run.device=auto` passes over it.
         has_kernels: the Triton kernels of this library are tuned for it and tested on it.
+        grouped_dtypes: torch multiplies groups of rows by a matrix each in one kernel of these.
     """
 
     name: DeviceName
@@ -58,6 +60,7 @@ class DeviceKind:
     has_fp64: bool | None = True
     is_single: bool = False
     has_kernels: bool = False
+    grouped_dtypes: tuple[torch.dtype, ...] = ()
 
     @property
     def is_cpu(self) -> bool:
@@ -85,11 +88,11 @@ KINDS: Final[Mapping[str, DeviceKind]] = MappingProxyType(
     {
         row.name: row
         for row in (
-            DeviceKind("cuda", "nccl", pinning="pages", has_kernels=True),
+            DeviceKind("cuda", "nccl", pinning="pages", has_kernels=True, grouped_dtypes=(torch.bfloat16,)),
             DeviceKind("xpu", "xccl", has_fp64=None),
             DeviceKind("npu", "hccl", has_fp64=False),
             DeviceKind("mps", "gloo", queues="one", pinning="none", has_fp64=False, is_single=True),
-            DeviceKind("cpu", "gloo", queues="none", pinning="none"),
+            DeviceKind("cpu", "gloo", queues="none", pinning="none", grouped_dtypes=_GROUPED_ON_CPU),
         )
     }
 )

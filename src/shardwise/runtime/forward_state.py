@@ -489,6 +489,11 @@ def same_again(name: str, make: Callable[[], int]) -> int:
     return number
 
 
+def is_recorded() -> bool:
+    """Say whether a first pass is under way, which a second one may repeat."""
+    return bool(_UNDER_WAY.get())
+
+
 def note_generator(generator: torch.Generator) -> None:
     """Say that a forward is about to draw from a generator of its own, which a recomputation must draw from again."""
     for record in _UNDER_WAY.get():

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.config.errors import ConfigError
-from shardwise.layout.tensor_plan import PROVED, ProvedPlan, SplitDropout, TensorPlan, kinds_of
+from shardwise.construction.experts import is_experts
+from shardwise.layout.tensor_plan import PROVED, ProvedPlan, SplitDropout, TensorPlan, is_within, kinds_of
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.tensor.kinds import is_linear, is_lookup
 from shardwise.tensor.plan_table import (
@@ -57,7 +58,7 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
     draft.vocabulary()
     decided = {*draft.layers, *draft.whole}
     styles = {name: style for name, style in _styles(draft, words).items() if name not in decided}
-    if not styles:
+    if not styles and not _experts(draft):
         return None
     regions = _regions(styles)
     for name, style in styles.items():
@@ -92,18 +93,23 @@ def _styles(draft: PlanBuilder, words: dict[str, str]) -> Styles:
     """Return style by module, in module order; a later pattern wins."""
     names = (*draft.modules, *(name for name, _ in draft.model.named_parameters()))
     styles: Styles = {}
+    experts = _experts(draft)  # which mesh.ep divides, whatever the plan says of them
     for pattern, word in words.items():
-        matching = [name for name in names if _regex(pattern).fullmatch(name)]
+        matching = [name for name in names if _regex(pattern).fullmatch(name) and not is_within(name, experts)]
         style = HUGGING_FACE_WORDS.get(word)
         if matching and (style is None or matching[0] not in draft.modules):
             what = "a style" if style is None else "on a bare parameter"
             raise ConfigError(
                 "tp-plan-style",
                 f"{type(draft.model).__name__} splits {pattern!r} by {word!r}, {what} that Shardwise does not know: it "
-                f"splits dense layers, no experts; {_OWN_TABLE}",
+                f"splits dense layers, and experts of Hugging Face's interface; {_OWN_TABLE}",
             )
         styles |= {name: style for name in matching if style is not None}
     return {name: styles[name] for name in draft.modules if name in styles}
+
+
+def _experts(draft: PlanBuilder) -> list[str]:
+    return [name for name, module in draft.modules.items() if is_experts(module)]
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
@@ -288,9 +294,10 @@ def _norm_after(draft: PlanBuilder, parent: str, plan: dict[str, Any]) -> str | 
 def _mixing(draft: PlanBuilder, blocks: list[str]) -> Iterator[str]:
     """Yield parameters in blocks, outside of regions, that have more than one dim, so are no norms."""
     regions = tuple(f"{region.module}." for region in draft.regions)
+    of_tokens = [name.rpartition(".")[0] for name in _experts(draft)]  # a router and its experts, token by token
     for block in blocks:
         for name, param in draft.modules[block].named_parameters(block):
-            if param.dim() > 1 and not name.startswith(regions):
+            if param.dim() > 1 and not name.startswith(regions) and not is_within(name, of_tokens):
                 yield name
 
 

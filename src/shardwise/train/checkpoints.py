@@ -29,8 +29,7 @@ from shardwise.config.resolve import BatchConfig, Config, RunConfig, TiersConfig
 from shardwise.config.untrusted_files import UntrustedFileError, open_regular, read_json
 from shardwise.config.written_files import write_whole
 from shardwise.engine.checkpoint_api import saves_from_files
-from shardwise.layout.mesh_shape import MeshShape
-from shardwise.layout.tp_sharding import nearest_legal
+from shardwise.layout.mesh_shape import MeshShape, nearest_divisors
 from shardwise.models import decoder_config
 from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.train.job_model import model_name
@@ -408,7 +407,7 @@ def fit_micro_size(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
         raise ConfigError(
             "batch-multiple",
             f"{num_data_ranks} data-parallel ranks do not divide the global batch of {total}; nearest legal: "
-            f"{nearest_legal(total, num_data_ranks)}; or set batch.global_size",
+            f"{nearest_divisors(total, num_data_ranks)}; or set batch.global_size",
         )
     fitting = next(size for size in range(min(micro or per_rank, per_rank), 0, -1) if per_rank % size == 0)
     return BatchConfig(global_size=total, micro_size=fitting)

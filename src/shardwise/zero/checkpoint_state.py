@@ -166,7 +166,8 @@ def _writes_first_element(states: EngineState, name: str) -> bool:
 
     The optimizer is element-wise, so that a state of another shape than a piece is the same of all pieces.
     """
-    group, comms = _group_of(states, name), states.comms
+    group = _group_of(states, name)
+    comms = group.comms
     offset = next(spec.offset for spec in group.spec.params if spec.name == name)
     low, high = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
     return low <= offset < high and comms.tensor.rank == 0 and _is_in_first_stage(states, group)
@@ -275,7 +276,7 @@ def adopt_masters(states: EngineState) -> None:
 
 
 def _parts(states: EngineState, group: ParamGroup) -> Iterator[StateShardPart]:
-    comms = states.comms
+    comms = group.comms
     written = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
     if not _is_in_first_stage(states, group):
         written = (0, 0)  # the first stage that holds it writes it

@@ -321,8 +321,12 @@ class FlatBuffer(ABC):
         self._kinds = tuple(map(parameter_class, parameters))
         self._released_kinds = tuple(map(classes.released, self._kinds))
         self._present_kinds = self._kinds
+        # Experts are used by their own module alone, each rank's by itself: nothing there asks for whole ones.
+        known = layout.tensor.splits if layout.tensor is not None else {}
         self._parts = [
-            index for index, param in enumerate(spec.params) if param.split.is_partial or not param.split.is_whole
+            index
+            for index, param in enumerate(spec.params)
+            if param.name in known and (param.split.is_partial or not param.split.is_whole)
         ]
         self._part_type: PartType | None = None
         self.transport = make_gather(spec, layout, resources, self.is_released_between_uses)

@@ -38,7 +38,7 @@ class MatrixStep(GroupStep):
     """Steps the groups of matrices of one rank.
 
     Args:
-        groups: all of the engine's groups with gradients, the same on each rank that shares them.
+        groups: with gradients, all on one mesh, the same on each rank that shares them.
         pieces: what this rank holds of the parameters.
         keepers: what keeps the momentum of each group of matrices.
     """
@@ -51,12 +51,12 @@ class MatrixStep(GroupStep):
         comms: CommGroups,
     ) -> None:
         assert comms.matrices is not None, "an optimizer of matrices has a group of ranks for them"
-        self._comm, tp = comms.matrices, comms.tensor.world_size
+        self._comm = comms.matrices
         self._groups = groups
         self._keepers = keepers
         self._piece_of = {piece.name: piece for piece in pieces if piece.group in keepers}
-        self._exchange = OwnerExchange(groups, self._piece_of, self._comm, tp)
-        owned = assign_owners([group.spec for group in groups], tp)
+        self._exchange = OwnerExchange(groups, self._piece_of, self._comm)
+        owned = assign_owners([group.spec for group in groups])
         self._rounds = rounds_of(owned, ROUND_NUMEL)
 
     def step(self, update: OptimizerUpdate) -> list[HostUpdate]:

@@ -193,7 +193,7 @@ class ShardedOptimizer:
                 "pipeline do not share; use mesh.pp=1, or an optimizer that steps each tensor by itself",
             )
         is_here = all(group.shard_stop - group.shard_start == group.spec.padded_numel for group in groups)
-        self._has_shapes = is_here and not is_stored and self._resources.comms.tensor.world_size == 1
+        self._has_shapes = is_here and not is_stored and all(group.spec.num_parts == 1 for group in groups)
         if not self._has_shapes:
             self.whole = WholeParameters(self._resources.comms, at_one=scope is StepScope.JOINT)
 
@@ -217,8 +217,10 @@ class ShardedOptimizer:
         self.keepers = [of_torch, *self._stored.values()]
         self.steps = [of_torch, *(step for group, step in self._stored.items() if group not in matrices)]
         if has_matrices:
-            keepers = {group: self._keeper(group) for group in matrices}
-            self.steps.insert(0, MatrixStep(self._groups, self.pieces, keepers, self._resources.comms))
+            for is_experts in sorted({group.spec.is_experts for group in matrices}):
+                own = [group for group in self._groups if group.spec.is_experts == is_experts]
+                keepers = {group: self._keeper(group) for group in own if group in matrices}
+                self.steps.insert(0, MatrixStep(own, self.pieces, keepers, own[0].comms))
 
     def _store(self, group: ParamGroup) -> StoredStep:
         """Allocate the states of a group that torch's optimizer does not step."""

@@ -40,24 +40,23 @@ class OwnerExchange:
     Args:
         groups: all of the engine's groups with gradients, the same on each rank that shares them.
         held: the names of the parameters of which this rank holds a piece.
-        comm: the ranks that share tensors: along the axes of shards and, fastest, of tensor parallelism.
+        comm: the ranks that share tensors: along the axes of shards and, fastest, of those with other parts.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], held: Collection[str], comm: Comm, tp: int) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], held: Collection[str], comm: Comm) -> None:
         self._groups = groups
         self._held = frozenset(held)
         self._comm = comm
-        self._tp = tp
 
     def _parts(self, matrix: OwnedMatrix) -> Iterator[HeldPart]:
         """Yield what each rank has of a tensor, in the order of ranks."""
         group, place = self._groups[matrix.group], matrix.place
         is_whole = group.shard_stop - group.shard_start == group.spec.padded_numel
-        owner_shard, owner_tp = divmod(matrix.owner, self._tp)
+        owner_shard, owner_tp = divmod(matrix.owner, matrix.num_parts)
         for shard, (start, stop) in held_ranges(group.spec, place, is_whole).items():
-            for tp_index in range(self._tp):
+            for tp_index in range(matrix.num_parts):
                 is_copy = (is_whole and shard != owner_shard) or (place.split.is_whole and tp_index != owner_tp)
-                yield HeldPart(shard * self._tp + tp_index, tp_index, start, stop, not is_copy)
+                yield HeldPart(shard * matrix.num_parts + tp_index, tp_index, start, stop, not is_copy)
 
     def bring(
         self, matrices: Sequence[OwnedMatrix], own: Mapping[str, Tensor], dtype: Mapping[str, torch.dtype], what: str

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.consistency import hash_of_bits
+from shardwise.comm.mesh import CommGroups
 from shardwise.config.errors import ConfigError
 from shardwise.construction.opaque import as_bytes
 from shardwise.construction.shards import make_plain
@@ -207,6 +208,11 @@ class ParamGroup(FlatBuffer):
         self.grads = make_bucket(spec, layout, resources) if spec.trainable else None
         self._set_classes(self._present_kinds)
         self._free()
+
+    @property
+    def comms(self) -> CommGroups:
+        """Return the groups of ranks over which the parameters are split and sharded."""
+        return self._resources.comms
 
     def _place_master(self, is_copy: bool, dtype: torch.dtype) -> StateStorage:
         spec, tiers, numel = self.spec, self._resources.tiers, self.shard.numel

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardwise.comm.collectives import AsyncWork
 from shardwise.comm.mesh import CommGroups
 from shardwise.construction.values import ParamInitializer
+from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import StatesDtype
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
@@ -46,3 +47,7 @@ class ShardingResources:
     states_dtype: StatesDtype = "master"
     events: ModelEvents = field(default_factory=ModelEvents)
     decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of codes
+
+    def for_group(self, spec: GroupSpec) -> ShardingResources:
+        """Return the resources with the groups of ranks over which `spec` is sharded."""
+        return replace(self, comms=self.comms.experts) if spec.is_experts and self.comms.experts else self

@@ -130,7 +130,7 @@ class ShardingState:
 
     def _make_group(self, spec: GroupSpec, layout: Layout) -> ParamGroup:
         members = [self._model.get_parameter(place.name) for place in spec.params]
-        group = ParamGroup(spec, layout, members, self._resources, self.watch.classes)
+        group = ParamGroup(spec, layout, members, self._resources.for_group(spec), self.watch.classes)
         self._place_of.update({id(parameter): (group, index) for index, parameter in enumerate(members)})
         if group.grads is not None:
             group.hook_gradients(weakref.ref(self))

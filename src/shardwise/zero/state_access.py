@@ -134,7 +134,7 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
     if local is not None and local.dim() and local.numel() == place.spec.numel:  # not a factor, say
         local = local.view(place.spec.shape)
         local = gather_param(
-            place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD
+            place.spec.split, local, place.group.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD
         )
     return local
 
@@ -201,7 +201,7 @@ def write_state(
             place_state(states.sharded.optimizer, view, state, flat)
         return
     if not is_number:
-        split, tp_index = place.spec.split, states.comms.tensor.rank
+        split, tp_index = place.spec.split, place.group.comms.tensor.rank
         local = shard_param(split, tp_index, flat)
         flat = (owned_part(split, tp_index, local) if state == GRAD else local).reshape(-1)
     with torch.no_grad():
@@ -455,7 +455,7 @@ def _kinds(states: EngineState, place: ParamLocation) -> dict[str, StateKind]:
             own[key] = (_dtype_name(value.dtype), None, tuple(value.shape))
     if place.is_whole:
         return {key: StateKind(*kind) for key, kind in own.items()}
-    texts = exchange_texts(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
+    texts = exchange_texts(place.group.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
     return {key: StateKind(*kind) for text in texts for key, kind in json.loads(text).items()}
 
 
@@ -475,7 +475,7 @@ def _assemble(
     states: EngineState, place: ParamLocation, part: FlatState | None, dtype: torch.dtype, state: str
 ) -> Tensor:
     """Return the full tensor, 1-D and on the device, from the parts of the shard group, or from this rank's whole."""
-    spec, shards = place.spec, states.comms.shards
+    spec, shards = place.spec, place.group.comms.shards
     own = None if part is None else part.read(0, part.numel).detach()
     if place.is_whole and own is not None:
         return own.to(shards.device, copy=True)
@@ -554,13 +554,13 @@ def take_over(states: EngineState, groups: Iterable[ParamGroup], source: int = 0
     Args:
         source: the rank among those that average gradients.
     """
-    data = states.comms.data
     for group in groups:
+        data = group.comms.data
         if data.world_size > 1:
             data.broadcast(group.full, f"written parameters of {group.spec.name}", source)
         for place in group.spec.params:
             written = group.full[place.offset : place.offset + place.numel].view(place.shape)
-            synchronize_shares(place.split, written, states.comms.tensor, f"written {place.name}")
+            synchronize_shares(place.split, written, group.comms.tensor, f"written {place.name}")
         tied = states.comms.tied.get(group.holders)
         if tied is not None:
             tied.broadcast(group.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")

@@ -39,12 +39,11 @@ class WholeParameters:
         assert comms.matrices is not None, "an optimizer of whole tensors has a group of ranks for them"
         self.comm: Comm = comms.matrices
         self.views: dict[str, nn.Parameter] = {}
-        self._tp = comms.tensor.world_size
         self.at_one = at_one
         self._owned: tuple[OwnedMatrix, ...] = ()
         self._pieces: dict[str, ParamPiece] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._exchange = OwnerExchange((), (), self.comm, self._tp)
+        self._exchange = OwnerExchange((), (), self.comm)
 
     def follow(self, groups: Sequence[ParamGroup], pieces: Sequence[ParamPiece], names: Collection[str]) -> None:
         """Step these parameters from now on; those that were there keep their owners.
@@ -56,10 +55,10 @@ class WholeParameters:
         """
         kept = self.owners
         specs = [group.spec for group in groups]
-        self._owned = assign_whole(specs, self._tp, names, kept, at_one=self.at_one)
+        self._owned = assign_whole(specs, names, kept, at_one=self.at_one)
         self._pieces = {piece.name: piece for piece in pieces if piece.name in self.owners}
         self._dtypes = {each.place.name: groups[each.group].master.dtype for each in self._owned}
-        self._exchange = OwnerExchange(groups, self._pieces, self.comm, self._tp)
+        self._exchange = OwnerExchange(groups, self._pieces, self.comm)
         before = self.views
         self.views = {}
         for each in self._owned:
@@ -115,7 +114,7 @@ class WholeParameters:
         self.views.clear()
         self._pieces.clear()
         self._owned = ()
-        self._exchange = OwnerExchange((), (), self.comm, self._tp)
+        self._exchange = OwnerExchange((), (), self.comm)
 
 
 class WholeStep(TorchStep):

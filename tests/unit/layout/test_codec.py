@@ -101,7 +101,7 @@ def test_a_tensor_axis_that_cuts_blocks_is_refused() -> None:
     )
     narrow = ParamSplit((512, 256), degree=2, dim=1, parts=(FusedPart(256),))
     with refused("block-over-tp", "precision.gather=fp8", "mesh.tp=2", "c", "[512, 256]", "256"):
-        check_blocks({"c": narrow}, 2, "precision.gather=fp8")
+        check_blocks({"c": narrow}, "tp", "precision.gather=fp8")
     assert math.prod(narrow.local_shape) % BLOCK_NUMEL == 0, "the size alone does not tell"
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout.facts import ParamEntry
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.param_groups import ALIGNMENT_NUMEL, ROOT, GroupSpec, ParamSpec, build_groups
 from shardwise.layout.zero_stages import Placement
 
@@ -29,7 +30,9 @@ def entries(draw: st.DrawFn) -> list[ParamEntry]:
 def groups(draw: st.DrawFn) -> GroupSpec:
     num_shards = draw(NUM_RANKS)
     num_ranks = draw(st.sampled_from([num_shards, 2 * num_shards]))  # two replicas of the shards
-    return draw(st.sampled_from(build_groups(draw(entries()), UNITS, num_ranks, num_shards)))
+    return draw(
+        st.sampled_from(build_groups(draw(entries()), UNITS, MeshShape(1, num_ranks // num_shards, num_shards)))
+    )
 
 
 @given(groups())
@@ -118,7 +121,7 @@ def test_slots_of_any_range_read_what_the_buffer_holds(group: GroupSpec, data: s
 
 @given(entries(), NUM_RANKS)
 def test_each_parameter_is_in_the_one_group_of_its_unit_and_kind(members: list[ParamEntry], num_shards: int) -> None:
-    found = build_groups(members, UNITS, num_shards, num_shards)
+    found = build_groups(members, UNITS, MeshShape(dp_shard=num_shards))
     entry_of = {entry.name: entry for entry in members}
     assert sorted(param.name for group in found for param in group.params) == sorted(entry_of)
     for group in found:
@@ -133,7 +136,7 @@ def test_each_parameter_is_in_the_one_group_of_its_unit_and_kind(members: list[P
 
 def test_drawn_to_scale() -> None:
     a, b = ParamEntry("a", (), ROOT, (5,), True), ParamEntry("b", ("c",), ROOT, (3, 3), True)
-    (group,) = build_groups([a, b], (), num_ranks=2, num_shards=2)
+    (group,) = build_groups([a, b], (), MeshShape(dp_shard=2))
     assert group.params == (ParamSpec("a", (), (5,), 0), ParamSpec("b", ("c",), (3, 3), 8))
     assert (group.padded_numel, group.gaps) == (32, ((5, 8), (17, 32)))
 
@@ -141,5 +144,5 @@ def test_drawn_to_scale() -> None:
 @pytest.mark.parametrize(("num_ranks", "padded"), [(1, 24), (2, 32), (3, 24), (4, 32), (6, 48)])
 def test_the_buffer_divides_among_ranks_and_shards(num_ranks: int, padded: int) -> None:
     entry = ParamEntry("a", (), ROOT, (17,), True)
-    assert build_groups([entry], (), num_ranks, num_shards=1)[0].padded_numel == padded
-    assert build_groups([entry], (), num_ranks, num_shards=num_ranks)[0].padded_numel == padded
+    assert build_groups([entry], (), MeshShape(dp_replicate=num_ranks))[0].padded_numel == padded
+    assert build_groups([entry], (), MeshShape(dp_shard=num_ranks))[0].padded_numel == padded

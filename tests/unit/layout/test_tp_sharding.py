@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from harness.copies import apply_copies
 from harness.refusals import refused
+from shardwise.layout.mesh_shape import nearest_divisors
 from shardwise.layout.slicing import LocalTensor, Rect, overlap
-from shardwise.layout.tp_sharding import FusedPart, ParamSplit, nearest_legal
+from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 
 
 @st.composite
@@ -109,8 +110,8 @@ def test_units_that_do_not_divide_are_refused_with_the_nearest_that_do(
         part.check(degree, "num_heads")
 
 
-def test_nearest_legal_are_the_divisors_on_both_sides() -> None:
-    assert (nearest_legal(32, 3), nearest_legal(7, 9), nearest_legal(6, 1)) == ("2, 4", "7", "2")
+def test_nearest_divisors_are_those_on_both_sides() -> None:
+    assert (nearest_divisors(32, 3), nearest_divisors(7, 9), nearest_divisors(6, 1)) == ("2, 4", "7", "2")
 
 
 @given(param_splits())

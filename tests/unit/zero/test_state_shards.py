@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout.facts import ParamEntry
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, build_groups
 from shardwise.layout.slicing import Rect
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
@@ -39,10 +40,10 @@ def splits(draw: st.DrawFn, degree: int) -> ParamSplit:
 def groups(draw: st.DrawFn) -> tuple[GroupSpec, ZeroStage, int]:
     """A group, the stage it is in, and how many tensor-parallel ranks there are."""
     degree, num_shards = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 4))
-    num_ranks = num_shards * draw(st.integers(1, 3))
+    mesh = MeshShape(dp_replicate=draw(st.integers(1, 3)), dp_shard=num_shards)
     by_name = {f"p{index}": draw(splits(degree)) for index in range(draw(st.integers(1, 5)))}
     entries = [ParamEntry(name, (), ROOT, split.global_shape, draw(st.booleans())) for name, split in by_name.items()]
-    made = build_groups(entries, (), num_ranks, num_shards, draw(st.booleans()), by_name)
+    made = build_groups(entries, (), mesh, draw(st.booleans()), by_name)
     return draw(st.sampled_from(made)), draw(st.sampled_from(STAGES)), degree
 
 

@@ -1,0 +1,73 @@
+"""Find the modules of a model that are its experts, by Hugging Face's interface of experts.
+
+Such a module has the weights of all experts in stacks [experts, ., .], says by flags how they are laid out, and is
+called with the tokens, the experts that each token goes to, and their weights. Any module with these attributes counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from shardwise.layout.facts import ExpertDim
+
+_FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Say whether a module is a stack of experts, all of them or those of one rank."""
+    down = getattr(module, "down_proj", None)
+    if not (isinstance(down, nn.Parameter) and down.dim() == 3 and all(hasattr(module, flag) for flag in _FLAGS)):
+        return False
+    return len(down) > 0 and num_experts_of(module) % len(down) == 0
+
+
+def num_experts_of(module: Any) -> int:
+    """Return how many experts a module of experts has, on all ranks together."""
+    return int(module.num_experts)
+
+
+def stack_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters of experts that are stacks: the weights, then the biases."""
+    weights = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    return weights + tuple(f"{name}_bias" for name in weights if module.has_bias)
+
+
+def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | None]:
+    """Return how each parameter that experts use is made of experts, by name; None for one that they share.
+
+    Args:
+        modules: all of a model's, by every name.
+    """
+    found: dict[str, ExpertDim | None] = {}
+    for prefix, module in modules.items():
+        if not is_experts(module):
+            continue
+        num_experts = num_experts_of(module)
+        stacks = {name: ExpertDim(num_experts) for name in stack_names(module)}
+        own = f"{prefix}.".removeprefix(".")
+        found |= {own + name: stacks.get(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        found |= _adapters(prefix, modules, num_experts)
+    return found
+
+
+def _adapters(prefix: str, modules: Mapping[str, nn.Module], num_experts: int) -> Iterator[tuple[str, ExpertDim]]:
+    """Yield the parameters of PEFT's wrappers around experts.
+
+    A has the ranks of one expert after the other, and B all experts of one rank after the other.
+    """
+    for at, wrapper in wrappers_of(prefix, modules).items():
+        for name, rank in wrapper.r.items():
+            yield f"{at}.lora_A.{name}.weight", ExpertDim(num_experts)
+            yield f"{at}.lora_B.{name}.weight", ExpertDim(num_experts, dim=1, num_repeats=rank)
+
+
+def wrappers_of(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return PEFT's wrappers around a module of experts, by name."""
+    found = {}
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+        found[name] = modules[name]
+    return found

@@ -1,0 +1,144 @@
+"""Let the experts of a model compute their tokens on the ranks that hold them; the model's own code stays.
+
+A module of experts gets another forward, which is called with what its own is: tokens, the experts of each, weights.
+Where ranks of tp have the same tokens, each dispatches an equal part of them, and the results are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.mesh import CommGroups
+from shardwise.construction.experts import is_experts, num_experts_of, wrappers_of
+from shardwise.experts.dispatch import ExpertDispatch
+from shardwise.layout.layout import Layout
+from shardwise.layout.tensor_plan import is_within
+from shardwise.runtime.class_swap import set_attribute, subclass_module
+
+_LAYER: Final = "_shardwise_experts"
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Computes one layer's experts; `same_tokens` are the ranks that have the same ones, if there are several."""
+
+    name: str
+    dispatch: ExpertDispatch
+    same_tokens: Comm | None
+
+    def __call__(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return what the experts make of the tokens, as the module's own forward does."""
+        whole, comm = hidden, self.same_tokens
+        if comm is not None:
+            hidden, index, weights = (_own_rows(each, comm) for each in (hidden, index, weights))
+        computed = self.dispatch.forward(experts, hidden, index, weights, self.name)
+        return computed if comm is None else _all_rows(computed, comm, len(whole))
+
+
+class ExpertLayers:
+    """Alters the modules of a model's experts; `close` puts them back.
+
+    Args:
+        layout: says whether experts have a mesh of their own. Where they have none, nothing is altered.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, comms: CommGroups) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._dispatch: ExpertDispatch | None = None
+        if comms.tokens is None:
+            return
+        self._dispatch = dispatch = ExpertDispatch(comms.tokens)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        found: Mapping[str, nn.Module] = {name: each for name, each in modules.items() if is_experts(each)}
+        for name, module in {id(module): (name, module) for name, module in found.items()}.values():
+            has_part = _has_part_of_sequence(layout, name)
+            same_tokens = None if has_part or comms.tensor.world_size == 1 else comms.tensor
+            layer = ExpertLayer(name, dispatch, same_tokens)
+            self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
+            for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
+                num_local = num_experts_of(module) // layout.mesh.ep
+                self._undo.append(set_attribute(wrapper, "num_experts", num_local))
+
+    def forget(self) -> None:
+        """Drop what recomputations of the forwards so far would need."""
+        if self._dispatch is not None:
+            self._dispatch.forget()
+
+    def close(self) -> None:
+        """Give the modules their own forwards again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        if self._dispatch is not None:
+            self._dispatch.close()
+
+
+class _DispatchedExperts(nn.Module):
+    """Is joined with the class of a module of experts."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        layer: ExpertLayer = getattr(self, _LAYER)
+        return layer(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _has_part_of_sequence(layout: Layout, name: str) -> bool:
+    """Say whether a module is called with a part of the sequence on each rank of tp."""
+    tensor = layout.tensor
+    return (
+        tensor is not None
+        and tensor.sequence_parallel
+        and any(is_within(name, stack.modules) for stack in tensor.plan.stacks)
+    )
+
+
+def _own_rows(rows: Tensor, comm: Comm) -> Tensor:
+    """Return this rank's part of rows that all ranks have; its gradient is that of all rows."""
+    own: Tensor = _OwnRows.apply(rows, comm) if rows.is_floating_point() else _cut(rows, comm)
+    return own
+
+
+def _all_rows(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
+    """Return the rows of which each rank has a part."""
+    rows: Tensor = _AllRows.apply(own, comm, num_rows)
+    return rows
+
+
+class _OwnRows(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, comm: Comm) -> Tensor:
+        ctx.given = comm, len(rows)
+        return _cut(rows, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _all_rows(gradients[0], *ctx.given), None
+
+
+class _AllRows(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, comm: Comm, num_rows: int) -> Tensor:
+        ctx.comm = comm
+        return _gathered(own, comm, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _own_rows(gradients[0], ctx.comm), None, None
+
+
+def _cut(rows: Tensor, comm: Comm) -> Tensor:
+    size = -(-len(rows) // comm.world_size)
+    return rows[comm.rank * size : (comm.rank + 1) * size]
+
+
+def _gathered(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
+    size = -(-num_rows // comm.world_size)  # of the last ranks' parts an end is padding
+    full = own.new_zeros((comm.world_size * size, *own.shape[1:]))
+    full[comm.rank * size :][: len(own)] = own
+    comm.all_gather(full.view(-1), "rows of experts").wait()
+    return full[:num_rows]

@@ -1,0 +1,304 @@
+"""Send tokens to the ranks of their experts, multiply them there, and sum what comes back.
+
+A layer's experts are spread over the ranks of a group, rank by rank in their order. A rank's tokens are its own:
+each token is dispatched by one rank.
+
+1. The choices of the tokens (k of each) are sorted by expert. The ranks exchange how many go to which expert.
+2. Each choice's row is sent to the rank of its expert. No row is dropped or padded.
+3. There the rows are put in the order of the experts, and each expert multiplies its own.
+4. The results are sent back the same way, and each token sums its k, weighted, in the order of its choices.
+
+Every step is one autograd function whose backward is another of them, so gradients may be differentiated again. None
+adds into rows by index, which has no fixed order on a GPU.
+
+[Note: Ranks and experts without tokens]
+A rank that has no tokens, or whose experts get none, runs the same functions over no rows. Nothing may be skipped:
+the backward of an exchange is an exchange, in which all ranks must take part, and an expert without tokens has a
+gradient of zeros, which is summed over other ranks.
+
+[Note: Order of the rows of an expert]
+By rank, and by token on it. Where the ranks of a group are in the order of the data, that is the order in which one
+process would have the rows; so the products that sum over rows, the gradients of weights, have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from shardwise.attention.api import autocast
+from shardwise.comm.collectives import Comm
+from shardwise.comm.tokens import RowCounts, exchange_counts, exchange_tokens
+from shardwise.config.errors import EngineError
+from shardwise.runtime.device import kind_of
+from shardwise.runtime.forward_state import is_recorded, same_again
+from shardwise.runtime.op_registry import Op, OpRegistry
+from shardwise.runtime.torch_private import is_fake, unseen_by_op_modes
+
+# N tokens of this rank, k choices of each, R rows that its experts get, E experts in all, L of this rank, H features
+
+_GATE: Final = "_apply_gate"  # of transformers' interface, whose name it is
+# Where each row of a new order is in the old one, and the inverse of that.
+Permutation = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Says where the rows of one call go.
+
+    Attributes:
+        by_expert: sorts the choices [N * k].
+        sent: rows for each rank; `received` those from each.
+        arrange: puts received rows into the order of the experts; None where they are in it.
+        counts: of the rows of each expert of this rank, on the host; `sizes` the same on the device.
+    """
+
+    by_expert: Permutation
+    sent: list[int]
+    received: list[int]
+    arrange: Permutation | None
+    counts: list[int]
+    sizes: Tensor
+
+
+class ExpertDispatch:
+    """Computes layers of experts that are spread over the ranks of a group; `close` removes the registered ops.
+
+    Args:
+        skew: of simulated ranks: the rows that this rank's experts get over those that its tokens send.
+    """
+
+    def __init__(self, comm: Comm, skew: float = 1.0) -> None:
+        self.comm = comm
+        self._skew = skew
+        self._numbers = count()
+        self._saved: dict[int, tuple[Tensor, RowCounts]] = {}
+        register = self._registry = OpRegistry(comm.is_simulated)
+        self._exchange = register(
+            "exchange_tokens(Tensor rows, int[] sent, int[] received, str name) -> Tensor",
+            lambda rows, sent, received, name: exchange_tokens(comm, rows, sent, received, name),
+            lambda rows, sent, received, name: rows.new_empty((sum(received), rows.shape[1])),
+        )
+        self._product = register(
+            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor sizes, int[] counts, bool t) -> Tensor",
+            _grouped_product,
+            _grouped_product,
+        )
+
+    def forward(self, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, name: str) -> Tensor:
+        """Return what a layer's experts make of this rank's tokens, summed over the choices of each: [N, H].
+
+        Args:
+            experts: a module with the flags of transformers' interface of experts; its stacks are this rank's experts.
+            hidden: [N, H]; the index of the chosen experts, among those of all ranks, and their weights are [N, k].
+            name: of the layer, in counts and messages.
+
+        Raises:
+            CommError: an index names no expert.
+            EngineError: a recomputation has chosen other experts than its forward.
+        """
+        to = self._route(index, len(experts.down_proj), name)
+        cast = hidden.to(autocast(experts.down_proj).dtype)
+        rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.sent, to.received, name)
+        rows = self._multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", _take(rows, to.arrange), to)
+        rows = getattr(experts, _GATE)(rows) if experts.has_gate else experts.act_fn(rows)
+        rows = self._multiply(experts, "down_proj", rows, to)
+        rows = self._send(_take(rows, to.arrange and to.arrange[::-1]), to.received, to.sent, name)
+        # [Note: The norm after an expert]
+        # Its weight is no expert's: all have the same. So it runs where the token is, and the gradient of its weight
+        # is of this rank's tokens, as that of any weight outside of the experts.
+        rows = experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+        chosen = _take(rows, to.by_expert[::-1]).view(*index.shape, hidden.shape[1])
+        return (chosen * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def forget(self) -> None:
+        """Drop what recomputations of the forwards so far would need."""
+        self._saved.clear()
+
+    def close(self) -> None:
+        """Remove the registered ops."""
+        self.forget()
+        self._registry.close()
+
+    def _route(self, index: Tensor, num_local: int, name: str) -> Routing:
+        num_experts = num_local * self.comm.world_size
+        chosen, order = index.reshape(-1).sort(stable=True)
+        number = same_again("experts", self._numbers.__next__)
+        if number in self._saved:
+            # [Note: A recomputation sends the same rows]
+            # It exchanges no counts and reads no sizes. With other experts than those of the forward, its rows would
+            # not fit the sizes, or the gradients not the output.
+            saved, rows = self._saved[number]
+            if not torch.equal(saved, index.to(saved.dtype)):
+                raise EngineError(
+                    "routing-changed",
+                    f"{name}: the recomputation sends tokens to other experts than the forward did; make the router "
+                    "deterministic, or set recompute.mode=none",
+                )
+        else:
+            bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
+            counts = torch.searchsorted(chosen, bounds, out_int32=True).diff().view(-1, num_local)
+            with unseen_by_op_modes():
+                rows = exchange_counts(self.comm, counts, index.numel(), name, self._skew)
+            if is_recorded():
+                self._saved[number] = index.to(torch.int16 if num_experts < 2**15 else torch.int32), rows
+        sent, received, counts_of_experts = (
+            [sum(each) for each in table] for table in (rows.sent, rows.received, zip(*rows.received, strict=True))
+        )
+        arrange = _arrangement(rows.on_device, sum(received))
+        return Routing(_with_inverse(order), sent, received, arrange, counts_of_experts, rows.on_device.sum(0))
+
+    def _send(self, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+        if self.comm.world_size == 1:
+            return rows
+        moved: Tensor = _Exchange.apply(self._exchange, rows, sent, received, name)
+        return moved
+
+    def _multiply(self, experts: Any, stack: str, rows: Tensor, to: Routing) -> Tensor:
+        weight = autocast(getattr(experts, stack))
+        bias = autocast(getattr(experts, f"{stack}_bias")) if experts.has_bias else None
+        product: Tensor = _Product.apply(
+            self._product, rows.to(weight.dtype), weight, bias, to.sizes, to.counts, experts.is_transposed
+        )
+        return product
+
+
+def _with_inverse(places: Tensor) -> Permutation:
+    inverse = torch.empty_like(places)
+    inverse[places] = torch.arange(len(places), dtype=places.dtype, device=places.device)
+    return places, inverse
+
+
+def _arrangement(received: Tensor, num_rows: int) -> Permutation | None:
+    """Put rows by rank and expert into the order of expert and rank; their numbers are `received` [ranks, L]."""
+    if min(received.shape) == 1:
+        return None
+    # The rows of a rank and an expert are a run. In the new order it begins where the runs before it end, so all its
+    # rows are moved by one distance.
+    starts = received.reshape(-1).cumsum(0).view_as(received) - received
+    runs = received.t().reshape(-1)
+    distances = starts.t().reshape(-1) - (runs.cumsum(0) - runs)
+    places = torch.arange(num_rows, device=received.device)
+    return _with_inverse(places + distances.repeat_interleave(runs, output_size=num_rows))
+
+
+def _take(rows: Tensor, order: Permutation | None, num_copies: int = 1) -> Tensor:
+    """Return rows, each so many times in succession, in another order."""
+    taken: Tensor = rows if order is None else _Take.apply(rows, *order, num_copies)
+    return taken
+
+
+class _Take(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, inverse: Tensor, num_copies: int) -> Tensor:
+        ctx.save_for_backward(places, inverse)  # a recomputation makes them again: they are not kept until then
+        ctx.shape = rows.shape[0], num_copies, rows.shape[1]
+        return rows.index_select(0, places if num_copies == 1 else places // num_copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        places, inverse = ctx.saved_tensors
+        grad = _Take.apply(gradients[0], inverse, places, 1)
+        return grad if ctx.shape[1] == 1 else grad.view(ctx.shape).sum(1), None, None, None
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, op: Op, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+        ctx.given = op, sent, received, name
+        moved: Tensor = op(rows.contiguous(), sent, received, name)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        op, sent, received, name = ctx.given
+        return None, _Exchange.apply(op, gradients[0], received, sent, name), None, None, None
+
+
+class _Product(Function):
+    """Multiply the rows [R, in] of each expert by its matrix, [L, out, in] or transposed, and add its bias."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, rows: Tensor, weight: Tensor, bias: Tensor | None, *groups: Any) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.op, (ctx.sizes, ctx.counts, ctx.is_transposed) = op, groups
+        product: Tensor = op(rows.contiguous(), weight, bias, *groups)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, weight = ctx.saved_tensors
+        of_rows = of_weight = of_bias = None
+        grad = gradients[0].contiguous()  # that of a sum has strides of 0, which no kernel for groups takes
+        if ctx.needs_input_grad[1]:
+            of_rows = _Product.apply(ctx.op, grad, weight, None, ctx.sizes, ctx.counts, not ctx.is_transposed)
+        if ctx.needs_input_grad[2]:
+            factors = (rows, grad) if ctx.is_transposed else (grad, rows)
+            of_weight = _Outer.apply(ctx.op, *factors, ctx.sizes, ctx.counts)
+        if ctx.needs_input_grad[3]:
+            of_bias = torch.stack([part.sum(0) for part in grad.split(ctx.counts)])
+        return None, of_rows, of_weight, of_bias, None, None, None
+
+
+class _Outer(Function):
+    """Return for each expert `left.T @ right` over its rows [R, p] and [R, q]: [L, p, q]."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, sizes: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.given = op, sizes, counts
+        return _grouped_outer(left.contiguous(), right.contiguous(), sizes, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (left, right), (op, *groups) = ctx.saved_tensors, ctx.given
+        of_left = _Product.apply(op, right, gradients[0], None, *groups, False)
+        return None, of_left, _Product.apply(op, left, gradients[0], None, *groups, True), None, None
+
+
+def _grouped_product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Tensor, counts: Sequence[int], is_transposed: bool
+) -> Tensor:
+    matrices = weight if is_transposed else weight.transpose(1, 2)
+    if _has_kernel(rows, weight):
+        out = F.grouped_mm(rows, matrices, offs=sizes.cumsum(0, dtype=torch.int32))
+    else:
+        out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+        for part, matrix, result in _of_experts(counts, rows, matrices, out):
+            torch.mm(part, matrix, out=result)
+    return out if bias is None else out.add_(bias.repeat_interleave(sizes, 0, output_size=len(rows)))
+
+
+def _grouped_outer(left: Tensor, right: Tensor, sizes: Tensor, counts: Sequence[int]) -> Tensor:
+    if _has_kernel(left, right):
+        out = F.grouped_mm(left.t(), right, offs=sizes.cumsum(0, dtype=torch.int32))
+    else:
+        out = left.new_empty((len(counts), left.shape[1], right.shape[1]))
+        for own_left, result, own_right in _of_experts(counts, left, out, right):
+            torch.mm(own_left.t(), own_right, out=result)
+    for expert, number in enumerate(counts):
+        if number == 0:
+            out[expert].zero_()
+    return out
+
+
+def _of_experts(counts: Sequence[int], rows: Tensor, stack: Tensor, other_rows: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Yield the rows and the matrix of each expert that has rows."""
+    if not is_fake(rows):  # one op stands for all
+        parts = zip(rows.split(counts), stack, other_rows.split(counts), strict=True)
+        yield from (each for each in parts if len(each[0]))
+
+
+def _has_kernel(rows: Tensor, other: Tensor) -> bool:
+    """Say whether torch's product of groups takes these: it wants rows, and all strides in steps of 16 bytes."""
+    if rows.dtype not in kind_of(rows.device).grouped_dtypes or is_fake(rows) or len(rows) == 0:
+        return False
+    strides = (rows.shape[1], *other.shape[1:], rows.storage_offset(), other.storage_offset())
+    return other.is_contiguous() and all(number * rows.element_size() % 16 == 0 for number in strides)

@@ -1,0 +1,85 @@
+"""Mixtures of experts under expert parallelism, with every other axis, equal one plain process, in float64.
+
+The model is Hugging Face's Mixtral, unmodified.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+
+from harness.combinations import cover
+from harness.pool import WorkerPool
+from harness.reference import Trace, check_parity
+from harness.tensor import CLIP_NORM, mixture, train_on_mesh, train_plainly
+from harness.training import merge_ranks
+
+pytest.importorskip("transformers")
+
+NUM_STEPS = 3
+FACTORS = {
+    "ep": [1, 2, 4],
+    "stage": [0, 1, 2, 3],
+    "tp": [1, 2],
+    "cp": [1, 2],
+    "pp": [1, 2],
+    "sequence_parallel": [False, True],
+    "accumulation": [1, 2],
+    "recompute": ["none", "full", "selective"],
+}
+
+
+def fits(options: dict[str, Any]) -> bool:
+    """Experts have a mesh of their own, and no split of the sequence without ranks that share it."""
+    num_ranks = 4 // options["pp"]
+    is_legal = options["tp"] * options["cp"] <= num_ranks and num_ranks % options["ep"] == 0
+    return is_legal and options["ep"] * options["tp"] > 1 and (options["tp"] > 1 or not options["sequence_parallel"])
+
+
+def train(rank: int, world_size: int, options: dict[str, Any], num_micro_batches: int, overrides: Any) -> Trace:
+    return train_on_mesh(rank, mixture(**options), overrides, None, num_micro_batches, NUM_STEPS)
+
+
+@functools.cache
+def reference(options: tuple[tuple[str, Any], ...], num_data_ranks: int, num_micro_batches: int) -> Trace:
+    return train_plainly(mixture(**dict(options)), num_data_ranks, num_micro_batches, NUM_STEPS, CLIP_NORM)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("options", cover(FACTORS, fits))
+def test_divided_experts_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
+    overrides = {
+        "mesh": mesh,
+        "zero": {"stage": options["stage"]},
+        "tensor": {"sequence_parallel": options["sequence_parallel"]},
+        "recompute": {"mode": options["recompute"]},
+        "pipeline": {"schedule": "1f1b"},
+    }
+    num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
+    traces = ranks(4).run(train, {}, options["accumulation"], overrides)
+    check_parity(merge_ranks(traces), reference((), num_data_ranks, options["accumulation"]))
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 2}, {"pp": 2, "ep": 2}], ids=str)
+def test_the_models_own_auxiliary_loss_equals_one_process(ranks: WorkerPool, mesh: dict[str, int]) -> None:
+    num_ranks = 4 if "pp" in mesh else 2
+    num_data_ranks = num_ranks // mesh.get("pp", 1) // mesh.get("tp", 1)
+    options = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    traces = ranks(num_ranks).run(train, options, 2, {"mesh": mesh, "zero": {"stage": 2}})
+    check_parity(merge_ranks(traces), reference((*options.items(),), num_data_ranks, 2))
+
+
+def test_replicas_of_divided_experts_equal_one_process(ranks: WorkerPool) -> None:
+    traces = ranks(4).run(train, {}, 1, {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "zero": {"stage": 3}})
+    check_parity(merge_ranks(traces), reference((), 4, 1))
+
+
+ROUTINGS = {
+    "all to one expert": {"num_experts_per_tok": 1, "biased_to": 0},
+    "an expert without tokens": {"num_experts_per_tok": 1, "biased_to": 3},
+    "every expert for each token": {"num_experts_per_tok": 16},
+}
