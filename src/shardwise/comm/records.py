@@ -301,9 +301,9 @@ class CommLog:
             call: from which they come: in it the host is said to wait; None for no call.
         """
         on_host, copied = values, None
-        kind = kind_of(device)
-        if kind.is_in_stream_order:
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=kind.pins)
+        row = kind_of(device)
+        if row.is_in_stream_order:
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=row.pins)
             on_host.copy_(values, non_blocking=True)
             copied = Event.record(device)
 
