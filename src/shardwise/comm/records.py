@@ -295,11 +295,7 @@ class CommLog:
             self.end()
 
     def start_read(self, values: Tensor, device: torch.device, call: Collective | None) -> Callable[[], list[Any]]:
-        """Start to copy numbers of a device to the host, and return what waits for them and returns them.
-
-        Args:
-            call: from which they come: in it the host is said to wait; None for no call.
-        """
+        """Start to copy numbers, of `call` if of any, from a device to the host; return what waits for them."""
         on_host, copied = values, None
         row = kind_of(device)
         if row.is_in_stream_order:

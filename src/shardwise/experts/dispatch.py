@@ -55,12 +55,12 @@ class Routing:
     Attributes:
         by_expert: sorts the choices [N * k].
         arrange: puts received rows into the order of the experts; None where they are in it.
-        sizes: rows of each expert of this rank, as `rows.by_part` has them on the host.
+        ends: of the rows of each expert of this rank, as int32; `rows.by_part` has their numbers on the host.
     """
 
     by_expert: Permutation
     arrange: Permutation | None
-    sizes: Tensor
+    ends: Tensor
     rows: RowCounts
 
 
@@ -83,7 +83,7 @@ class ExpertDispatch:
             lambda rows, sent, received, name: rows.new_empty((sum(received), rows.shape[1])),
         )
         self._product = register(
-            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor sizes, int[] counts, bool t) -> Tensor",
+            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor ends, int[] counts, bool t) -> Tensor",
             _grouped_product,
             _grouped_product,
         )
@@ -145,7 +145,7 @@ class ExpertDispatch:
             if is_recorded():
                 self._saved[number] = index.to(torch.int16 if num_experts < 2**15 else torch.int32), rows
         arrange = _arrangement(rows.on_device, sum(rows.received))
-        return Routing(_with_inverse(order), arrange, rows.on_device.sum(0), rows)
+        return Routing(_with_inverse(order), arrange, rows.on_device.sum(0).cumsum(0, dtype=torch.int32), rows)
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         return rows if self.comm.world_size == 1 else _Exchange.apply(self._exchange, rows, sent, received, name)
@@ -153,7 +153,7 @@ class ExpertDispatch:
     def _multiply(self, experts: Any, stack: str, rows: Tensor, to: Routing) -> Tensor:
         weight = autocast(getattr(experts, stack))
         bias = autocast(getattr(experts, f"{stack}_bias")) if experts.has_bias else None
-        groups = (to.sizes, to.rows.by_part, experts.is_transposed)
+        groups = (to.ends, to.rows.by_part, experts.is_transposed)
         return _Product.apply(self._product, rows.to(weight.dtype), weight, bias, *groups)
 
 
@@ -173,7 +173,8 @@ def _arrangement(received: Tensor, num_rows: int) -> Permutation | None:
     runs = received.t().reshape(-1)
     distances = starts.t().reshape(-1) - (runs.cumsum(0) - runs)
     places = torch.arange(num_rows, device=received.device)
-    return _with_inverse(places + distances.repeat_interleave(runs, output_size=num_rows))
+    run_of = torch.searchsorted(runs.cumsum(0), places, right=True)  # no wait of the host, as `repeat_interleave` may
+    return _with_inverse(places + distances[run_of])
 
 
 def _take(rows: Tensor, order: Permutation | None, num_copies: int = 1) -> Tensor:
@@ -213,7 +214,7 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, op: Op, rows: Tensor, weight: Tensor, bias: Tensor | None, *groups: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.op, (ctx.sizes, ctx.counts, ctx.is_transposed) = op, groups
+        ctx.op, (ctx.ends, ctx.counts, ctx.is_transposed) = op, groups
         return op(rows.contiguous(), weight, bias, *groups)
 
     @staticmethod
@@ -222,10 +223,10 @@ class _Product(Function):
         of_rows = of_weight = of_bias = None
         grad = gradients[0].contiguous()  # that of a sum has strides of 0, which no kernel for groups takes
         if ctx.needs_input_grad[1]:
-            of_rows = _Product.apply(ctx.op, grad, weight, None, ctx.sizes, ctx.counts, not ctx.is_transposed)
+            of_rows = _Product.apply(ctx.op, grad, weight, None, ctx.ends, ctx.counts, not ctx.is_transposed)
         if ctx.needs_input_grad[2]:
             factors = (rows, grad) if ctx.is_transposed else (grad, rows)
-            of_weight = _Outer.apply(ctx.op, *factors, ctx.sizes, ctx.counts)
+            of_weight = _Outer.apply(ctx.op, *factors, ctx.ends, ctx.counts)
         if ctx.needs_input_grad[3]:
             of_bias = torch.stack([rows.sum(0) for rows in grad.split(ctx.counts)])
         return None, of_rows, of_weight, of_bias, None, None, None
@@ -235,10 +236,10 @@ class _Outer(Function):
     """Return for each expert `left.T @ right` over its rows [R, p] and [R, q]: [L, p, q]."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, sizes: Tensor, counts: list[int]) -> Tensor:
+    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, ends: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(left, right)
-        ctx.given = op, sizes, counts
-        return _grouped_outer(left.contiguous(), right.contiguous(), sizes, counts)
+        ctx.given = op, ends, counts
+        return _grouped_outer(left.contiguous(), right.contiguous(), ends, counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -248,21 +249,24 @@ class _Outer(Function):
 
 
 def _grouped_product(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Tensor, counts: Sequence[int], is_transposed: bool
+    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, counts: Sequence[int], is_transposed: bool
 ) -> Tensor:
     matrices = weight if is_transposed else weight.transpose(1, 2)
     if _has_kernel(rows, weight):
-        out = F.grouped_mm(rows, matrices, offs=sizes.cumsum(0, dtype=torch.int32))
+        out = F.grouped_mm(rows, matrices, offs=ends)
     else:
         out = rows.new_empty((rows.shape[0], matrices.shape[2]))
         for own_rows, matrix, result in _of_experts(counts, rows, matrices, out):
             torch.mm(own_rows, matrix, out=result)
-    return out if bias is None else out.add_(bias.repeat_interleave(sizes, 0, output_size=len(rows)))
+    if bias is not None:
+        places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+        out += bias[torch.searchsorted(ends, places, right=True)]
+    return out
 
 
-def _grouped_outer(left: Tensor, right: Tensor, sizes: Tensor, counts: Sequence[int]) -> Tensor:
+def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
     if _has_kernel(left, right):
-        out = F.grouped_mm(left.t(), right, offs=sizes.cumsum(0, dtype=torch.int32))
+        out = F.grouped_mm(left.t(), right, offs=ends)
     else:
         out = left.new_empty((len(counts), left.shape[1], right.shape[1]))
         for own_left, result, own_right in _of_experts(counts, left, out, right):
