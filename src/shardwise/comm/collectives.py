@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from shardwise.comm.records import Collective, CommError, CommLog, MissingRankEr
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.device import Event, P2PStreamKey, StreamName, Streams, kind_of
+
+if TYPE_CHECKING:
+    from shardwise.comm.tokens import TokenExchange
 
 
 class AsyncWork:
@@ -149,11 +152,6 @@ class RankPlace:
     ranks: tuple[int, ...] = ()
 
 
-# Takes rows [n, h], how many of them go to each rank and how many come from each, and the group of these ranks; returns
-# the rows that came, in the order of the ranks, for use on the current stream.
-TokenExchange = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup | None], Tensor]
-
-
 class CommFactory(Protocol):
     """Makes the communicators of an engine's groups of ranks.
 
@@ -207,7 +205,7 @@ class Comm(ABC):
     Attributes:
         waits_on_host: the host waits for collectives (gloo); otherwise they run in the order of a stream (NCCL).
         is_simulated: the other ranks are not there, and tensors have no values.
-        token_exchange: moves rows between ranks in the place of c10d (`shardwise.comm.tokens`); None for c10d.
+        token_exchange: moves rows between ranks in the place of c10d, if it is not None.
     """
 
     waits_on_host: bool
@@ -296,10 +294,9 @@ class Comm(ABC):
     def post_all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: list[int] | None, sent_sizes: list[int] | None
     ) -> dist.Work | None:
-        """Send each rank its part of a 1-D tensor and receive one from each; sizes by rank, None for equal ones."""
-        return self._c10d.all_to_all_single(
-            received, sent, received_sizes, sent_sizes, group=self._group, async_op=self.waits_on_host
-        )
+        """Send each rank its part of a contiguous tensor; sizes are bytes by rank, None for equal ones."""
+        operands = (_bytes_of(received), _bytes_of(sent), received_sizes, sent_sizes)
+        return self._c10d.all_to_all_single(*operands, group=self._group, async_op=self.waits_on_host)
 
     @abstractmethod
     def hang_up(self) -> None:
@@ -593,4 +590,4 @@ class Comm(ABC):
 
 def _bytes_of(buffer: Tensor) -> Tensor:
     """View a contiguous tensor's memory as uint8 [b]."""
-    return buffer.view(-1).view(torch.uint8)
+    return buffer.view(buffer.numel()).view(torch.uint8)  # -1 would be no size where there is no element

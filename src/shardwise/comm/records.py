@@ -295,15 +295,11 @@ class CommLog:
             self.end()
 
     def start_read(self, values: Tensor, device: torch.device, call: Collective | None) -> Callable[[], list[Any]]:
-        """Start to copy numbers of a device to the host, and return what waits for them and returns them.
-
-        Args:
-            call: from which they come: in it the host is said to wait; None for no call.
-        """
+        """Start to copy numbers, of `call` if of any, from a device to the host; return what waits for them."""
         on_host, copied = values, None
-        kind = kind_of(device)
-        if kind.is_in_stream_order:
-            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=kind.pins)
+        row = kind_of(device)
+        if row.is_in_stream_order:
+            on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=row.pins)
             on_host.copy_(values, non_blocking=True)
             copied = Event.record(device)
 

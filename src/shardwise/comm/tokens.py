@@ -7,29 +7,33 @@ those too that send and receive nothing; a single rank makes none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import Comm, TokenExchange
+from shardwise.comm.collectives import Comm
 from shardwise.comm.records import Collective, CommError
+
+# Takes rows [n, h], how many go to each rank and how many come from each, and the group of these ranks; returns those
+# that came, by rank, for use on the current stream. `Comm.token_exchange` is where another one than c10d's is set.
+TokenExchange = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup | None], Tensor]
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Says how many rows this rank sends and receives.
+    """Says how many rows this rank sends to each rank, receives from each, and receives for each part of its data.
 
     Attributes:
-        sent: by the rank that receives them, and by part of its data.
-        received: by the rank that has sent them, and by part of this rank's data.
-        on_device: those received, [ranks, parts].
+        on_device: integers [ranks, parts]: rows that come from a rank for a part.
     """
 
-    sent: tuple[tuple[int, ...], ...]
-    received: tuple[tuple[int, ...], ...]
+    sent: list[int]
+    received: list[int]
+    by_part: list[int]
     on_device: Tensor
 
 
@@ -37,40 +41,32 @@ def exchange_counts(comm: Comm, counts: Tensor, num_rows: int, name: str, skew: 
     """Exchange how many rows each rank sends each other one; here the host waits for the device.
 
     Args:
-        counts: integers [ranks, parts]: rows for each part of each rank's data.
-        num_rows: their sum.
+        counts: integers [ranks, parts], of `num_rows` in all: rows for each part of each rank's data.
         skew: of simulated ranks, whose counts have no values: the rows that come over those that are sent.
 
     Raises:
-        CommError: the counts do not add up.
+        CommError: the counts are not of all rows.
     """
     n, num_parts = counts.shape
-    received, call = counts, None
-    if n > 1:
-        received, call = _exchange(comm, counts, [1] * n, [1] * n, name, None)
+    received, call = _exchange(comm, counts, [1] * n, [1] * n, name, None) if n > 1 else (counts, None)
     if comm.is_simulated:
-        come = _even(ceil(num_rows * skew), n, num_parts)
-        return RowCounts(_even(num_rows, n, num_parts), come, received)
-    read = comm.comm_log.start_read(torch.stack([counts, received]), comm.device, call)
-    sent, come = (tuple(map(tuple, by_rank)) for by_rank in read())
-    rows = RowCounts(sent, come, received)
-    if sum(map(sum, rows.sent)) != num_rows:
+        come = ceil(num_rows * skew)
+        return RowCounts(_evenly(num_rows, n), _evenly(come, n), _evenly(come, num_parts), received)
+    sums = torch.cat([counts.sum(1), received.sum(1), received.sum(0)])
+    numbers = comm.comm_log.start_read(sums, comm.device, call)()
+    if sum(numbers[:n]) != num_rows:
         raise CommError(
             "rows-without-rank",
-            f"{name}: {num_rows - sum(map(sum, rows.sent))} of {num_rows} rows go to none of the {n * num_parts} parts "
-            f"of the data; give each row an index from 0 to {n * num_parts - 1}",
+            f"{name}: {num_rows - sum(numbers[:n])} of {num_rows} rows are for no part of the data of any rank; give "
+            f"each an index from 0 to {counts.numel() - 1}",
         )
-    return rows
+    return RowCounts(numbers[:n], numbers[n : 2 * n], numbers[2 * n :], received)
 
 
 def exchange_tokens(comm: Comm, rows: Tensor, sent: Sequence[int], received: Sequence[int], name: str) -> Tensor:
-    """Return the rows [sum(received), h] that the ranks have sent this one, in the order of the ranks.
+    """Send contiguous rows [sum(sent), h], in the order of the ranks, and return those that come, in that order too.
 
     They are usable at once: what follows may be any code, which knows of no collective under way.
-
-    Args:
-        rows: [sum(sent), h], contiguous, in the order of the ranks that get them.
-        sent: rows for each rank; `received` those from each.
     """
     if comm.world_size == 1:
         return rows
@@ -81,16 +77,15 @@ def _exchange(
     comm: Comm, rows: Tensor, sent: Sequence[int], received: Sequence[int], name: str, kernel: TokenExchange | None
 ) -> tuple[Tensor, Collective]:
     row_bytes = prod(rows.shape[1:]) * rows.element_size()
-    call = comm.count_exchange(name, (sum(sent) - sent[comm.rank]) * row_bytes)
     shape = (sum(received), *rows.shape[1:])
+    call = comm.count_exchange(name, (sum(sent) - sent[comm.rank]) * row_bytes)
     with comm.launch(call) as started:
         if kernel is not None:
             out = kernel(rows, sent, received, comm.process_group)
         else:
             out = rows.new_empty(shape)
-            # As bytes: a back end takes them whatever the dtype is.
-            sizes = ([number * row_bytes for number in each] for each in (received, sent))
-            started.add(comm.post_all_to_all(_bytes_of(out), _bytes_of(rows), *sizes))
+            sizes = ([number * row_bytes for number in numbers] for numbers in (received, sent))
+            started.add(comm.post_all_to_all(out, rows, *sizes))
     started.as_work().wait()
     if out.shape != shape or out.dtype != rows.dtype:
         raise CommError(
@@ -101,13 +96,5 @@ def _exchange(
     return out, call
 
 
-def _bytes_of(rows: Tensor) -> Tensor:
-    # A tensor without an element may have strides that no view of bytes allows.
-    return rows.view(-1).view(torch.uint8) if rows.numel() else rows.new_empty(0, dtype=torch.uint8)
-
-
-def _even(num_rows: int, num_ranks: int, num_parts: int) -> tuple[tuple[int, ...], ...]:
-    """Spread rows evenly over the parts of all ranks."""
-    each, more = divmod(num_rows, num_ranks * num_parts)
-    flat = [each + (index < more) for index in range(num_ranks * num_parts)]
-    return tuple(tuple(flat[rank * num_parts : (rank + 1) * num_parts]) for rank in range(num_ranks))
+def _evenly(num_rows: int, num_parts: int) -> list[int]:
+    return [num_rows * (index + 1) // num_parts - num_rows * index // num_parts for index in range(num_parts)]

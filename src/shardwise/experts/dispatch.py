@@ -1,14 +1,13 @@
 """Send tokens to the ranks of their experts, multiply them there, and sum what comes back.
 
-A layer's experts are spread over the ranks of a group, rank by rank in their order. A rank's tokens are its own:
-each token is dispatched by one rank.
+A layer's experts are spread over the ranks of a group, in the order of the ranks; a token is dispatched by one rank.
 
-1. The choices of the tokens (k of each) are sorted by expert. The ranks exchange how many go to which expert.
+1. The choices of the tokens (k of each) are sorted by expert, and the ranks exchange how many go to which.
 2. Each choice's row is sent to the rank of its expert. No row is dropped or padded.
 3. There the rows are put in the order of the experts, and each expert multiplies its own.
 4. The results are sent back the same way, and each token sums its k, weighted, in the order of its choices.
 
-Every step is one autograd function whose backward is another of them, so gradients may be differentiated again. None
+Every step is an autograd function whose backward is another of them, so gradients may be differentiated again. None
 adds into rows by index, which has no fixed order on a GPU.
 
 [Note: Ranks and experts without tokens]
@@ -17,8 +16,8 @@ the backward of an exchange is an exchange, in which all ranks must take part, a
 gradient of zeros, which is summed over other ranks.
 
 [Note: Order of the rows of an expert]
-By rank, and by token on it. Where the ranks of a group are in the order of the data, that is the order in which one
-process would have the rows; so the products that sum over rows, the gradients of weights, have the same bits.
+By rank, and by token on it. Where the ranks of a group are in the order of the data, one process would have the rows
+in that order; so products that sum over rows, the gradients of weights, have the same bits.
 """
 
 from __future__ import annotations
@@ -55,17 +54,14 @@ class Routing:
 
     Attributes:
         by_expert: sorts the choices [N * k].
-        sent: rows for each rank; `received` those from each.
         arrange: puts received rows into the order of the experts; None where they are in it.
-        counts: of the rows of each expert of this rank, on the host; `sizes` the same on the device.
+        ends: of the rows of each expert of this rank, as int32; `rows.by_part` has their numbers on the host.
     """
 
     by_expert: Permutation
-    sent: list[int]
-    received: list[int]
     arrange: Permutation | None
-    counts: list[int]
-    sizes: Tensor
+    ends: Tensor
+    rows: RowCounts
 
 
 class ExpertDispatch:
@@ -87,7 +83,7 @@ class ExpertDispatch:
             lambda rows, sent, received, name: rows.new_empty((sum(received), rows.shape[1])),
         )
         self._product = register(
-            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor sizes, int[] counts, bool t) -> Tensor",
+            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor ends, int[] counts, bool t) -> Tensor",
             _grouped_product,
             _grouped_product,
         )
@@ -106,11 +102,11 @@ class ExpertDispatch:
         """
         to = self._route(index, len(experts.down_proj), name)
         cast = hidden.to(autocast(experts.down_proj).dtype)
-        rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.sent, to.received, name)
+        rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.rows.sent, to.rows.received, name)
         rows = self._multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", _take(rows, to.arrange), to)
         rows = getattr(experts, _GATE)(rows) if experts.has_gate else experts.act_fn(rows)
         rows = self._multiply(experts, "down_proj", rows, to)
-        rows = self._send(_take(rows, to.arrange and to.arrange[::-1]), to.received, to.sent, name)
+        rows = self._send(_take(rows, to.arrange and to.arrange[::-1]), to.rows.received, to.rows.sent, name)
         # [Note: The norm after an expert]
         # Its weight is no expert's: all have the same. So it runs where the token is, and the gradient of its weight
         # is of this rank's tokens, as that of any weight outside of the experts.
@@ -124,7 +120,6 @@ class ExpertDispatch:
 
     def close(self) -> None:
         """Remove the registered ops."""
-        self.forget()
         self._registry.close()
 
     def _route(self, index: Tensor, num_local: int, name: str) -> Routing:
@@ -136,7 +131,7 @@ class ExpertDispatch:
             # It exchanges no counts and reads no sizes. With other experts than those of the forward, its rows would
             # not fit the sizes, or the gradients not the output.
             saved, rows = self._saved[number]
-            if not torch.equal(saved, index.to(saved.dtype)):
+            if not (is_fake(index) or torch.equal(saved, index.to(saved.dtype))):
                 raise EngineError(
                     "routing-changed",
                     f"{name}: the recomputation sends tokens to other experts than the forward did; make the router "
@@ -149,25 +144,17 @@ class ExpertDispatch:
                 rows = exchange_counts(self.comm, counts, index.numel(), name, self._skew)
             if is_recorded():
                 self._saved[number] = index.to(torch.int16 if num_experts < 2**15 else torch.int32), rows
-        sent, received, counts_of_experts = (
-            [sum(each) for each in table] for table in (rows.sent, rows.received, zip(*rows.received, strict=True))
-        )
-        arrange = _arrangement(rows.on_device, sum(received))
-        return Routing(_with_inverse(order), sent, received, arrange, counts_of_experts, rows.on_device.sum(0))
+        arrange = _arrangement(rows.on_device, sum(rows.received))
+        return Routing(_with_inverse(order), arrange, rows.on_device.sum(0).cumsum(0, dtype=torch.int32), rows)
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
-        if self.comm.world_size == 1:
-            return rows
-        moved: Tensor = _Exchange.apply(self._exchange, rows, sent, received, name)
-        return moved
+        return rows if self.comm.world_size == 1 else _Exchange.apply(self._exchange, rows, sent, received, name)
 
     def _multiply(self, experts: Any, stack: str, rows: Tensor, to: Routing) -> Tensor:
         weight = autocast(getattr(experts, stack))
         bias = autocast(getattr(experts, f"{stack}_bias")) if experts.has_bias else None
-        product: Tensor = _Product.apply(
-            self._product, rows.to(weight.dtype), weight, bias, to.sizes, to.counts, experts.is_transposed
-        )
-        return product
+        groups = (to.ends, to.rows.by_part, experts.is_transposed)
+        return _Product.apply(self._product, rows.to(weight.dtype), weight, bias, *groups)
 
 
 def _with_inverse(places: Tensor) -> Permutation:
@@ -186,13 +173,13 @@ def _arrangement(received: Tensor, num_rows: int) -> Permutation | None:
     runs = received.t().reshape(-1)
     distances = starts.t().reshape(-1) - (runs.cumsum(0) - runs)
     places = torch.arange(num_rows, device=received.device)
-    return _with_inverse(places + distances.repeat_interleave(runs, output_size=num_rows))
+    run_of = torch.searchsorted(runs.cumsum(0), places, right=True)  # no wait of the host, as `repeat_interleave` may
+    return _with_inverse(places + distances[run_of])
 
 
 def _take(rows: Tensor, order: Permutation | None, num_copies: int = 1) -> Tensor:
     """Return rows, each so many times in succession, in another order."""
-    taken: Tensor = rows if order is None else _Take.apply(rows, *order, num_copies)
-    return taken
+    return rows if order is None else _Take.apply(rows, *order, num_copies)
 
 
 class _Take(Function):
@@ -213,8 +200,7 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, op: Op, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         ctx.given = op, sent, received, name
-        moved: Tensor = op(rows.contiguous(), sent, received, name)
-        return moved
+        return op(rows.contiguous(), sent, received, name)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -228,9 +214,8 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, op: Op, rows: Tensor, weight: Tensor, bias: Tensor | None, *groups: Any) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.op, (ctx.sizes, ctx.counts, ctx.is_transposed) = op, groups
-        product: Tensor = op(rows.contiguous(), weight, bias, *groups)
-        return product
+        ctx.op, (ctx.ends, ctx.counts, ctx.is_transposed) = op, groups
+        return op(rows.contiguous(), weight, bias, *groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -238,12 +223,12 @@ class _Product(Function):
         of_rows = of_weight = of_bias = None
         grad = gradients[0].contiguous()  # that of a sum has strides of 0, which no kernel for groups takes
         if ctx.needs_input_grad[1]:
-            of_rows = _Product.apply(ctx.op, grad, weight, None, ctx.sizes, ctx.counts, not ctx.is_transposed)
+            of_rows = _Product.apply(ctx.op, grad, weight, None, ctx.ends, ctx.counts, not ctx.is_transposed)
         if ctx.needs_input_grad[2]:
             factors = (rows, grad) if ctx.is_transposed else (grad, rows)
-            of_weight = _Outer.apply(ctx.op, *factors, ctx.sizes, ctx.counts)
+            of_weight = _Outer.apply(ctx.op, *factors, ctx.ends, ctx.counts)
         if ctx.needs_input_grad[3]:
-            of_bias = torch.stack([part.sum(0) for part in grad.split(ctx.counts)])
+            of_bias = torch.stack([rows.sum(0) for rows in grad.split(ctx.counts)])
         return None, of_rows, of_weight, of_bias, None, None, None
 
 
@@ -251,10 +236,10 @@ class _Outer(Function):
     """Return for each expert `left.T @ right` over its rows [R, p] and [R, q]: [L, p, q]."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, sizes: Tensor, counts: list[int]) -> Tensor:
+    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, ends: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(left, right)
-        ctx.given = op, sizes, counts
-        return _grouped_outer(left.contiguous(), right.contiguous(), sizes, counts)
+        ctx.given = op, ends, counts
+        return _grouped_outer(left.contiguous(), right.contiguous(), ends, counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -264,21 +249,24 @@ class _Outer(Function):
 
 
 def _grouped_product(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: Tensor, counts: Sequence[int], is_transposed: bool
+    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, counts: Sequence[int], is_transposed: bool
 ) -> Tensor:
     matrices = weight if is_transposed else weight.transpose(1, 2)
     if _has_kernel(rows, weight):
-        out = F.grouped_mm(rows, matrices, offs=sizes.cumsum(0, dtype=torch.int32))
+        out = F.grouped_mm(rows, matrices, offs=ends)
     else:
         out = rows.new_empty((rows.shape[0], matrices.shape[2]))
-        for part, matrix, result in _of_experts(counts, rows, matrices, out):
-            torch.mm(part, matrix, out=result)
-    return out if bias is None else out.add_(bias.repeat_interleave(sizes, 0, output_size=len(rows)))
+        for own_rows, matrix, result in _of_experts(counts, rows, matrices, out):
+            torch.mm(own_rows, matrix, out=result)
+    if bias is not None:
+        places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+        out += bias[torch.searchsorted(ends, places, right=True)]
+    return out
 
 
-def _grouped_outer(left: Tensor, right: Tensor, sizes: Tensor, counts: Sequence[int]) -> Tensor:
+def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
     if _has_kernel(left, right):
-        out = F.grouped_mm(left.t(), right, offs=sizes.cumsum(0, dtype=torch.int32))
+        out = F.grouped_mm(left.t(), right, offs=ends)
     else:
         out = left.new_empty((len(counts), left.shape[1], right.shape[1]))
         for own_left, result, own_right in _of_experts(counts, left, out, right):
@@ -292,8 +280,8 @@ def _grouped_outer(left: Tensor, right: Tensor, sizes: Tensor, counts: Sequence[
 def _of_experts(counts: Sequence[int], rows: Tensor, stack: Tensor, other_rows: Tensor) -> Iterator[Sequence[Tensor]]:
     """Yield the rows and the matrix of each expert that has rows."""
     if not is_fake(rows):  # one op stands for all
-        parts = zip(rows.split(counts), stack, other_rows.split(counts), strict=True)
-        yield from (each for each in parts if len(each[0]))
+        by_expert = zip(rows.split(counts), stack, other_rows.split(counts), strict=True)
+        yield from (tensors for tensors in by_expert if len(tensors[0]))
 
 
 def _has_kernel(rows: Tensor, other: Tensor) -> bool:

@@ -25,7 +25,7 @@ from shardwise.models import DecoderConfig
 _HEAD_DIM: Final = 4
 _VOCAB_SIZE: Final = 60
 _SEQ_LEN: Final = 12
-_NUM_EXPERTS: Final = 4
+SMALL_NUM_EXPERTS: Final = 4
 _MANY_SHARERS: Final = 8
 _NUM_POSITIONS: Final = 48
 _WINDOW: Final = 6
@@ -144,7 +144,7 @@ _MORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 _EXPERTS: Final[Mapping[str, int]] = MappingProxyType(
     {
-        **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), _NUM_EXPERTS),
+        **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), SMALL_NUM_EXPERTS),
         **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
         **dict.fromkeys(("n_group", "topk_group"), 1),
     }

@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Self
 
 from torch import nn
@@ -26,6 +27,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
 from shardwise.models import DecoderConfig, decoder_config
 from shardwise.models.shrink import (
+    SMALL_NUM_EXPERTS,
     ModelSizes,
     Scale,
     read_huggingface,
@@ -55,7 +57,8 @@ def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST
     """Return the smallest mesh in which every axis of several ranks still has several.
 
     Such an axis gets 2 ranks, but `pp` up to 4, so that its schedule has inner ranks. `tp` gets 4 where its ranks share
-    several KV heads, so that some ranks share a head and some do not.
+    several KV heads, so that some ranks share a head and some do not. Experts stay divided, over more than the ranks
+    of `dp_shard` where they are.
 
     Args:
         num_kv_heads: the model's KV heads; None where they do not matter.
@@ -80,7 +83,9 @@ def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST
             f"{most} processes do not hold {used} = {folded.world_size}, which the layout's axes need at least; "
             f"allow {folded.world_size}",
         )
-    return folded
+    is_over_others = mesh.ep > mesh.dp_shard
+    ep = 1 if mesh.ep == 1 else math.gcd(folded.num_model_ranks, SMALL_NUM_EXPERTS if is_over_others else 2)
+    return replace(folded, ep=ep)
 
 
 def fold_micro_batches(num_micro_batches: int, num_ranks: int, num_folded_ranks: int) -> int:
@@ -187,6 +192,7 @@ def make_job(
     seq_len = shrink_seq_len(config.data.seq_len, scale)
     changes = [
         *((axis, size, folded_size) for axis, size, folded_size in zip(AXES, mesh.sizes, folded.sizes, strict=True)),
+        ("ep", mesh.ep, folded.ep),
         ("virtual stages", pipeline.virtual_stages, virtual_stages),
         ("micro-batches", resolved.batch.accumulation, small_config.batch.accumulation),
     ]
@@ -274,7 +280,7 @@ def _small_config(
             "accumulation": accumulation,
             "global_size": None,
         },
-        "mesh": dict(zip(AXES, folded.sizes, strict=True)),
+        "mesh": {**dict(zip(AXES, folded.sizes, strict=True)), "ep": folded.ep},
         "precision": {"param": "fp64", **{key: getattr(PrecisionConfig(), key) for key in _ROUNDS}},
         "zero": {
             "blocks": _matching(skeleton, resolved.zero.blocks),

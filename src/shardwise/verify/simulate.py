@@ -283,6 +283,7 @@ def _what_stages_receive(
 
 def _without_pipeline(config: ResolvedConfig) -> ResolvedConfig:
     """Return a config for the ranks that compute one sample together, without a pipeline, with the same activations."""
+    # What a stage passes on does not depend on where the experts are.
     mesh = MeshConfig(dp_shard=1, cp=config.mesh.cp, tp=config.mesh.tp)
     changed = {
         "mesh": mesh,

@@ -1,0 +1,31 @@
+"""Layers of experts on two virtual devices: whichever stream is first, the bits are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from device.virtual import reason_to_skip
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_streams_change_nothing_and_the_host_waits_once_a_layer() -> None:
+    paths = os.pathsep.join((str(TESTS), str(TESTS.parent / "src")))
+    environ = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "device.expert_streams"]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(found) == 2 * 5  # ranks, orders
+    for line in found:
+        assert line["differences"] == [], line["order"]
+        assert [where.partition(" ")[0] for where in line["waits"]] == ["event"] * 2, line["order"]
