@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.hf_folders import make_folder
+from harness.checkpoints import save, values_of
+from harness.hf_folders import make_folder, read_weights
 from harness.mutations import ended_after
 from harness.refusals import refusal_of, refused
-from shardwise.checkpoint.convert import export_checkpoint, import_folder
+from shardwise.checkpoint.convert import export_checkpoint
 from shardwise.cli.verify import read_model as read_verified
 from shardwise.config.errors import CodedError
 from shardwise.config.resolve import Config
@@ -53,7 +54,7 @@ def train(folder: Path) -> None:
 
 
 def export(folder: Path) -> None:
-    step_folder, _ = import_folder(folder, folder.parent / "imported", 1)
+    step_folder = save(folder.parent / "saved", values_of())
     export_checkpoint(step_folder, folder.parent / "exported", hf_config=folder / "config.json")
 
 
@@ -62,7 +63,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tokenizer": lambda folder: open_tokenizer(config_of(folder), folder),
     "plan": lambda folder: read_model(str(folder)),
     "verify": lambda folder: read_huggingface(read_verified(folder)),
-    "import": lambda folder: import_folder(folder, folder.parent / "of import", 1),
+    "import": read_weights,
     "export": export,
 }
 # Values that are refused wherever sizes are read.
@@ -276,7 +277,7 @@ def test_a_tensor_in_two_files_is_taken_only_if_both_are_equal(folder: Path, lis
         assert code == "tensor-in-two-files"
         assert all(part in line for part in ("one.safetensors", "two.safetensors", name))
     with nullcontext() if listed else refused("tensor-in-two-files", name):
-        import_folder(folder, folder.parent / "of import", 1)
+        read_weights(folder)
 
 
 def test_a_name_that_is_twice_in_the_index_is_refused(folder: Path) -> None:

@@ -22,7 +22,7 @@ from shardwise.checkpoint import training_state as trajectory
 from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError
-from shardwise.checkpoint.offline import reshard, verify
+from shardwise.checkpoint.offline import verify
 from shardwise.cli.main import main
 
 FILE = "rank-00000-of-00001.safetensors"
@@ -39,11 +39,7 @@ def test_a_pipe_or_a_link_in_the_place_of_a_file_is_refused_at_once(folder: Path
     for put in (os.mkfifo, lambda path: path.symlink_to(other / name)):
         (folder / name).unlink()
         put(folder / name)
-        for read in (
-            lambda: read_manifest(folder),
-            lambda: compare(folder, other),
-            lambda: reshard(folder, tmp_path / "c", 1),
-        ):
+        for read in (lambda: read_manifest(folder), lambda: compare(folder, other)):
             with refused("file-unreadable", name, "it is a "):
                 read()
         (damage,) = verify(folder).damages

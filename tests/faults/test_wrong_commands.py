@@ -190,8 +190,6 @@ verify --steps -3                                           | steps
 verify --processes 0                                        | processes
 verify --processes x                                        | --processes
 verify --processes -2                                       | processes
-verify --seeds 0                                            | --seeds
-verify --quality --steps -1                                 | steps
 verify --world-size 0                                       | --world-size
 verify --model {d}/none                                     | --model
 verify --model {d}/sub                                      | --model
@@ -216,20 +214,11 @@ checkpoint verify {d}/sub --step -1                         | sub
 checkpoint diff {d}/sub                                     | B
 checkpoint diff {d}/sub {d}/none                            | sub
 checkpoint diff {d}/none {d}/none                           | none
-checkpoint reshard {d}/sub                                  | ROOT
-checkpoint reshard {d}/sub {d}/out                          | --files
-checkpoint reshard {d}/sub {d}/out --files 0                | --files
-checkpoint reshard {d}/sub {d}/out --files x                | --files
-checkpoint reshard {d}/none {d}/out --files 2               | none
 checkpoint export {d}/sub                                   | FOLDER
 checkpoint export {d}/none {d}/out                          | none
 checkpoint export {d}/sub {d}/out --dtype half              | --dtype
 checkpoint export {d}/sub {d}/out --weights int2            | --weights
 checkpoint export {d}/sub {d}/out --stpe 3                  | --step
-checkpoint import {d}/none {d}/out                          | none
-checkpoint import {d}/sub {d}/out                           | sub
-checkpoint import {d}/sub {d}/out --files 0                 | --files
-checkpoint import {d}/a.toml {d}/out                        | a.toml
 launch                                                      | no program
 launch -- train.sh                                          | train.sh
 launch --on mars -- train.py                                | --on
@@ -295,7 +284,6 @@ attention show attention.kind=fixed --seq-len -5            | seq_len
 attention show {d}/none.toml                                | none.toml
 attention shw                                               | show
 checkpoint vrify {d}/sub                                    | verify
-checkpoint reshard {d}/sub {d}/out {d}/sub --files 2        | sub
 checkpoint export {d}/sub {d}/out --dtype bf61              | bf16
 completion zhs                                              | zsh
 launch --on slrum -- train.py                               | slurm
@@ -374,7 +362,7 @@ def test_a_wrong_command_line_is_one_line_of_error(
         ("trian", "unknown-command"),
         ("checkpoint shwo", "unknown-command"),
         ("train --rsume", "unknown-option"),
-        ("checkpoint reshard a b", "missing-option"),
+        ("run -- ls", "missing-option"),
         ("convert", "missing-argument"),
         ("launch --on mars -- a.py", "option-value"),
         ("doctor --num-procs 0", "option-value"),

@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+
+from shardwise.checkpoint.hf.importer import open_folder
+from shardwise.checkpoint.offline import read_chunks
+from shardwise.checkpoint.reader import ChunkReader
+from shardwise.layout.slicing import Rect
 
 FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama": ("LlamaConfig", {}),
@@ -78,3 +84,12 @@ def write_chats(path: Path, num_chats: int = 40) -> Path:
         lines.append(json.dumps({"messages": messages}))
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, 1-D, under its names, as a load reads them."""
+    with ChunkReader(folder) as reader:
+        return {
+            tensor.name: torch.cat([torch.empty(0), *read_chunks(reader, tensor, "param", Rect.whole(tensor.shape))])
+            for tensor in open_folder(folder, {})
+        }

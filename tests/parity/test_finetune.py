@@ -14,7 +14,6 @@ import torch
 from harness.hf_folders import FAMILIES, make_folder, write_chats
 from harness.pool import WorkerPool
 from shardwise.checkpoint.commit import read_manifest
-from shardwise.checkpoint.convert import import_folder
 from shardwise.config.resolve import Config
 from shardwise.train.dataset import sample_order
 from shardwise.train.job_model import HuggingFaceModel
@@ -151,12 +150,13 @@ def test_a_run_with_adapters_goes_on_from_their_checkpoint_on_another_number_of_
 
 def test_a_run_starts_from_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
     folder, chats = make_folder("llama", tmp_path / "llama"), write_chats(tmp_path / "chats.jsonl")
-    import_folder(folder, tmp_path / "imported", 1)
     config = config_of(folder, chats, tmp_path, 0, {})
     data = prepare_data(config, tmp_path)
-    expected = build_trainer(config.resolve(1), data).evaluate()
+    before = build_trainer(config.resolve(1), data)
+    expected = before.evaluate()
+    before.engine.save(tmp_path / "saved")
     make_folder("llama", tmp_path / "llama", seed=1)
     trainer = build_trainer(config.resolve(1), data)
     assert trainer.evaluate() != pytest.approx(expected, rel=1e-4)
-    started = config.override([f"model.weights={tmp_path / 'imported'}"]).resolve(1)
+    started = config.override([f"model.weights={tmp_path / 'saved'}"]).resolve(1)
     assert build_trainer(started, data).evaluate() == pytest.approx(expected)

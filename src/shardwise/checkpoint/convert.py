@@ -1,17 +1,4 @@
-"""Converts checkpoints to Hugging Face folders and back without an engine, file by file, in the memory of a few blocks.
-
->>> import tempfile, torch
->>> from safetensors.torch import load_file, save_file
->>> with tempfile.TemporaryDirectory() as name:
-...     place = Path(name)
-...     (place / "hf").mkdir()
-...     save_file({"up.weight": torch.arange(6.0).view(2, 3)}, place / "hf" / "model.safetensors")
-...     step_folder, _ = import_folder(place / "hf", place / "run", num_files=1)
-...     _ = (place / "config.json").write_text('{"model_type": "llama"}')
-...     exported = export_checkpoint(step_folder, place / "out", dtype="bf16", hf_config=place / "config.json")
-...     step_folder.name, load_file(exported.folder / "model.safetensors")["up.weight"].tolist()
-('step-00000000', [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
-"""
+"""Converts checkpoints to Hugging Face folders without an engine, file by file, in the memory of a few blocks."""
 
 from __future__ import annotations
 
@@ -19,15 +6,13 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from shardwise.checkpoint.async_saver import library_version
 from shardwise.checkpoint.commit import read_manifest
-from shardwise.checkpoint.hf.config_files import GENERATION_NAME, config_files, describe_decoder, names_of, wanted_of
+from shardwise.checkpoint.hf.config_files import config_files, names_of
 from shardwise.checkpoint.hf.exporter import (
     ExportPlan,
     ExportTensor,
@@ -40,20 +25,17 @@ from shardwise.checkpoint.hf.exporter import (
     refuse_taken,
     write_export,
 )
-from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names, family_names
-from shardwise.checkpoint.hf.importer import open_folder, read_config
+from shardwise.checkpoint.hf.families import family_names
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.hf.packer import Weights, pack_folder
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
-from shardwise.checkpoint.match import match
-from shardwise.checkpoint.offline import ByteMeter, Progress, reshard, stored_shards
+from shardwise.checkpoint.offline import ByteMeter, Progress, stored_shards
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.model_files import check_model_config
 from shardwise.config.resolve import Dtype
 from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, UntrustedFileError, read_bytes, read_json
 from shardwise.layout.slicing import Rect
-from shardwise.models import Decoder
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.state_shards import PARAM
 
@@ -167,38 +149,6 @@ def export_packed(
     return replace(exported, folder=folder, dtype=f"{exported.dtype} and {weights}", num_bytes=num_bytes)
 
 
-def import_folder(
-    folder: Path, root: Path, num_files: int, *, is_decoder: bool = False, progress: Progress | None = None
-) -> tuple[Path, Mapping[str, int]]:
-    """Write a Hugging Face folder as a checkpoint of weights alone, of step 0, in the dtypes that the folder has.
-
-    Args:
-        folder: with `model.safetensors`, or with the index and files of a sharded model.
-        root: where the step folder is committed, whole or not at all.
-        num_files: how many files share the tensors.
-        is_decoder: name tensors as our decoder does, which `shardwise train` trains; otherwise as transformers does.
-        progress: called with how many bytes of how many are done; None for no calls.
-
-    Returns:
-        The step folder, and the bytes of each of its files.
-
-    Raises:
-        CheckpointError: the folder has no weights that can be read, or not our decoder's; or the root has step 0.
-        DamagedError: a file is missing or torn.
-    """
-    stored, described = _decoder_tensors(folder) if is_decoder else _family_tensors(folder)
-    manifest = Manifest(
-        step=0,
-        tensors=stored,
-        files={},
-        contents="weights",
-        model=described,
-        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        library=library_version(),
-    )
-    return reshard(folder, root, num_files, progress, manifest)
-
-
 def _described(
     manifest: Manifest, source: Path, dtype: str, hf_config: Path | None
 ) -> tuple[Mapping[str, bytes | Path], NameMap]:
@@ -260,37 +210,6 @@ def _write(
         raise CheckpointError(
             "weights-incomplete", f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint"
         )
-
-
-def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
-    """Return a folder's tensors under the names of the transformers model that its config describes, and the config."""
-    config = read_config(folder)
-    rules = family_names(config)
-    names = {rules.model_name(tensor.name): () for tensor in open_folder(folder, {})}
-    architecture, *_ = config.get("architectures") or [str(config.get("model_type", "unknown"))]
-    described = {"class": architecture, "config": config}
-    if generation := read_config(folder, GENERATION_NAME):
-        described["generation_config"] = generation
-    return open_folder(folder, names), described
-
-
-def _decoder_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
-    """Return a folder's tensors under our decoder's names, all of which it must have, and the decoder's description."""
-    config = decoder_config_of(read_config(folder), str(folder / "config.json"))
-    if config.num_layers > (num_tensors := len(open_folder(folder, {}))):
-        raise CheckpointError(
-            "too-few-tensors",
-            f"{folder} has {num_tensors} tensors, too few for num_hidden_layers={config.num_layers}; fetch it again",
-        )
-    try:
-        wanted = wanted_of(Decoder(config, device="meta"))
-    except (RuntimeError, OverflowError) as error:
-        raise CheckpointError(
-            "impossible-model", f"{folder / 'config.json'} is of no model that can be: {error}; fetch it again"
-        ) from None
-    stored = open_folder(folder, {each.name: each.aliases for each in wanted}, decoder_names())
-    match(stored, wanted).check(str(folder))
-    return stored, describe_decoder(config)
 
 
 def _named(dtype: Dtype | None) -> str:

@@ -1,30 +1,19 @@
-"""Works on checkpoints without an engine: checks every byte of one, and rewrites one with more or fewer files.
+"""Reads checkpoints without an engine, and checks every byte of one.
 
-Both read file after file in small buffers, so that a checkpoint of any size needs the memory of a few blocks.
-
->>> [[str(rect) for _, rect in entries] for entries in cut([((4, 3), 4), ((4,), 4)], num_files=2)]
-[['[0:2, 0:3]', '[2:3, 0:2]'], ['[2:3, 2:3]', '[3:4, 0:3]', '[0:4]']]
+File after file is read in small buffers, so that a checkpoint of any size needs the memory of a few blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.commit import (
-    begin,
-    check_free_space,
-    commit,
-    discard,
-    is_of_deepspeed,
-    read_manifest,
-    wrong_size,
-)
+from shardwise.checkpoint.commit import is_of_deepspeed, read_manifest, wrong_size
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     ITEM_BYTES,
@@ -35,13 +24,11 @@ from shardwise.checkpoint.manifest import (
     StoredChunk,
     StoredTensor,
     entry_key,
-    merge_parts,
 )
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, named_dtype, read_header
-from shardwise.checkpoint.writer import write_state_shards
 from shardwise.config.errors import printable
-from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
+from shardwise.layout.slicing import Chunk, Rect, flat_range_to_rects
 from shardwise.runtime.state_shards import FlatSlice, FlatState, StateShard
 
 # Elements in memory at once: whole blocks of any dtype, and so many that the cost of each call does not count.
@@ -127,7 +114,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
     if is_of_deepspeed(folder):
         raise CheckpointError(
             "deepspeed-no-checksums",
-            f"{folder} is DeepSpeed's and has no checksums; shardwise checkpoint reshard makes one of ours, which has",
+            f"{folder} is DeepSpeed's and has no checksums; load it, and save one of ours, which has",
         )
     try:
         manifest = read_manifest(folder, checks_files=False)
@@ -201,91 +188,6 @@ def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]
             yield Damage(path.name, f"{path}: its own header has {here}, the manifest {there}")
 
 
-def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple[int, Rect]]]:
-    """Cut a sequence of tensors into parts of equal size, for one file each.
-
-    Parts differ from their average by less than an element.
-
-    Args:
-        tensors: shape, and bytes an element over all states.
-
-    Returns:
-        For each part the indices of its tensors, with a rectangle for each, in order.
-    """
-    parts: list[list[tuple[int, Rect]]] = [[] for _ in range(num_files)]
-    ends = [0]
-    for shape, item_bytes in tensors:
-        ends.append(ends[-1] + Rect.whole(shape).numel * item_bytes)
-    total = max(1, ends[-1])
-    for index, ((shape, item_bytes), begin_bytes) in enumerate(zip(tensors, ends, strict=False)):
-        whole = Rect.whole(shape)
-        if not whole.numel:
-            continue
-        first, last = begin_bytes * num_files // total, -(-ends[index + 1] * num_files // total)
-        start = 0
-        for part in range(first, last):
-            target = (total * (part + 1) // num_files - begin_bytes) // item_bytes
-            stop = whole.numel if part == last - 1 else target
-            parts[part] += [(index, piece.rect) for piece in flat_range_to_rects(whole, start, stop)]
-            start = stop
-    return parts
-
-
-def reshard(
-    source: Path, root: Path, num_files: int, progress: Progress | None = None, manifest: Manifest | None = None
-) -> tuple[Path, Mapping[str, int]]:
-    """Write a checkpoint again with balanced files; all that it contains is kept.
-
-    Args:
-        root: where the new step folder is committed, whole or not at all.
-        num_files: how many files share the tensors; with one, every tensor is one entry under its plain name.
-        progress: called with how many bytes of how many are done; None for no calls.
-        manifest: of the new checkpoint, with the pieces as `source` stores them; None for that of `source`.
-
-    Returns:
-        The new step folder, and the bytes of each of its files.
-
-    Raises:
-        CheckpointError: the root has that step already, or too little space for it.
-        DamagedError: the source is damaged.
-    """
-    manifest = manifest or read_manifest(source)
-    shared = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
-    parts: list[list[tuple[StoredTensor, Rect]]] = [
-        [(shared[index], rect) for index, rect in part]
-        for part in cut([(tensor.shape, _item_bytes(tensor)) for tensor in shared], num_files)
-    ]
-    parts[0] += [(tensor, Rect.whole(tensor.shape)) for tensor in manifest.tensors if tensor.kind == "rank"]
-    num_bytes = sum(Rect.whole(tensor.shape).numel * _item_bytes(tensor) for tensor in manifest.tensors)
-    meter = ByteMeter(num_bytes, progress)
-    check_free_space(root, num_bytes)
-    temporary = begin(root, manifest.step)
-    try:
-        with ChunkReader(source) as reader:
-            written = [
-                write_state_shards(
-                    temporary, _file_name(index, num_files), stored_shards(part, reader), [], meter.advance
-                )
-                for index, part in enumerate(parts)
-            ]
-        found, files = merge_parts(written)
-        pieces = {(tensor.name, name): state.pieces for tensor in found for name, state in tensor.states.items()}
-        tensors = tuple(_with_pieces(tensor, pieces) for tensor in manifest.tensors)
-        return commit(temporary, root, replace(manifest, tensors=tensors, files=files)), files
-    except BaseException:
-        discard(temporary)
-        raise
-
-
-def _file_name(index: int, num_files: int) -> str:
-    return f"rank-{index:05d}-of-{num_files:05d}.safetensors"
-
-
-def _item_bytes(tensor: StoredTensor) -> int:
-    """Return the bytes of one element over all states; 1 where no state has elements, so that it can divide."""
-    return sum(ITEM_BYTES[state.dtype] for state in tensor.states.values() if state.value is None) or 1
-
-
 @dataclass(frozen=True)
 class _StoredState:
     """Gives a rectangle of a stored state, row-major, to the writer as a state that is in a file."""
@@ -337,11 +239,3 @@ def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rec
     flat = _StoredState(reader, tensor, state, rect)
     for start in range(0, rect.numel, CHUNK_NUMEL):
         yield flat.read(start, min(start + CHUNK_NUMEL, rect.numel))
-
-
-def _with_pieces(tensor: StoredTensor, pieces: Mapping[tuple[str, str], Sequence[StoredChunk]]) -> StoredTensor:
-    states = {
-        name: state if state.value is not None else replace(state, pieces=tuple(pieces.get((tensor.name, name), ())))
-        for name, state in tensor.states.items()
-    }
-    return replace(tensor, states=states)

@@ -231,20 +231,6 @@ def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool =
     return Group(*blocks)
 
 
-def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_s: float) -> RenderableType:
-    """Render what `reshard` has written.
-
-    Args:
-        source: the folder of the old checkpoint.
-        files: bytes of each new file, by name.
-    """
-    num_bytes = sum(files.values())
-    sizes = dict.fromkeys(decimal(size(files.values())) for size in (min, max)) if files else ()
-    each = f" of {' to '.join(sizes)}" if len(files) > 1 else ""
-    what = f"{_count(len(files), 'file')}{each}, {_speed(num_bytes, took_s, 'written ')}"
-    return Text(f"{folder} has all of {source}: {what}", style="green")
-
-
 def render_exported(source: Path, exported: Exported, took_s: float) -> RenderableType:
     """Render what `export_checkpoint` has written."""
     what = (

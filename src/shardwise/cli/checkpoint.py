@@ -1,4 +1,4 @@
-"""Run the commands `shardwise checkpoint show | verify | diff | reshard | export | import`.
+"""Run the commands `shardwise checkpoint show | verify | diff | export`.
 
 The exit code is 2 for what the user must fix first, 1 for a checkpoint that is damaged or a disk that fails; `diff` has
 the codes of diff(1). Only what reads tensors imports torch.
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 _PIPE_WIDTH = 1000
-_EXIT = "exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so"
-_files = click.IntRange(1, 99_999)  # the names of files have digits for so many
 _step = click.option("--step", type=int, metavar="N", help="this one of several; the newest by default")
 
 
@@ -62,14 +60,14 @@ def _say(message: object, exit_code: int) -> int:
     cls=_Guarded,
     epilog=as_written("""
 examples:
-  shardwise checkpoint show runs/a          what there is, what the newest holds
-  shardwise checkpoint verify runs/a        check every byte of the newest
-  shardwise checkpoint diff runs/a runs/b   how the newest of each differ
-  shardwise checkpoint reshard runs/a /mnt/b --files 1
+  shardwise checkpoint show runs/a              what there is, what the newest holds
+  shardwise checkpoint verify runs/a            check every byte of the newest
+  shardwise checkpoint diff runs/a runs/b       how the newest of each differ
+  shardwise checkpoint export runs/a my-model   a Hugging Face folder of its weights
 """),
 )
 def checkpoint() -> None:
-    """Look at checkpoints, check, compare and rewrite them.
+    """Look at checkpoints, check, compare and export them.
 
     A checkpoint is a folder such as step-00000100. Where a folder of several or of a run is given, the newest is
     meant.
@@ -175,38 +173,7 @@ def diff(a: Path, b: Path, weights: bool, is_whole: bool) -> int:
 
 
 @checkpoint.command(
-    epilog=as_written(f"""
-examples:
-  shardwise checkpoint reshard runs/a /mnt/b --files 64
-  shardwise checkpoint reshard runs/a /mnt/b --files 8 --step 200
-  shardwise checkpoint reshard runs/a /mnt/b --files 1    tensors whole, under their plain names
-
-{_EXIT}
-""")
-)
-@click.argument("source", type=FILE)
-@click.argument("root", type=FILE)
-@click.option("--files", type=_files, required=True, help="over which the tensors are spread evenly")
-@_step
-def reshard(source: Path, root: Path, files: int, step: int | None) -> int:
-    """Write a checkpoint again with more or fewer files.
-
-    Any layout loads any checkpoint as it is: this is for a file system that wants fewer or smaller files, or for whole
-    tensors. What one rank alone has, such as the state of its generators, goes into the first file.
-    """
-    newest = _newest_whole(source, step)
-    with _bar("writing") as report:
-        from shardwise.checkpoint.offline import reshard
-        from shardwise.checkpoint.show import render_resharded
-
-        start_s = time.monotonic()
-        folder, written = reshard(newest, root, files, report)
-    _print(render_resharded(newest, folder, written, time.monotonic() - start_s))
-    return 0
-
-
-@checkpoint.command(
-    epilog=as_written(f"""
+    epilog=as_written("""
 examples:
   shardwise checkpoint export runs/a my-model
   shardwise checkpoint export runs/a/step-00000100 my-model --dtype fp32
@@ -214,7 +181,7 @@ examples:
   shardwise checkpoint export runs/a my-model --tokenizer base
   shardwise checkpoint export runs/a my-model --weights int4
 
-{_EXIT}
+exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
 """)
 )
 @click.argument("source", type=FILE)
@@ -251,36 +218,6 @@ def export(
     _print(render_exported(newest, exported, time.monotonic() - start_s))
     if tokenizer is None:
         _print("no tokenizer is beside them, as the checkpoint is in no run's folder; --tokenizer FOLDER adds one")
-    return 0
-
-
-@checkpoint.command(
-    "import",
-    epilog=as_written(f"""
-examples:
-  shardwise checkpoint import base-model runs/base
-  shardwise checkpoint import base-model runs/base --decoder    for the model that `shardwise train` has
-
-{_EXIT}
-"""),
-)
-@click.argument("folder", type=FILE, metavar="HF_FOLDER")
-@click.argument("root", type=FILE)
-@click.option("--files", type=_files, default=1, help="over which the tensors are spread evenly")
-@click.option("--decoder", is_flag=True, help="name tensors as the decoder of `shardwise train` does")
-def import_(folder: Path, root: Path, files: int, decoder: bool) -> int:
-    """Write a Hugging Face folder as a checkpoint of weights.
-
-    engine.load takes the checkpoint under any layout; engine.import_weights takes the folder as it is, without this
-    command.
-    """
-    with _bar("writing") as report:
-        from shardwise.checkpoint.convert import import_folder
-        from shardwise.checkpoint.show import render_resharded
-
-        start_s = time.monotonic()
-        written, sizes = import_folder(folder, root, files, is_decoder=decoder, progress=report)
-    _print(render_resharded(folder, written, sizes, time.monotonic() - start_s))
     return 0
 
 

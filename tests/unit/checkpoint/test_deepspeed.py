@@ -27,8 +27,6 @@ from harness.states import engine_of
 from shardwise import Engine
 from shardwise.checkpoint.commit import candidates, read_manifest
 from shardwise.checkpoint.deepspeed import describe, read_run_state
-from shardwise.checkpoint.find import newest_whole
-from shardwise.checkpoint.offline import reshard
 from shardwise.cli import main as cli
 
 UNIVERSAL = ("universal-of-zero2-bf16", "universal-of-zero3-bf16")
@@ -184,15 +182,6 @@ def test_the_newest_is_the_one_that_latest_names(tmp_path: Path) -> None:
     assert candidates(tmp_path)[0].name == "global_step10"
     with engine_of(Small) as engine:
         assert engine.load(tmp_path, tag="global_step4").path.name == "global_step4"
-
-
-def test_it_becomes_one_of_ours(tmp_path: Path) -> None:
-    folder, _ = newest_whole(FOLDER / "zero3-bf16")
-    written, _ = reshard(folder, tmp_path, num_files=2)
-    assert written.name == "step-00000003"
-    with engine_of(Small, seed=1) as engine:
-        assert engine.load(tmp_path).extra == CLIENT_STATE
-        assert_as_saved(engine, "zero3-bf16")
 
 
 def test_the_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

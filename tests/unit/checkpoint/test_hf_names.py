@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names, family_names, hf_config_of
+from shardwise.checkpoint.hf.families import decoder_names, family_names
 from shardwise.checkpoint.hf.key_map import NameMap, Rule, WeightPart
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import Decoder, DecoderConfig
@@ -113,65 +113,6 @@ def test_each_tensor_of_our_decoder_has_a_name_of_its_own_in_a_folder() -> None:
     stored = [decoder_names().stored_names(name)[0] for name in own]
     assert len(set(stored)) == len(own)
     assert all(name.startswith(("model.", "lm_head.")) for name in stored)
-
-
-def test_a_decoder_goes_through_a_config_and_back() -> None:
-    config = DecoderConfig(**{**CONFIG.__dict__, "rope_theta": 5e5, "norm_eps": 3e-6, "tie_embeddings": True})
-    assert decoder_config_of(hf_config_of(config, "F32")) == config
-
-
-# As Hugging Face's folders have them: what is left out is the family's default.
-MISTRAL = {
-    "model_type": "mistral",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 32,
-    "sliding_window": None,
-    "rope_theta": 1e6,
-}
-
-
-def test_what_a_config_leaves_out_is_its_familys_default() -> None:
-    mistral = decoder_config_of(MISTRAL)
-    assert (mistral.num_kv_heads, mistral.head_dim, mistral.rope_theta, mistral.norm_eps) == (8, 2, 1e6, 1e-6)
-    llama = decoder_config_of({**MISTRAL, "model_type": "llama", "rope_parameters": {"rope_theta": 7.0}})
-    assert (llama.num_kv_heads, llama.rope_theta, llama.tie_embeddings) == (8, 7.0, False)
-    assert decoder_config_of({**MISTRAL, "sliding_window": 32}) == mistral
-
-
-@pytest.mark.parametrize(
-    ("values", "code", "named"),
-    [
-        ({"model_type": "qwen2"}, "decoder-family", "'qwen2', which our decoder cannot be: its biases"),
-        ({"model_type": "t5"}, "decoder-family", "one of: llama, mistral"),
-        ({"sliding_window": 16}, "decoder-lacks-option", "sliding_window=16"),
-        (
-            {"attention_bias": True, "hidden_act": "gelu"},
-            "decoder-lacks-option",
-            "hidden_act='gelu', attention_bias=True",
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "decoder-lacks-option", "type='linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "decoder-lacks-option", "rope_type='llama3'"),
-        ({"partial_rotary_factor": 0.5}, "decoder-lacks-option", "partial_rotary_factor=0.5"),
-    ],
-)
-def test_what_our_decoder_lacks_is_named(values: dict[str, Any], code: str, named: str) -> None:
-    with refused(code, named):
-        decoder_config_of({**MISTRAL, **values})
-
-
-def test_sliding_window_of_a_mistral_is_on_where_its_config_says_nothing() -> None:
-    config = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
-    with refused("decoder-lacks-option", "sliding_window=4096"):
-        decoder_config_of({**config, "max_position_embeddings": 8192})
-
-
-def test_a_config_without_sizes_is_refused() -> None:
-    with refused("hf-config-incomplete", "vocab_size"):
-        decoder_config_of({key: value for key, value in MISTRAL.items() if key != "vocab_size"})
 
 
 def test_only_mixtures_of_experts_need_rules_of_their_family() -> None:

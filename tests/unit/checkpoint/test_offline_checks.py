@@ -1,4 +1,4 @@
-"""Checkpoints without an engine: every damage is found and named, files can be cut again, differences are seen."""
+"""Checkpoints without an engine: every damage is found and named, differences are seen."""
 
 import math
 import os
@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
-from harness.checkpoints import SHAPES, STATES, assert_equal, flip, load, save, values_of
+from harness.checkpoints import SHAPES, STATES, flip, save, values_of
 from harness.refusals import refused
 from shardwise.checkpoint import offline
 from shardwise.checkpoint.commit import read_manifest
@@ -27,7 +26,7 @@ from shardwise.checkpoint.manifest import (
     StoredState,
     StoredTensor,
 )
-from shardwise.checkpoint.offline import cut, reshard, verify
+from shardwise.checkpoint.offline import verify
 from shardwise.layout.slicing import Rect
 
 
@@ -245,86 +244,10 @@ def test_overlapping_pieces_hide_no_row(tmp_path):
     assert "overlap" in messages(folder)[0]
 
 
-# ---------------------------------------------------------------- reshard
-
-SIZES = st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from([1, 2, 4, 12, 2**18]))
-
-
-@given(tensors=st.lists(SIZES, max_size=6), num_files=st.integers(1, 9))
-def test_a_cut_covers_once_and_is_balanced(tensors, num_files):
-    parts = cut(tensors, num_files)
-    assert len(parts) == num_files
-    for index, (shape, _) in enumerate(tensors):
-        rects = [rect for part in parts for each, rect in part if each == index]
-        assert cover_of(shape, rects) == []
-        if num_files == 1:
-            assert rects == ([Rect.whole(shape)] if math.prod(shape) else [])
-    total = sum(math.prod(shape) * item_bytes for shape, item_bytes in tensors)
-    slack = max((item_bytes for _, item_bytes in tensors), default=0)
-    for part in parts:
-        num_bytes = sum(rect.numel * tensors[index][1] for index, rect in part)
-        assert abs(num_bytes - total / num_files) <= slack + 1
-
-
-@pytest.mark.parametrize("num_files", [1, 2, 5])
-def test_resharding_keeps_everything(tmp_path, num_files):
-    values = values_of()
-    known = {"config": {"zero": {"stage": 3}}, "trajectory": {"lr": 0.5}, "extra": [1], "layout": {"stage": 3}}
-    source = save(tmp_path / "a", values, num_ranks=3, **known, saved_at="2026-11-21T18:00:00+00:00", library="1")
-    seen = []
-    folder, files = reshard(source, tmp_path / "b", num_files, lambda *progress: seen.append(progress))
-    old, new = read_manifest(source), read_manifest(folder)
-    assert folder == tmp_path / "b" / "step-00000100"
-    assert (tmp_path / "b" / "latest").read_text() == "step-00000100\n"
-    found = verify(folder)
-    assert found.damages == ()
-    assert_equal(load(folder), values)
-    assert not compare(source, folder)
-    assert replace(new, tensors=(), files={}) == replace(old, tensors=(), files={})
-    assert [tensor.name for tensor in new.tensors] == [tensor.name for tensor in old.tensors]
-    assert next(each for each in new.tensors if each.name == "embed.weight").aliases == ("head.weight",)
-    of_ranks = [piece for each in new.tensors if each.kind == "rank" for piece in each.states["param"].pieces]
-    assert [(piece.rect, piece.file) for piece in of_ranks] == [(Rect((0,), (50,)), min(files))] * 2
-    assert new.files == files
-    assert len(files) == num_files
-    num_bytes = sum(tensor.nbytes for tensor in values.values())
-    assert seen[-1] == (num_bytes, num_bytes)
-    assert max(files.values()) - min(files.values()) < 2 * 8 * 1000 + 4096
-    if num_files == 1:
-        loaded = load_file(folder / "rank-00000-of-00001.safetensors")
-        assert torch.equal(loaded["up.weight"], values["up.weight", "param"])
-        assert torch.equal(loaded["scale/exp_avg"], values["scale", "exp_avg"])
-
-
-def test_more_files_than_elements_leaves_no_file_empty(tmp_path):
-    source = save(tmp_path / "a", {("a", "param"): torch.ones(3)})
-    folder, files = reshard(source, tmp_path / "b", 5)
-    assert len(files) == 3
-    assert verify(folder).damages == ()
-
-
-def test_resharding_a_damaged_checkpoint_leaves_nothing(tmp_path):
-    source = save(tmp_path / "a", values_of())
-    path = max(source.glob("*.safetensors"))
-    flip(path, path.stat().st_size - 1)
-    with refused("checksum-differs"):
-        reshard(source, tmp_path / "b", 2)
-    assert list((tmp_path / "b").iterdir()) == []
-
-
-def test_a_step_is_never_overwritten(tmp_path):
-    source = save(tmp_path, values_of())
-    with refused("checkpoint-exists"):
-        reshard(source, tmp_path, 2)
-    assert verify(source).damages == ()
-
-
 def test_small_chunks_read_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(offline, "CHUNK_NUMEL", BLOCK_BYTES // 4)
     values = values_of()
-    folder, _ = reshard(save(tmp_path / "a", values), tmp_path / "b", 2)
-    assert messages(folder) == []
-    assert_equal(load(folder), values)
+    folder = save(tmp_path / "a", values)
     changed = dict(values)
     changed["up.weight", "param"] = values["up.weight", "param"].clone()
     changed["up.weight", "param"][599, 999] += 2

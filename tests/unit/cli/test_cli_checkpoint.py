@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from harness.checkpoints import SHAPES, flip, load, save, values_of
+from harness.checkpoints import SHAPES, flip, save, values_of
 from shardwise.checkpoint import show
 from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.compare import ChangedState, ChangedValues, StateDifference
@@ -85,7 +85,7 @@ def test_show_answers_other_programs(root, capsys):
     assert json.loads(call(capsys, "show", "runs/a", "--step", "200", "--json")[1])["step"] == 200
 
 
-COMMANDS = ("show runs/b", "verify runs/b", "diff runs/b runs/b", "reshard runs/b out --files 1", "show runs/b --json")
+COMMANDS = ("show runs/b", "verify runs/b", "diff runs/b runs/b", "show runs/b --json")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
@@ -94,7 +94,7 @@ def test_the_folder_of_a_run_stands_for_its_checkpoints(root, capsys, command):
     root.rename("runs/b/checkpoints")
     code, out, err = call(capsys, *command.split())
     assert (code, err) == (0, "")
-    _, of_root, _ = call(capsys, *command.replace("runs/b", "runs/b/checkpoints").replace("out", "other").split())
+    _, of_root, _ = call(capsys, *command.replace("runs/b", "runs/b/checkpoints").split())
     assert len(out.splitlines()) == len(of_root.splitlines())
 
 
@@ -128,18 +128,8 @@ def test_diff_has_the_exit_codes_of_diff(root, capsys):
     assert path.name in err
 
 
-def test_reshard_writes_whole_tensors_under_their_names(root, capsys):
-    code, _, err = call(capsys, "reshard", "runs/a", "elsewhere", "--files", "1")
-    assert (code, err) == (0, "")
-    expected, got = values_of(), load(Path("elsewhere/step-00000200"))
-    assert all(torch.equal(got[key], expected[key]) for key in expected)
-    assert call(capsys, "diff", "runs/a", "elsewhere")[0] == 0
-    (root / "step-00000200" / "rank-00001-of-00002.safetensors").unlink()
-    assert call(capsys, "reshard", "runs/a", "elsewhere", "--files", "4")[0] == 0
-    assert len(list(Path("elsewhere/step-00000100").glob("*.safetensors"))) == 4
-
-
 def test_ctrl_c_leaves_nothing_half_written(root, capsys, monkeypatch):
+    save(Path("runs/b"), values_of(), 3, step=7, **ABOUT | {"model": LLAMA})
     read, calls = ChunkReader.read, []
 
     def interrupted(self, *arguments) -> None:
@@ -149,14 +139,15 @@ def test_ctrl_c_leaves_nothing_half_written(root, capsys, monkeypatch):
         read(self, *arguments)
 
     monkeypatch.setattr(ChunkReader, "read", interrupted)
-    code, _, err = call(capsys, "reshard", "runs/a", "elsewhere", "--files", "2")
+    code, _, err = call(capsys, "export", "runs/b", "elsewhere/hf")
     assert (code, err) == (130, "shardwise: stopped by Ctrl-C\n")
     assert list(Path("elsewhere").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_not_wrong_use(root, capsys):
+    save(Path("runs/b"), values_of(), 3, step=7, **ABOUT | {"model": LLAMA})
     Path("file").write_text("")
-    code, _, err = call(capsys, "reshard", "runs/a", "file/below", "--files", "1")
+    code, _, err = call(capsys, "export", "runs/b", "file/below")
     assert code == 1
     assert err.count("\n") == 1
 
@@ -305,26 +296,3 @@ def test_export_takes_the_config_of_another_folder(root, capsys):
     assert (code, err) == (0, "")
     expected = {"model_type": "mine", "architectures": ["Mine"], "torch_dtype": "float32"}
     assert json.loads(Path("hf/config.json").read_text()) == expected
-
-
-def test_import_says_what_is_wrong_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("pickle", "qwen"):
-        Path(name).mkdir()
-    Path("pickle/pytorch_model.bin").touch()
-    save_file({"lm_head.weight": torch.ones(2, 2)}, "qwen/model.safetensors")
-    Path("qwen/config.json").write_text('{"model_type": "qwen2"}')
-    for arguments, part in {
-        ("nowhere", "run"): "[not-a-folder]",
-        ("pickle", "run"): "[weights-pickled]",
-        ("qwen", "run", "--decoder"): "[decoder-family]",
-        ("qwen", "run", "--files", "0"): "not in the range",
-    }.items():
-        code, out, err = call(capsys, "import", *arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1), arguments
-        assert part in err
-    assert not Path("run").exists()
-    assert call(capsys, "import", "qwen", "run")[0] == 0
-    code, _, err = call(capsys, "import", "qwen", "run")
-    assert code == 2
-    assert "step-00000000" in err

@@ -192,17 +192,16 @@ def test_checkpoint_prints(snapshots: Snapshots, capsys: pytest.CaptureFixture[s
     for step in (100, 200):
         save(Path("runs/a"), values_of(), step=step, **about)
     save(Path("runs/b"), values, 3, step=200, **about | {"config": {"zero": {"stage": 3}, "optimizer": {"lr": 0.2}}})
-    names = ("show", "verify", "diff", "reshard", "export", "import")
+    names = ("show", "verify", "diff", "export")
     commands = [
         *(f"checkpoint {name} --help" for name in names),
         *("checkpoint show runs/a", "checkpoint show runs/a --step 100 --tensors", "checkpoint show --tensors runs/a"),
         *("checkpoint show runs/a --tensors head.*", "checkpoint show runs/a --tensors up --json"),
         *("checkpoint verify runs/a", "checkpoint diff runs/a runs/b", "checkpoint diff runs/a runs/b --weights"),
-        *("checkpoint reshard runs/a elsewhere --files 1", "checkpoint export runs/a hf", "checkpoint import hf run"),
+        "checkpoint export runs/a hf",
         *("checkpoint show runs/aa", "checkpoint verify runs", "checkpoint verify runs/a --step 150"),
         *("checkpoint show runs/a --tensors up.wieght", "checkpoint show", "checkpoint diff runs/a", "checkpoint"),
-        *("checkpoint reshard runs/a x --files 0", "checkpoint reshard runs/a runs/a --files 1"),
-        *("checkpoint export runs/a hf", "checkpoint export runs/nowhere hf", "checkpoint import nowhere run"),
+        *("checkpoint export runs/a hf", "checkpoint export runs/nowhere hf"),
     ]
     text = transcript(commands, capsys, PLACEHOLDERS)
     path = Path("runs/a/step-00000200/rank-00000-of-00002.safetensors")

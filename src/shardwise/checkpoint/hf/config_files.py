@@ -58,11 +58,6 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return described
 
 
-def describe_decoder(config: DecoderConfig) -> dict[str, Any]:
-    """Return what `describe` returns for our decoder."""
-    return {"class": _DECODER, "config": config.values()}
-
-
 def names_of(described: Mapping[str, Any]) -> NameMap:
     """Return the rules for the names of a described model in a folder."""
     if decoder_config(described) is not None:

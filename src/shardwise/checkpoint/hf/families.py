@@ -1,10 +1,5 @@
-"""Converts our decoder's config to a Hugging Face Llama's and back, and has the name rules of model families.
+"""Converts our decoder's config to a Hugging Face Llama's, and has the name rules of model families.
 
->>> from shardwise.models import DecoderConfig
->>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
-...                        head_dim=4, ffn_size=48, max_seq_len=32)
->>> decoder_config_of(hf_config_of(config, "BF16")) == config
-True
 >>> decoder_names().stored_names("blocks.1.ffn.down.weight")
 ('model.layers.1.mlp.down_proj.weight',)
 """
@@ -15,16 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
 from shardwise.checkpoint.hf.key_map import NameMap, Rule, WeightPart
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.untrusted_files import mismatch
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import DecoderConfig
 from shardwise.runtime.torch_private import view_base
@@ -70,13 +62,6 @@ _FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {"mixtral": _MIXTRAL, "qwen2_moe": _QWEN_MOE, "qwen3_moe": _QWEN_MOE, "olmoe": _QWEN_MOE}
 )
 
-# A family's values for what a config.json leaves out; `num_key_value_heads` of a Llama is the number of heads.
-_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "llama": {"max_position_embeddings": 2048},
-        "mistral": {"max_position_embeddings": 4096 * 32, "num_key_value_heads": 8, "sliding_window": 4096},
-    }
-)
 TORCH_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 )
@@ -235,96 +220,4 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": TORCH_NAMES[dtype],
-    }
-
-
-def decoder_config_of(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-    """Return the config of our decoder for which a folder has weights.
-
-    Raises:
-        CheckpointError: our decoder lacks what the folder's model has; the message says what.
-    """
-    family = str(config.get("model_type"))
-    if family not in _DEFAULTS:
-        lacks = {"qwen2": ": its biases of query, key and value", "qwen3": ": its norms of query and key"}.get(family)
-        raise CheckpointError(
-            "decoder-family",
-            f"{where} is of a {family!r}, which our decoder cannot be{lacks or ''}; train the model of transformers, "
-            f"or give a folder of one of: {', '.join(_DEFAULTS)}",
-        )
-    values = {**_DEFAULTS[family], **config}
-    try:
-        _LLAMA.validate_python(values, strict=True)
-    except ValidationError as error:
-        raise CheckpointError(
-            "hf-config-malformed", f"{where} has {mismatch(error)}; take the config.json of the model"
-        ) from None
-    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    lacking = [key for key, is_met in _conditions(values, rope).items() if not is_met]
-    if lacking:
-        found = ", ".join(f"{key}={rope.get(key, values.get(key))!r}" for key in lacking)
-        raise CheckpointError(
-            "decoder-lacks-option", f"{where} has {found}, which our decoder lacks; train the model of transformers"
-        )
-    missing = [key for key in _NEEDED if key not in values]
-    if missing:
-        raise CheckpointError(
-            "hf-config-incomplete", f"{where} does not give {', '.join(missing)}; take the config.json of the model"
-        )
-    num_heads = values["num_attention_heads"]
-    return DecoderConfig(
-        vocab_size=values["vocab_size"],
-        num_layers=values["num_hidden_layers"],
-        hidden_size=values["hidden_size"],
-        num_heads=num_heads,
-        num_kv_heads=values.get("num_key_value_heads") or num_heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
-        ffn_size=values["intermediate_size"],
-        max_seq_len=values["max_position_embeddings"],
-        rope_theta=float(rope.get("rope_theta", values.get("rope_theta", 10_000.0))),
-        norm_eps=values.get("rms_norm_eps", 1e-6),
-        tie_embeddings=values.get("tie_word_embeddings", False),
-    )
-
-
-_Size = Annotated[int, Field(gt=0, lt=2**31)]
-
-
-class _RopeJson(TypedDict, total=False):
-    rope_theta: float
-
-
-class _LlamaJson(TypedDict, total=False):
-    vocab_size: _Size
-    hidden_size: _Size
-    intermediate_size: _Size
-    max_position_embeddings: _Size
-    num_hidden_layers: _Size
-    num_attention_heads: _Size
-    num_key_value_heads: _Size | None
-    head_dim: _Size | None
-    sliding_window: _Size | None
-    rope_scaling: _RopeJson | None
-    rope_parameters: _RopeJson | None
-    rope_theta: float
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-
-
-_LLAMA: Final = TypeAdapter(_LlamaJson)
-_NEEDED: Final = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-
-
-def _conditions(values: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, bool]:
-    """Return, by key of a config.json, whether our decoder can do what its value asks for."""
-    window = values.get("sliding_window")
-    rope_key = "rope_type" if "rope_type" in rope else "type"
-    return {
-        "hidden_act": values.get("hidden_act", "silu") == "silu",
-        "attention_bias": not values.get("attention_bias"),
-        "mlp_bias": not values.get("mlp_bias"),
-        "attention_dropout": not values.get("attention_dropout"),
-        "sliding_window": window is None or window >= values["max_position_embeddings"],
-        rope_key: rope.get(rope_key, "default") == "default",
-        "partial_rotary_factor": rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) == 1.0,
     }

@@ -107,21 +107,20 @@ def open_folder(
     return tuple(tensors)
 
 
-def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
-    """Return the content of the folder's config.json, or of another JSON file; empty where it has none.
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the folder's config.json; empty where it has none.
 
     Raises:
         DamagedError: it is no JSON, or has a size that no model has.
     """
-    path = folder / name
+    path = folder / CONFIG_NAME
     if not os.path.lexists(path):
         return {}
     values = _typed(_ConfigJson, _read_json(path), path)
-    if name == CONFIG_NAME:
-        try:
-            check_model_config(values, str(path))
-        except UntrustedFileError as error:
-            raise DamagedError(error.code, str(error)) from None
+    try:
+        check_model_config(values, str(path))
+    except UntrustedFileError as error:
+        raise DamagedError(error.code, str(error)) from None
     return values
 
 
