@@ -17,7 +17,6 @@ from shardwise.pipeline.boundary import RemoteEnd
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.verify.compare import PARITY, TrainingTrace, first_difference
 from shardwise.verify.job import VerifyJob, make_job, small_layout
-from shardwise.verify.quality import measure_quality
 from shardwise.verify.run import VerifyOutcome, judge, train_layout, train_reference
 
 QWEN2 = {
@@ -229,16 +228,3 @@ def test_casts_keep_float64_for_as_long_as_is_asked():
 def _without_dropout(job: VerifyJob) -> VerifyJob:
     text = job.to_json().replace('"attention_dropout": 0.1', '"attention_dropout": 0.0')
     return VerifyJob.from_json(text)
-
-
-@pytest.mark.full
-def test_the_price_of_encoded_gradients_is_measured_on_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # the folder of runs, with the cache of the data
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{number} is followed by {number + 1}.\n" for number in range(6000)))
-    config = Config.from_dict({"data": {"path": str(text)}, "precision": {"reduce": "int4"}})
-    found = measure_quality(config, range(1), num_steps=2)
-    assert found.encoded[0] == pytest.approx(found.exact[0], rel=0.05)
-    assert found.encoded != found.exact

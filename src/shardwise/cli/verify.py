@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.command import FILE, Count, as_written, be_rank, settings, split
-from shardwise.config.errors import ConfigError, with_code
+from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
-from shardwise.report.console import Terminal, progress, write_line
+from shardwise.report.console import Terminal, progress
 
 if TYPE_CHECKING:
     from shardwise.verify.compare import TrainingDifference
@@ -28,7 +28,6 @@ examples:
   shardwise verify my.toml                                 the ranks that the mesh says
   shardwise verify my.toml --world-size 512 mesh.pp=16
   shardwise verify my.toml --model meta-llama/config.json  a Hugging Face model in place of the config's
-  shardwise verify my.toml --quality                       what fewer bits cost in held-out loss, over three seeds
 
 exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 """)
@@ -36,21 +35,15 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 @settings()
 @click.option("--world-size", type=Count(1), help="ranks of the run, where the mesh leaves that open")
 @click.option("--model", type=FILE, help="a Hugging Face folder or config.json")
-@click.option("--steps", type=Count(1), help="optimizer steps to train (default: 3; 300 with --quality)")
+@click.option("--steps", type=Count(1), default=3, help="optimizer steps to train")
 @click.option("--processes", type=Count(1), default=16, help="processes at most")
-@click.option(
-    "--quality", is_flag=True, help="train a small model with and without the codecs of precision, and compare"
-)
-@click.option("--seeds", type=Count(1), default=3, help="trainings of each kind, with --quality")
 @click.option("--be-rank", "rank_folder", type=FILE, hidden=True)
 def verify(
     settings: Sequence[str],
     world_size: int | None,
     model: Path | None,
-    steps: int | None,
+    steps: int,
     processes: int,
-    quality: bool,
-    seeds: int,
     rank_folder: Path | None,
 ) -> int:
     """Prove that a config's layout trains as one process does, without its machines.
@@ -59,14 +52,9 @@ def verify(
     several ranks keeps several. A small copy of the model is trained in float64, on these and in one plain process.
     """
     if rank_folder is not None:
-        from shardwise.verify import run
-        from shardwise.verify.quality import JOB_NAME
-        from shardwise.verify.quality import be_rank as compare_as_rank
+        from shardwise.verify.run import be_rank as train_as_rank
 
-        train_as_rank = compare_as_rank if (rank_folder / JOB_NAME).exists() else run.be_rank
         be_rank(lambda env: train_as_rank(env, rank_folder))
-    if quality:
-        return _quality(settings, seeds, steps or 300)
     console = Terminal(highlight=False)
     with progress("laying the run out at its own size"):
         from shardwise.train.setup import job_config
@@ -76,31 +64,13 @@ def verify(
         config = job_config(*split(settings))
         source = model or config.model.path
         values = None if source is None else read_model(Path(source).expanduser())
-        job = make_job(
-            config, world_size, huggingface=values, num_steps=3 if steps is None else steps, most_processes=processes
-        )
+        job = make_job(config, world_size, huggingface=values, num_steps=steps, most_processes=processes)
     console.print(describe(job))
     with progress("training") as say:
         # The ranks need no GPU.
         outcome = run_verify(job, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, announce=say)
     console.print(conclude(job, outcome))
     return outcome.exit_code
-
-
-def _quality(settings: Sequence[str], num_seeds: int, num_steps: int) -> int:
-    with progress("starting torch") as say:
-        from shardwise.launch.process_group import LaunchError
-        from shardwise.train.setup import job_config
-        from shardwise.verify.quality import measure_quality, render
-
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # of processes, where it takes several
-        try:
-            quality = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say, environ)
-        except LaunchError as error:
-            write_line(with_code(error), to_stderr=True)
-            return 1
-    Terminal(highlight=False).print(render(quality))
-    return 0
 
 
 def read_model(path: Path) -> dict[str, Any]:

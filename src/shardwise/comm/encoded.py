@@ -21,9 +21,8 @@ from torch import Tensor
 from shardwise.comm.backends import sum_chunks
 from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.layout.precision import BLOCK_NUMEL
-from shardwise.layout.wire_codec import WireCodec, part_numel
+from shardwise.layout.wire_codec import WireCodec
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.kernels import has_kernels
 from shardwise.runtime.torch_private import is_fake
 
@@ -82,14 +81,12 @@ class EncodedSum:
         pool: BufferPool,
         node_size: int = 1,
         residuals: Sequence[Tensor | None] = (None, None),
-        errors: CodecErrors | None = None,
     ) -> None:
         self.world_size = comm.world_size
         self._first, self._second = residuals
         self._comm = comm
         self._codec = codec_on(comm.device, codec)
         self._pool = pool
-        self._errors = errors
         self._node_size = node_size if 1 < node_size < comm.world_size else comm.world_size
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
@@ -108,7 +105,7 @@ class EncodedSum:
         read = partial(sum_rows, self._codec, out=out, accumulate=accumulate)
 
         def write(rows: Tensor) -> None:
-            encode_rows(self._codec, values, rows.view(self._node_size, num_nodes, row_bytes), rounded, self._errors)
+            encode_rows(self._codec, values, rows.view(self._node_size, num_nodes, row_bytes), rounded)
 
         if num_nodes == 1:
             return self._comm.swap_rows(peers, row_bytes, write, read, name)
@@ -123,7 +120,7 @@ class EncodedSum:
 
         def write_node(rows: Tensor) -> None:
             second = None if self._second is None else self._second.view(num_nodes, numel)
-            encode_rows(self._codec, middle[0].view(num_nodes, numel), rows, second, self._errors)
+            encode_rows(self._codec, middle[0].view(num_nodes, numel), rows, second)
             self._pool.release(middle.pop())
 
         def across() -> AsyncWork:
@@ -159,9 +156,7 @@ class EncodedSum:
         return None if flat is None else flat.view(-1, self._node_size, numel).transpose(0, 1)
 
 
-def encode_rows(
-    codec: WireCodec, values: Tensor, sent: Tensor, residual: Tensor | None, errors: CodecErrors | None = None
-) -> None:
+def encode_rows(codec: WireCodec, values: Tensor, sent: Tensor, residual: Tensor | None) -> None:
     """Encode rows, some columns at a time.
 
     Args:
@@ -169,20 +164,10 @@ def encode_rows(
         sent: uint8 [..., num_bytes(s)], contiguous, to write into.
         residual: [..., s], added before, and replaced by what is rounded off; 0 where that is not finite, as an
             overflow is never part of a step. None for none.
-        errors: measures what is rounded off; None for no measure.
     """
-    is_measured = errors is not None and errors.is_on and not is_fake(sent)
-    at_once = part_numel(values.device) if is_measured else codec.at_once(values.device)
-    for start, stop in _columns(values, at_once):
-        columns = exact = values[..., start:stop]
+    for start, stop in _columns(values, codec.at_once(values.device)):
         rounded = None if residual is None else residual[..., start:stop]
-        if is_measured and rounded is not None:
-            exact = columns.float() + rounded
-        codec.encode(columns, sent, start, rounded)
-        if is_measured and errors is not None:
-            decoded = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)  # its rows are contiguous
-            codec.decode(sent, decoded, start)
-            errors.add("reduce", exact, decoded)
+        codec.encode(values[..., start:stop], sent, start, rounded)
 
 
 def sum_rows(codec: WireCodec, rows: Tensor, out: Tensor, accumulate: bool) -> None:

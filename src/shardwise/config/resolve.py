@@ -118,7 +118,7 @@ _KINDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 )
 _OF_JOB: Final = frozenset(("optimizer.lr",))  # `shardwise train` has other defaults for a model that it goes on with
 # Keys of what is no more: configs that earlier runs and checkpoints have left still name them.
-_WITHOUT_EFFECT: Final = frozenset(("tiers.step_in_backward",))
+_WITHOUT_EFFECT: Final = frozenset(("tiers.step_in_backward", "precision.errors_every"))
 _MAX_SHOWN = 120
 # A path of Linux has at most so many bytes, and no other text is as long.
 _MAX_TEXT_BYTES = 4095

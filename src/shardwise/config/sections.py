@@ -78,7 +78,7 @@ class ModelConfig(Section):
     """Whether Python files of the model's or the tokenizer's folder may run; a folder that needs them is refused
     otherwise, and nothing asks. Read them first."""
     weights: str | None = None
-    """A checkpoint of the same model whose weights the run starts from, such as `shardwise checkpoint import` makes."""
+    """A checkpoint of the same model whose weights the run starts from, such as another run has left."""
     preset: str = "tiny"
     """Name of a model of `shardwise presets`; "tiny" trains in two minutes on two cores."""
     num_layers: Layers | None = None
@@ -186,9 +186,6 @@ class PrecisionConfig(Section):
     linears: Literal["keep", "fp8", "fp8-emulated"] = "keep"
     """How the large linear layers of blocks multiply: in "param" (keep), in fp8 by torchao's layers (fp8), or with
     fp8's rounding on any device, slowly (fp8-emulated)."""
-    errors_every: NotNegative = 0
-    """Steps between those that measure what codecs round off, relative to the values, for the run's log; 0 measures
-    none. A step that is measured takes longer."""
     buffers: Literal["keep", "param"] = "keep"
     """Whether buffers keep their dtype: "keep" never rounds one (RoPE frequencies need fp32); "param" casts floating
     ones as `Module.to` does."""

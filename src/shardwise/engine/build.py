@@ -43,7 +43,6 @@ from shardwise.offload.tiers import Tiers
 from shardwise.optim.schedules import own_scheduler
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.device import Streams
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
@@ -135,7 +134,6 @@ def build(inputs: EngineInputs) -> tuple[EngineParts, StepRunner, ExitStack]:
             zero.lockstep,
             layout.precision.states,
             events,
-            CodecErrors(config.precision.errors_every),
         )
         broadcast_params_across_stages(values, layout, comms)
         sharding = ShardingState(model, layout, resources)

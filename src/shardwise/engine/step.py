@@ -25,7 +25,6 @@ from shardwise.layout.resolve import layout_of
 from shardwise.layout.zero_stages import Placement
 from shardwise.optim.rules import LateFactor
 from shardwise.optim.schedules import advance
-from shardwise.runtime.codec_errors import relative_errors
 from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import torch_dtype
 from shardwise.zero.optimizer_plan import NamedGroup
@@ -283,25 +282,16 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
     if count and parts.scaler.is_dynamic:
         parts.scaler.update(overflowed)
     parts.state.num_steps += 1
-    loss, errors = (loss_sum / (count or 1.0) if parts.losses.plain.is_loss_known else math.nan), _codec_errors(parts)
+    loss = loss_sum / (count or 1.0) if parts.losses.plain.is_loss_known else math.nan
     _end_step(parts)
     if not skipped:
         parts.sharded.hooks.call_late()
-    return StepResult(parts.state.num_steps, loss, count, grad_norm, learning_rate, skipped, scale, errors)
+    return StepResult(parts.state.num_steps, loss, count, grad_norm, learning_rate, skipped, scale)
 
 
 def _step_optimizer(parts: EngineParts, factor: float | LateFactor, used: Mapping[str, bool]) -> None:
     parts.note_update()
     parts.sharding.refresh(parts.sharded.step(factor, used, parts.timeline), parts.state.is_aliased)
-
-
-def _codec_errors(parts: EngineParts) -> dict[str, float]:
-    """Return what codecs have rounded off in a step that is measured, over all ranks; all of them call it."""
-    if not parts.resources.codec_errors.is_on:
-        return {}
-    parts.tiers.wait_idle()  # a step on the host
-    summed = parts.comm.sum_scalars(parts.resources.codec_errors.take(parts.device), "errors of codecs")
-    return {} if parts.comm.is_simulated else relative_errors(summed)
 
 
 def zero_grad(parts: EngineParts, keeps_forwards: bool = True) -> None:
@@ -465,8 +455,6 @@ def _end_step(parts: EngineParts) -> None:
     parts.sharding.end_step()
     parts.losses.clear()
     parts.timeline.close_step()
-    if parts.resources.codec_errors.every:
-        parts.resources.codec_errors.prepare(parts.state.num_steps)
 
 
 def _fail_nonfinite(parts: EngineParts, loss_sum: float, grad_norm: float, forward: Callable[[Any], object]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +28,6 @@ class StepResult:
         lr: of the first parameter group, as used in this step.
         skipped: parameters and optimizer are as they were, since nothing counted on any rank (`count` is 0), an fp16
             gradient overflowed, or a value was not finite under `run.on_nonfinite="skip"`.
-        codec_errors: of each thing that is encoded, by name, the size of the rounding relative to the values, where
-            `precision.errors_every` has this step measured.
     """
 
     step: int
@@ -40,7 +37,6 @@ class StepResult:
     lr: float
     skipped: bool
     loss_scale: float
-    codec_errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

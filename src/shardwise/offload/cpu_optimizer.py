@@ -23,7 +23,6 @@ from shardwise.layout.codec import Encoded
 from shardwise.layout.precision import BLOCK_NUMEL as CODEC_BLOCK
 from shardwise.optim.elementwise import StepTensors
 from shardwise.optim.rules import OptimizerRule, fused_grad_scale
-from shardwise.runtime.codec_errors import CodecErrors
 
 # Elements that one call of a kernel steps: few enough for a core's cache, many enough for the cost of a call to vanish.
 BLOCK_NUMEL: Final = 768 * 1024
@@ -78,11 +77,7 @@ class StepPiece:
 
 
 def step_pieces(
-    rule: OptimizerRule,
-    pieces: Sequence[StepPiece],
-    factor: float,
-    threads: StepThreads | None = None,
-    errors: CodecErrors | None = None,
+    rule: OptimizerRule, pieces: Sequence[StepPiece], factor: float, threads: StepThreads | None = None
 ) -> None:
     """Step each piece with `factor` times its gradient, as the optimizer steps the whole parameter, to rounding.
 
@@ -90,7 +85,6 @@ def step_pieces(
         pieces: of one or several parameters, in any order.
         factor: turns accumulated sums into the gradient; applied in the master's dtype.
         threads: share the blocks between them; None lets torch's own threads share each operation.
-        errors: measures what encoding rounds off; None for no measure.
     """
     num_takers = threads.num_threads if threads else 1
     for together in _by_kernel_call(pieces):
@@ -99,7 +93,7 @@ def step_pieces(
             most = DEVICE_NUMEL
         capacity = _round_up(min(most, -(-sum(piece.master.numel() for piece in together) // num_takers)))
         # The iterator of a list may be shared by threads; that of a function may not.
-        work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor, errors)
+        work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor)
         if threads:
             threads.run(work)
         else:
@@ -137,19 +131,15 @@ def _blocks(pieces: Sequence[StepPiece], capacity: int) -> Iterator[list[StepPie
 
 
 @torch.no_grad()
-def _work_off(
-    blocks: Iterator[Sequence[StepPiece]], rule: OptimizerRule, capacity: int, factor: float, errors: CodecErrors | None
-) -> None:
+def _work_off(blocks: Iterator[Sequence[StepPiece]], rule: OptimizerRule, capacity: int, factor: float) -> None:
     scratch = None
     for block in blocks:
         if scratch is None:
             scratch = torch.empty(capacity, dtype=block[0].master.dtype, device=block[0].master.device)
-        _step_block(rule, block, scratch, factor, errors)
+        _step_block(rule, block, scratch, factor)
 
 
-def _step_block(
-    rule: OptimizerRule, block: Sequence[StepPiece], scratch: Tensor, factor: float, errors: CodecErrors | None
-) -> None:
+def _step_block(rule: OptimizerRule, block: Sequence[StepPiece], scratch: Tensor, factor: float) -> None:
     grads, start = [], 0
     for part in block:
         grads.append(_scaled(part.grad, scratch[start : start + part.grad.numel()], factor, rule.kind))
@@ -160,10 +150,7 @@ def _step_block(
     for part, values in zip(block, states, strict=True):
         for name, state in part.states.items():
             if isinstance(state, Encoded):
-                exact = values[name].clone() if errors is not None and errors.is_on else None
                 state.encode(values[name])
-                if exact is not None and errors is not None:
-                    errors.add(name, exact, state.decode())
     # While the block is in the cache: a pass of its own over the masters would read them from memory again.
     for part in block:
         if part.param is not None:

@@ -89,7 +89,6 @@ class StepMeter:
             tokens_per_s=result.count / step_s,
             memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
             peak_bytes=peak_bytes if self._is_metered else None,
-            codec_errors=dict(result.codec_errors) or None,
         )
 
     def close(self) -> None:

@@ -195,7 +195,6 @@ class EncodedGather(Gather):
         self._is_simulated = self._shards.is_simulated  # then codecs take memory, and need not work on all of it
         self._pool = resources.pool
         self._decoding = resources.decoding
-        self._errors = resources.codec_errors
 
     # [Note: Memory of codes]
     # The flat buffer gets its storage only when the codes are there, so that both are whole for as short as can be. For
@@ -213,9 +212,7 @@ class EncodedGather(Gather):
 
     def recode(self, full: Tensor) -> None:
         for part in full.split(CHUNK_NUMEL):
-            sent = self._codec.encode(part)
-            self._measure(part, sent)
-            self._codec.decode(sent, part)
+            self._codec.decode(self._codec.encode(part), part)
             if self._is_simulated:
                 return  # one is as large as another
 
@@ -229,7 +226,7 @@ class EncodedGather(Gather):
         if not is_here:
             shard.fetch(exact).wait()
         numel = self._num_coded(exact)
-        self._measure(exact, self._codec.encode(exact[:numel], sent[: self._codec.num_bytes(numel)]))
+        self._codec.encode(exact[:numel], sent[: self._codec.num_bytes(numel)])
         # The codes are written on the current stream, and the stream of the gather begins after it: there is no other
         # event to wait for.
         if not is_here:
@@ -249,10 +246,6 @@ class EncodedGather(Gather):
         rounded = values.to(dtype)
         padded = torch.nn.functional.pad(rounded, (0, -rounded.numel() % BLOCK_NUMEL))
         return self._codec.decode(self._codec.encode(padded), torch.empty_like(padded))[: rounded.numel()]
-
-    def _measure(self, exact: Tensor, sent: Tensor) -> None:
-        if self._errors.is_on and not self._is_simulated:
-            self._errors.add("gather", exact, self._codec.decode(sent, torch.empty_like(exact)))
 
     def _num_coded(self, values: Tensor) -> int:
         """Return how many values a codec is given: where there are none in fact, as many as it takes at a time."""

@@ -184,8 +184,7 @@ class GradSums:
         if total.codec is None:
             return comm
         residuals = [self._residual(numel) if numel else None for numel in total.residual_numels]
-        errors = self._resources.codec_errors
-        return EncodedSum(comm, total.codec, self._resources.pool, total.node_size, residuals, errors)
+        return EncodedSum(comm, total.codec, self._resources.pool, total.node_size, residuals)
 
     def _residual(self, numel: int) -> Tensor:
         residual = torch.zeros(numel, dtype=self.dtype, device=self._resources.comms.data.device)

@@ -224,9 +224,8 @@ class ShardedOptimizer:
         """Allocate the states of a group that torch's optimizer does not step."""
         pieces = [piece for piece in self.pieces if piece.group is group]
         rule, resources = rule_of(self.optimizer, is_matrix=group.spec.is_matrix), self._resources
-        dtype, errors = resources.states_dtype, resources.codec_errors
         at_once = self._has_states_at_once
-        return StoredStep(group, pieces, rule, resources.tiers, dtype, at_once, errors, self.optimizer)
+        return StoredStep(group, pieces, rule, resources.tiers, resources.states_dtype, at_once, self.optimizer)
 
     def options_of(self, piece: ParamPiece) -> Mapping[str, Any] | None:
         """Return the optimizer's parameter group that a piece is in, with its options; None where it is in none."""

@@ -13,7 +13,6 @@ from shardwise.construction.values import ParamInitializer
 from shardwise.layout.precision import StatesDtype
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.timeline import Timeline
 
@@ -46,5 +45,4 @@ class ShardingResources:
     lockstep: bool | Literal["auto"] = False
     states_dtype: StatesDtype = "master"
     events: ModelEvents = field(default_factory=ModelEvents)
-    codec_errors: CodecErrors = field(default_factory=CodecErrors)
     decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of codes

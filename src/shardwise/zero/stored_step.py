@@ -27,7 +27,6 @@ from shardwise.offload.storage import DeviceStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.optim.rules import OptimizerRule
-from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.device import Event
 from shardwise.runtime.kernels import has_kernels
 from shardwise.runtime.state_shards import FlatState, ScalarState
@@ -172,7 +171,6 @@ class StoredStep(GroupStep, StateKeeper):
     tiers: Tiers
     dtype: StatesDtype
     has_states_at_once: bool
-    errors: CodecErrors
     shown: Optimizer
     states: dict[str, GroupState] = field(default_factory=dict)
     _counts: dict[str, StepCounts] = field(default_factory=dict)
@@ -351,7 +349,7 @@ class StoredStep(GroupStep, StateKeeper):
     ) -> None:
         if is_fake(tensors[_MASTER]):
             return  # no values to step, and no tracker counts the step's buffers
-        by_kernel = has_kernels(tensors[_MASTER].device) and not self.errors.is_on
+        by_kernel = has_kernels(tensors[_MASTER].device)
         if by_kernel:
             plans = self.runs(plans)
         found: list[StepPiece] = []
@@ -371,7 +369,7 @@ class StoredStep(GroupStep, StateKeeper):
                 found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
         self._narrow(tensors, end, stop - start)
         left = _step_on_gpu(self.rule, found, factor) if by_kernel else found
-        step_pieces(self.rule, left, factor, self.tiers.step_threads if self.reads_stored else None, self.errors)
+        step_pieces(self.rule, left, factor, self.tiers.step_threads if self.reads_stored else None)
 
     # [Note: Pieces that a kernel steps at once]
     # Pieces whose states are encoded begin at block borders, so between two of them is at most the rest of a block.

@@ -109,7 +109,7 @@ def test_files_of_a_folder_that_takes_no_others_are_written_in_place(tmp_path: P
 
 # Into a folder that was just made, under a name that no one can guess or that no one else may write to.
 IN_NEW_FOLDERS = {
-    "checkpoint/hf/packer.py": 2, "checkpoint/hf/exporter.py": 2, "verify/run.py": 1, "verify/quality.py": 2,
+    "checkpoint/hf/packer.py": 2, "checkpoint/hf/exporter.py": 2, "verify/run.py": 1,
     "config/written_files.py": 1, "checkpoint/commit.py": 1,
     "compat/deepspeed/profiler.py": 1, "__main__.py": 2, "doctor/calibrate.py": 1,
 }  # fmt: skip
