@@ -276,13 +276,6 @@ convert {d}/ds.json --world 4                               | --world-size
 convert {d}/ds.json {d}/ds.json                             | ds.json
 convert {d}/wrong-ds.json                                   | zero_optimization
 attention                                                   | Usage
-attention show                                              | attention.kind
-attention show attention.kind=star                          | attention.kind
-attention show attention.kind=fixed --seq-len 0             | seq_len
-attention show attention.kind=fixed --seq-len x             | --seq-len
-attention show attention.kind=fixed --seq-len -5            | seq_len
-attention show {d}/none.toml                                | none.toml
-attention shw                                               | show
 checkpoint vrify {d}/sub                                    | verify
 checkpoint export {d}/sub {d}/out --dtype bf61              | bf16
 completion zhs                                              | zsh

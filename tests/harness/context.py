@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from shardwise.attention.structures import (
     SparsityConfig,
 )
 from shardwise.config.resolve import ContextConfig
+from shardwise.context.load_balance import choose_split, work_per_rank
+from shardwise.context.plan import find_moves
+from shardwise.context.visibility import VisibilityIndex
 from shardwise.dropout import probability_hashes
 from shardwise.layout.token_ranges import Runs
 
@@ -103,3 +106,28 @@ def expected(case: Mapping[str, Any]) -> list[Tensor]:
 def tokens_of(runs: Runs) -> Tensor:
     """Their indices [n]."""
     return torch.tensor([token for run in runs for token in range(*run)], dtype=torch.int64)
+
+
+class Balance(NamedTuple):
+    """How evenly a split spreads a layout.
+
+    Attributes:
+        work: the most of any rank, over the mean.
+        traffic: of the tokens of other ranks, the share whose keys a rank needs; the mean over ranks.
+    """
+
+    token_layout: str
+    work: float
+    traffic: float
+
+
+def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list[Balance]:
+    """Work and traffic of each token layout."""
+    rows = []
+    for name in ("contiguous", "zigzag", "balanced"):
+        teams = choose_split(name, layout, degree).teams(heads_over)
+        work = work_per_rank(layout, teams)
+        received = sum(find_moves(VisibilityIndex.of(layout), teams).tokens_received())
+        remote = teams.degree * (teams.num_tokens - teams.own_size)
+        rows.append(Balance(name, max(work) * len(work) / sum(work), received / remote if remote else 0.0))
+    return rows

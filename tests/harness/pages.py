@@ -204,7 +204,7 @@ import json
 from pathlib import Path
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.schedule import one_f_one_b, simulate
-Path("trace.json").write_text(json.dumps(chrome_trace(simulate(one_f_one_b(2, 2), lambda *_: 1.0))))
+Path("trace.json").write_text(json.dumps(chrome_trace(simulate(one_f_one_b(2, 2).schedule(), lambda *_: 1.0))))
 """
         },
         "zero": {0: _SMALL},

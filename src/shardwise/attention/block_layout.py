@@ -14,12 +14,13 @@ for tests and drawings.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
@@ -34,6 +35,8 @@ bools that broadcast to [heads, rows, num_blocks], True where the block of queri
 
 _MAX_FUNCTION_NUMEL = 2**22
 _MOST_MADE: Final = 64
+_SHADES: Final = "·░▒▓█"
+_MOST_CELLS: Final = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +159,14 @@ class BlockLayout:
         blocks = blocks_of_function(function, num_heads, -(-num_tokens // block))
         return BlockLayout.from_blocks(blocks, block, causal=causal, num_tokens=num_tokens)
 
+    def __str__(self) -> str:
+        """Draw the first document, and say how much of dense attention is left.
+
+        >>> print(str(BlockLayout.from_blocks(torch.tensor([[1, 0], [1, 1]]), block=64, causal=True)).splitlines()[1])
+        ████
+        """
+        return "\n".join([*_drawing(self.patterns[0]), *_figures(self)])
+
     @property
     def num_queries(self) -> int:
         return sum(pattern.num_queries for pattern in self.patterns)
@@ -277,6 +288,37 @@ class BlockLayout:
             mask[:, row : row + pattern.num_queries, column : column + pattern.num_keys] = seen
             row, column = row + pattern.num_queries, column + pattern.num_keys
         return mask
+
+
+def _drawing(pattern: Pattern) -> Iterator[str]:
+    """Yield a row for each block of queries, or for several, shaded by the share of blocks that its heads see."""
+    size = -(-pattern.blocks.shape[-1] // _MOST_CELLS)
+    shares = avg_pool2d(pattern.blocks.float().mean(0, keepdim=True), size, ceil_mode=True)[0].tolist()
+    for number, row in enumerate(shares, 1):
+        shown = row[:number] if pattern.causal else row
+        yield "".join(
+            2 * _SHADES[0 if density <= 0 else 4 if density >= 1 else 1 + min(2, int(3 * density))] for density in shown
+        )
+    if size > 1:
+        yield f"a cell is {size} x {size} blocks, darker as more of all heads' are visible"
+
+
+def _figures(layout: BlockLayout) -> Iterator[str]:
+    pattern, num_blocks = layout.patterns[0], layout.patterns[0].blocks.shape[-1]
+    half = f", {100 * layout.causal_density:.3g} % of the causal half" if pattern.causal else ""
+    per_head = int(pattern.blocks.sum()) / layout.num_heads
+    yield f"blocks       {per_head:,.0f} of {num_blocks**2:,} a head, of {pattern.block} tokens"
+    yield f"visible      {100 * layout.density:.3g} % of all pairs{half}"
+    ones = [torch.ones_like(each.blocks) for each in layout.patterns]
+    dense = BlockLayout(
+        tuple(
+            replace(each, blocks=blocks.tril() if each.causal else blocks)
+            for each, blocks in zip(layout.patterns, ones, strict=True)
+        )
+    )
+    for tile in (64, 128) if layout.density else ():
+        computed, of_dense = (each.tile_density(tile, tile) for each in (layout, dense))
+        yield f"tiles of {tile:<4}{100 * computed:.3g} % computed: up to {of_dense / computed:.1f} times dense's speed"
 
 
 def require_structure(given: object) -> None:

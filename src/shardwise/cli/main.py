@@ -24,7 +24,6 @@ import click
 from click.shell_completion import get_completion_class, shell_complete
 
 from shardwise import __version__
-from shardwise.cli.attention import attention
 from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.command import Choice, as_written, settings, split
 from shardwise.cli.convert import convert
@@ -209,7 +208,7 @@ def completion(shell: str) -> None:
     print(completion_class(cli, {}, "shardwise", _COMPLETE).source())
 
 
-for _each in (train, plan, verify, checkpoint, report, doctor, launch, config, presets, timeline, attention):
+for _each in (train, plan, verify, checkpoint, report, doctor, launch, config, presets, timeline):
     cli.add_command(_each)
 for _each in (convert, run, as_deepspeed, completion):
     cli.add_command(_each)

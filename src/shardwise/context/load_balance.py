@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -37,19 +37,6 @@ ring overlaps sends with computation, so the lower figures are nearer to what is
 
 _MOST_UNITS: Final = 64  # of a rank
 _EVEN: Final = 1.05
-
-
-class Balance(NamedTuple):
-    """Says how evenly a split spreads a layout.
-
-    Attributes:
-        work: the most of any rank, over the mean.
-        traffic: of the tokens of other ranks, the share whose keys a rank needs; the mean over ranks.
-    """
-
-    token_layout: str
-    work: float
-    traffic: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,26 +92,6 @@ def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over
     """
     key = ("split", token_layout, degree, heads_over)
     return layout.cached(key, lambda whole: _choose(token_layout, whole, degree, heads_over))
-
-
-def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list[Balance]:
-    """Return work and traffic of each token layout that divides, contiguous first.
-
-    Raises:
-        ConfigError: none divides.
-    """
-    visibility = VisibilityIndex.of(layout)
-    cost = _cost(layout)
-    rows = []
-    for split in _candidates(layout, degree):
-        teams = split.teams(heads_over)
-        moves = find_moves(visibility, teams)
-        work = cost.of(teams)
-        mean = sum(work) / len(work)
-        remote = teams.degree * (teams.num_tokens - teams.own_size)
-        traffic = sum(moves.tokens_received()) / remote if remote else 0.0
-        rows.append(Balance(split.kind, max(work) / mean if mean else 1.0, traffic))
-    return rows
 
 
 def _choose(token_layout: str, layout: BlockLayout, degree: int, heads_over: int) -> TokenSplit:

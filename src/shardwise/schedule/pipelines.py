@@ -13,10 +13,10 @@ without the micro-batches that do not exist.
 In the formulas p is the number of ranks, m of micro-batches, v of stages a rank, i a rank from 0; F, B and W are
 the seconds of a forward, of the gradient of the input and of that of the weights.
 
->>> print(one_f_one_b(num_ranks=2, num_micro_batches=3))
+>>> print(one_f_one_b(num_ranks=2, num_micro_batches=3).schedule())
 rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
 rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
->>> print(zero_bubble_h1(num_ranks=2, num_micro_batches=3))
+>>> print(zero_bubble_h1(num_ranks=2, num_micro_batches=3).schedule())
 rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
 rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 >>> placement_of("zb-v", num_ranks=4).stages_of(0)
@@ -47,7 +47,7 @@ class ScheduleRows:
 
     `pattern` returns a rank's row without micro-batches. Raises ScheduleError on a count below 1.
 
-    >>> [(kind.value, stage, micro_batch) for kind, stage, micro_batch in one_f_one_b_rows(2, 2).of(1)]
+    >>> [(kind.value, stage, micro_batch) for kind, stage, micro_batch in one_f_one_b(2, 2).of(1)]
     [('F', 1, 0), ('B', 1, 0), ('F', 1, 1), ('B', 1, 1)]
     """
 
@@ -75,24 +75,14 @@ class ScheduleRows:
         return Schedule(tuple(tuple(starmap(Action, self.of(rank))) for rank in range(self.placement.num_ranks)))
 
 
-def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
+def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> ScheduleRows:
     """Run each micro-batch forward through all stages, then backward, one after another: one rank computes at a time.
 
     With one micro-batch this is classic model parallelism.
 
-    Args:
-        is_v_shaped: stages go down the ranks and up again; otherwise they loop over them.
-
     Raises ScheduleError on counts below 1.
     """
-    return naive_rows(num_ranks, num_micro_batches, virtual_stages, is_v_shaped=is_v_shaped).schedule()
-
-
-def naive_rows(
-    num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False
-) -> ScheduleRows:
-    """Return the rows of `naive`, with its `num_ranks`, `num_micro_batches`, `virtual_stages`, `is_v_shaped`."""
-    placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
+    placement = StagePlacement(num_ranks, virtual_stages)
 
     def pattern(rank: int) -> _Pattern:
         stages = placement.stages_of(rank)
@@ -101,22 +91,12 @@ def naive_rows(
     return ScheduleRows(placement, num_micro_batches, pattern)
 
 
-def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
+def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> ScheduleRows:
     """Run all forwards, then all backwards (GPipe, Huang et al. 2019), one stage of a rank after another.
-
-    Args:
-        is_v_shaped: stages go down the ranks and up again; otherwise they loop over them.
 
     Raises ScheduleError on counts below 1.
     """
-    return gpipe_rows(num_ranks, num_micro_batches, virtual_stages, is_v_shaped=is_v_shaped).schedule()
-
-
-def gpipe_rows(
-    num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False
-) -> ScheduleRows:
-    """Return the rows of `gpipe`, with its `num_ranks`, `num_micro_batches`, `virtual_stages`, `is_v_shaped`."""
-    placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
+    placement = StagePlacement(num_ranks, virtual_stages)
 
     def pattern(rank: int) -> _Pattern:
         stages = placement.stages_of(rank)
@@ -126,17 +106,12 @@ def gpipe_rows(
     return ScheduleRows(placement, num_micro_batches, pattern)
 
 
-def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """Run a backward as soon as there is one (PipeDream-Flush, Narayanan et al. 2021, section 2.2.1).
 
     Rank i runs p - i forwards, then a backward and a forward in turn, so at most p - i micro-batches are
     in flight. Raises ScheduleError on counts below 1.
     """
-    return one_f_one_b_rows(num_ranks, num_micro_batches).schedule()
-
-
-def one_f_one_b_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """Return the rows of `one_f_one_b`."""
 
     def pattern(rank: int) -> _Pattern:
         return [(_F, rank)] * (num_ranks - rank) + [(_B, rank), (_F, rank)] * num_micro_batches
@@ -144,7 +119,7 @@ def one_f_one_b_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     return ScheduleRows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
-def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
+def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ScheduleRows:
     """Run 1F1B over several stages a rank, in rounds of micro-batches (Narayanan et al. 2021, section 2.2.2).
 
     A round takes its micro-batches through a rank's first stage, then through its second, and so on. Rank i runs
@@ -155,11 +130,6 @@ def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> 
 
     Raises ScheduleError on counts below 1.
     """
-    return interleaved_rows(num_ranks, num_micro_batches, virtual_stages).schedule()
-
-
-def interleaved_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ScheduleRows:
-    """Return the rows of `interleaved`, with its `num_ranks`, `num_micro_batches` and `virtual_stages`."""
     placement = StagePlacement(num_ranks, virtual_stages)
     rounds = interleaved_rounds(num_ranks, num_micro_batches)
 
@@ -192,18 +162,13 @@ def interleaved_rounds(num_ranks: int, num_micro_batches: int) -> tuple[int, ...
     return (least + 1,) * num_longer + (least,) * (num_rounds - num_longer)
 
 
-def zero_bubble_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
+def zero_bubble_h1(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """Run 1F1B with split backwards whose gradients of weights fill the bubble, in 1F1B's memory.
 
     Qi et al. 2023 (arXiv 2401.10241), section 2.1. Rank i runs p - i forwards ahead and leaves the gradients of
     weights of i micro-batches for later, so every rank holds at most p micro-batches. Raises ScheduleError on
     counts below 1.
     """
-    return zero_bubble_h1_rows(num_ranks, num_micro_batches).schedule()
-
-
-def zero_bubble_h1_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """Return the rows of `zero_bubble_h1`."""
 
     def pattern(rank: int) -> _Pattern:
         return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_ranks - rank, num_deferred=rank)
@@ -211,18 +176,13 @@ def zero_bubble_h1_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     return ScheduleRows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
-def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
+def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """Run H1 with twice the memory and no bubble where F = B = W: Qi et al. 2023 (arXiv 2401.10241), section 2.2.
 
     Rank i runs 2(p - i) - 1 forwards ahead and leaves the gradients of weights of 2i micro-batches for later, so
     every rank holds at most 2p - 1 micro-batches. Ranks end one after another, as they begin: the bubble is 0 only
     where the optimizer step does not wait for all ranks. Raises ScheduleError on counts below 1.
     """
-    return zero_bubble_h2_rows(num_ranks, num_micro_batches).schedule()
-
-
-def zero_bubble_h2_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """Return the rows of `zero_bubble_h2`."""
 
     def pattern(rank: int) -> _Pattern:
         num_warm_up = 2 * (num_ranks - rank) - 1
@@ -231,18 +191,13 @@ def zero_bubble_h2_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     return ScheduleRows(StagePlacement(num_ranks), num_micro_batches, pattern)
 
 
-def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
+def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
     """Run two stages a rank in a V with split backwards, in 1F1B's memory, without a bubble where F = B = W.
 
     This is ZB-V of Qi et al. 2023 (arXiv 2401.10241), section 6, one of the V-shaped family of Qi et al. 2024
     (arXiv 2405.15362). A rank's `down` is its stage on the way to the last rank, `up` that on the way back. At most
     2p stage activations are in flight on a rank. Raises ScheduleError on counts below 1.
     """
-    return zero_bubble_v_rows(num_ranks, num_micro_batches).schedule()
-
-
-def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """Return the rows of `zero_bubble_v`."""
     placement = StagePlacement(num_ranks, stages_per_rank=2, is_v_shaped=True)
     num_steady = max(num_micro_batches - num_ranks, num_ranks - 1)
 
@@ -403,19 +358,19 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
         for recipe in (
             ScheduleRecipe(
                 "naive",
-                naive_rows,
+                naive,
                 max_in_flight=lambda p, m, v, i: v,
                 bubble=Bubble(lambda p, m, v, f, b, w: m * (p - 1) * (f + b + w)),
             ),
             ScheduleRecipe(
                 "gpipe",  # it keeps and waits at least as much as 1f1b, as naive does: neither is searched
-                gpipe_rows,
+                gpipe,
                 max_in_flight=lambda p, m, v, i: m * v,
                 bubble=_OF_WHOLE_BACKWARDS,
             ),
             ScheduleRecipe(
                 "1f1b",
-                lambda p, m, v: one_f_one_b_rows(p, m),
+                lambda p, m, v: one_f_one_b(p, m),
                 max_virtual_stages=1,
                 max_in_flight=lambda p, m, v, i: min(m, p - i),
                 bubble=_OF_WHOLE_BACKWARDS,
@@ -423,7 +378,7 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
             ),
             ScheduleRecipe(
                 "interleaved",
-                interleaved_rows,
+                interleaved,
                 min_virtual_stages=2,
                 repeats_by_rounds=True,
                 max_in_flight=lambda p, m, v, i: min(
@@ -434,7 +389,7 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
             ),
             ScheduleRecipe(
                 "zb-h1",
-                lambda p, m, v: zero_bubble_h1_rows(p, m),
+                lambda p, m, v: zero_bubble_h1(p, m),
                 max_virtual_stages=1,
                 splits_backward=True,
                 repeats_by_rounds=True,
@@ -445,7 +400,7 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
             ),
             ScheduleRecipe(
                 "zb-h2",
-                lambda p, m, v: zero_bubble_h2_rows(p, m),
+                lambda p, m, v: zero_bubble_h2(p, m),
                 max_virtual_stages=1,
                 splits_backward=True,
                 repeats_by_rounds=True,
@@ -457,7 +412,7 @@ RECIPES: Final[Mapping[str, ScheduleRecipe]] = MappingProxyType(
             ),
             ScheduleRecipe(
                 "zb-v",
-                lambda p, m, v: zero_bubble_v_rows(p, m),
+                lambda p, m, v: zero_bubble_v(p, m),
                 min_virtual_stages=2,
                 max_virtual_stages=2,
                 is_v_shaped=True,

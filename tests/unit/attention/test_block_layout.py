@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.attention.block_layout import BlockLayout, pack
+from shardwise.attention.structures import FixedSparsityConfig, LocalSlidingWindowSparsityConfig
 
 
 @st.composite
@@ -149,3 +150,36 @@ def test_of_many_keys_the_last_made_are_kept():
     plans = [weakref.ref(layout.cached(key, lambda whole: torch.ones(1))) for key in range(200)]
     assert plans[-1]() is layout.cached(199, lambda whole: torch.zeros(1))
     assert sum(plan() is not None for plan in plans) < 100
+
+
+@pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
+def test_the_drawing_has_the_blocks_of_the_layout(attention):
+    layout = LocalSlidingWindowSparsityConfig(4, 16, 3, attention).layout(512)
+    blocks = layout.patterns[0].blocks[0]
+    drawn = str(layout).splitlines()[: len(blocks)]
+    for number, (line, row) in enumerate(zip(drawn, blocks.tolist(), strict=True), 1):
+        assert line == "".join("██" if each else "··" for each in (row[:number] if attention[0] == "u" else row))
+
+
+def test_a_cell_of_many_blocks_shows_any_share_of_them():
+    lines = str(LocalSlidingWindowSparsityConfig(4, 16, 3, "unidirectional").layout(8192)).splitlines()
+    assert "a cell is 13 x 13 blocks" in lines[40]
+    assert all(line[-1] in "░▒▓" for line in lines[:40]), "the diagonal is seen, and not whole"
+
+
+def test_layouts_that_some_heads_have_are_shaded():
+    options = {"block": 64, "num_local_blocks": 4, "attention": "unidirectional"}
+    heads = {"different_layout_per_head": True, "num_different_global_patterns": 2}
+    one, two = (str(FixedSparsityConfig(4, **options, **more).layout(1024)).splitlines() for more in ({}, heads))
+    assert not set("░▒▓") & set("".join(one[:16]))
+    assert set("░▒▓") & set("".join(two[:16]))
+
+
+def test_what_is_left_of_dense_attention_is_said_beside_the_drawing():
+    *_, num_blocks, visible, of_64, _ = str(
+        FixedSparsityConfig(4, 64, attention="unidirectional").layout(1024)
+    ).splitlines()
+    assert "64 of 256" in num_blocks
+    assert "43.8 % of the causal half" in visible
+    assert "25 % computed: up to 2.1 times" in of_64
+    assert "visible      0 % of all pairs" in str(BlockLayout.from_blocks(torch.zeros(2, 2), 16))

@@ -61,9 +61,6 @@ TRAIN_REFUSALS = [
     *("--dry-run my.toml zero.stege=3", "--dry-run my.toml --world-size 3 mesh.dp_shard=2"),
     *("--dry-run my.toml --world-size 0", "--dry-run my.toml optimizer.name=asgd"),
 ]
-FIXED = "attention.kind=fixed attention.block=64 attention.num_local_blocks=2"
-DENSE = "model.preset=tiny precision.param=bf16 batch.micro_size=1 --seq-len 4096"
-HEADS = "attention.different_layout_per_head=true attention.num_different_global_patterns=2"
 GPIPE = "mesh.pp=2 pipeline.schedule=gpipe batch.accumulation=2"
 COMMANDS = {
     "shardwise": ["", "--version", "plam", "--foo", "presets tiny", "presets --tp 8"],
@@ -98,20 +95,6 @@ COMMANDS = {
         *("timeline pipeline.shedule=gpipe", "timeline --forward-s -1", "timeline --recorded nowhere.json"),
         *("timeline --recorded text.txt", "timeline --recorded other.json", "timeline pipeline.schedule=interleaved"),
         "timeline --html nowhere/plan.html",
-    ],
-    "attention": [
-        "attention show --help",
-        f"attention show {FIXED} --seq-len 384",
-        f"attention show {FIXED} data.seq_len=100 model.num_heads=2 model.num_kv_heads=1",
-        f"attention show {FIXED} {HEADS} --seq-len 512",
-        "attention show attention.kind=sliding-window --seq-len 256 --bidirectional",
-        "attention show attention.kind=sliding-window attention.block=16 --seq-len 16384",
-        f"attention show {DENSE} mesh.cp=2",
-        f"attention show {DENSE} mesh.cp=8 context.token_layout=contiguous",
-        f"attention show {FIXED} --seq-len 512 mesh.cp=4",
-        *("attention show", "attention show --seq-len 256 mesh.cp=3", "attention show --seq-len 0"),
-        f"attention show {FIXED} --seq-len 100_000_000",
-        f"attention show {FIXED} attention.num_global_blocks=3",
     ],
 }
 

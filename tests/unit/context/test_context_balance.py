@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.context import balance_table
 from harness.refusals import refused
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.structures import (
@@ -14,7 +15,7 @@ from shardwise.attention.structures import (
     FixedSparsityConfig,
     LocalSlidingWindowSparsityConfig,
 )
-from shardwise.context.load_balance import balance_table, balanced, choose_split, work_per_rank
+from shardwise.context.load_balance import balanced, choose_split, work_per_rank
 from shardwise.context.plan import plan_steps
 from shardwise.layout.token_ranges import contiguous, zigzag
 

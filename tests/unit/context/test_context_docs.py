@@ -7,12 +7,13 @@ import tomllib
 
 import pytest
 
+from harness.context import balance_table
 from harness.paths import DOCS
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.dense import dense_layout
 from shardwise.attention.from_config import structure_of
 from shardwise.config.resolve import AttentionConfig, Config
-from shardwise.context.load_balance import balance_table, choose_split
+from shardwise.context.load_balance import choose_split
 
 TEXT = (DOCS / "context.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)

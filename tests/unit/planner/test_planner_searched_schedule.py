@@ -45,7 +45,7 @@ def test_with_little_left_for_later_it_has_less_bubble_than_the_recipe_in_as_muc
     times, num_ranks, num_micro_batches = OpTimes(18.546, 18.097, 9.321), 8, 64
     share = 0.366
     searched = zero_bubble_searched(num_ranks, num_micro_batches, times, max_held=2 * num_ranks, deferred_share=share)
-    recipe = zero_bubble_h2(num_ranks, num_micro_batches)
+    recipe = zero_bubble_h2(num_ranks, num_micro_batches).schedule()
     work_s = num_micro_batches * (18.546 + 18.097 + 9.321)
     assert longest_span_s(searched, times) < 1.005 * work_s
     assert longest_span_s(recipe, times) > 1.04 * work_s
