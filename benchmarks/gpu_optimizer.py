@@ -15,7 +15,7 @@ import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ DEVICE = torch.device("cuda", 0)
 PARAMS_AND_GRADS = 4 + 4 + 4  # bytes an element: fp32 parameters are read and written, gradients read
 STATES = {"int8": 4 * (1 + 4 / BLOCK_NUMEL), "bf16": 8.0, "fp32": 16.0}  # two, each read and written
 Step = Callable[[], object]
+Measured = tuple[str, int, float, Step]
+"""A name, the number of pieces, the bytes that one pass reads and writes, and the call."""
 
 
 @dataclass(frozen=True)
@@ -126,32 +128,45 @@ def measure(step: Step, num_runs: int) -> tuple[float, float]:
     return statistics.median(times), statistics.median(host_times)
 
 
-def main() -> None:
-    """Measure system by system; what was measured is on the disk after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=10**9)
-    parser.add_argument("--pieces", default="1,300")
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def report(groups: Iterable[Iterable[Measured]], options: argparse.Namespace) -> None:
+    """Measure call by call, group by group; what was measured is on the disk after each.
+
+    Args:
+        options: `numel`, `runs` and `json`, as `main` has them.
+    """
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     rows: list[Row] = []
     print(f"{machine['gpu']}, torch {machine['torch']}, {options.numel:.1e} elements")
-    print(f"{'system':<28}{'pieces':>7}{'ms':>10}{'host':>10}{'GB/s':>8}")
-    for num_pieces in map(int, options.pieces.split(",")):
-        numel = options.numel // num_pieces // BLOCK_NUMEL * BLOCK_NUMEL * num_pieces
-        flats = Flats(torch.zeros(numel, device=DEVICE), torch.full((numel,), 1e-3, device=DEVICE), num_pieces)
-        for name, states, step in systems_of(flats):
-            ms, host_ms = measure(step, options.runs)
-            gb_per_s = numel * (PARAMS_AND_GRADS + STATES[states]) / max(ms, 1e-6) / 1e6
-            rows.append(Row(name, num_pieces, ms, host_ms, gb_per_s))
-            print(f"{name:<28}{num_pieces:>7}{ms:>10.2f}{host_ms:>10.2f}{gb_per_s:>8.0f}", flush=True)
+    print(f"{'call':<40}{'pieces':>7}{'ms':>10}{'host':>10}{'GB/s':>8}")
+    for calls in groups:
+        for name, num_pieces, num_bytes, call in calls:
+            ms, host_ms = measure(call, options.runs)
+            rows.append(Row(name, num_pieces, ms, host_ms, num_bytes / max(ms, 1e-6) / 1e6))
+            print(f"{name:<40}{num_pieces:>7}{ms:>10.3f}{host_ms:>10.3f}{rows[-1].gb_per_s:>8.0f}", flush=True)
             if options.json:
                 options.json.write_text(
                     json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=2)
                 )
-        del flats
         torch.cuda.empty_cache()
+
+
+def steps(numel: int, num_pieces: int) -> Iterator[Measured]:
+    """The steps of all systems over so many pieces."""
+    numel = numel // num_pieces // BLOCK_NUMEL * BLOCK_NUMEL * num_pieces
+    flats = Flats(torch.zeros(numel, device=DEVICE), torch.full((numel,), 1e-3, device=DEVICE), num_pieces)
+    for name, states, step in systems_of(flats):
+        yield name, num_pieces, numel * (PARAMS_AND_GRADS + STATES[states]), step
+
+
+def main() -> None:
+    """Measure each system over few and over many pieces."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=10**9)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--pieces", default="1,300")
+    options = parser.parse_args()
+    report((steps(options.numel, int(num_pieces)) for num_pieces in options.pieces.split(",")), options)
 
 
 if __name__ == "__main__":
