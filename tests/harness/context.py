@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,11 @@ from shardwise.attention.structures import (
 )
 from shardwise.config.resolve import ContextConfig
 from shardwise.context.load_balance import choose_split, work_per_rank
-from shardwise.context.plan import find_moves
+from shardwise.context.plan import RingStep, find_moves, plan_steps
+from shardwise.context.traffic import AttentionSizes, ContextTraffic, bytes_of_heads
 from shardwise.context.visibility import VisibilityIndex
 from shardwise.dropout import probability_hashes
-from shardwise.layout.token_ranges import Runs
+from shardwise.layout.token_ranges import Runs, TokenSplit, count_tokens
 
 SAMPLES, HEADS, TOKENS, HEAD_DIM, BLOCK, RATE = 2, 8, 96, 8, 8, 0.25
 
@@ -131,3 +132,46 @@ def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list
         remote = teams.degree * (teams.num_tokens - teams.own_size)
         rows.append(Balance(name, max(work) * len(work) / sum(work), received / remote if remote else 0.0))
     return rows
+
+
+def bytes_of_attention(
+    layout: BlockLayout,
+    split: TokenSplit,
+    rank: int,
+    sizes: AttentionSizes,
+    *,
+    heads_over: int = 1,
+    one_by_one: bool = True,
+) -> ContextTraffic:
+    """Count the bytes that a rank sends in one attention.
+
+    Args:
+        one_by_one: whether keys come in steps, as in a ring; the bytes are the same in one step.
+
+    Raises:
+        ConfigError: the split is not of the layout's tokens.
+    """
+    exchanged = bytes_of_heads(split.own_size, heads_over, sizes)
+    steps = plan_steps(layout, split.teams(heads_over), rank // heads_over, one_by_one=one_by_one)
+    own = replace(sizes, num_heads=sizes.num_heads // heads_over, num_kv_heads=max(1, sizes.num_kv_heads // heads_over))
+    stepped = bytes_of_steps(steps, own)
+    return ContextTraffic(exchanged.forward + stepped.forward, exchanged.backward + stepped.backward)
+
+
+def bytes_of_steps(steps: Sequence[RingStep], sizes: AttentionSizes) -> ContextTraffic:
+    """Count the bytes that a rank sends in steps: keys with their values in the forward; in the backward the same
+    again, and gradients of those that it received.
+
+    Args:
+        sizes: with the heads that the rank has in them.
+    """
+    sent, received = (
+        sum(count_tokens(runs) for runs in several)
+        for several in (
+            [runs for step in steps for runs in step.sent_keys.values()],
+            [runs for step in steps for runs in step.received_keys.values()],
+        )
+    )
+    of_key = 2 * sizes.samples * sizes.num_kv_heads * sizes.head_dim  # numbers of a token: its key and its value
+    moved = sent * of_key * sizes.element_bytes
+    return ContextTraffic(moved, moved + received * of_key * sizes.wide_bytes)

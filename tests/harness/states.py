@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import Engine, initialize
+from shardwise.layout.slicing import LocalTensor, intersect
 from shardwise.zero.state_access import GRAD
 
 States = dict[tuple[str, str], Tensor]
@@ -92,3 +93,30 @@ def take_steps(engine: Engine, num_steps: int, shape: tuple[int, ...] = (2, 3)) 
         generator = torch.Generator().manual_seed(100 * engine.num_steps + engine.comm.rank)
         losses.append(engine.train_step([torch.randn(shape, generator=generator)]).loss)
     return losses
+
+
+def fuse(parts: Sequence[LocalTensor], num_rows: int = 1) -> tuple[LocalTensor, ...]:
+    """Put local tensors into one buffer, as in a fused QKV matrix, and return each with its offsets in that buffer.
+
+    The buffer has `num_rows` rows, each a row of every part in turn. With one row, the parts are concatenated along
+    dim 0. To concatenate along dim d, take as many rows as the local tensors have indices in the dims before d; for a
+    QKV matrix interleaved by heads, as many as it has local KV heads.
+
+    Raises:
+        ValueError: a part does not divide into `num_rows`.
+    """
+    if num_rows < 1 or any(part.numel % num_rows for part in parts):
+        numels = ", ".join(str(part.numel) for part in parts)
+        raise ValueError(f"num_rows={num_rows} does not divide the parts' {numels} elements; give a divisor")
+    numel = sum(part.numel for part in parts)
+    fused, column = [], 0
+    for part in parts:
+        width = part.numel // num_rows
+        pieces = tuple(
+            piece.shifted(row * (numel // num_rows) + column)
+            for row in range(num_rows)
+            for piece in intersect(part, row * width, (row + 1) * width)
+        )
+        fused.append(LocalTensor(part.global_shape, pieces, numel))
+        column += width
+    return tuple(fused)

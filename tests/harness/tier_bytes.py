@@ -199,3 +199,16 @@ def storages_of(engine: Engine) -> Iterator[Any]:
         if group.grads is not None and group.grads.is_away:
             yield group.grads.storage
     yield from (each for each in engine.parts.sharded.storages() if each.tier != "device")
+
+
+def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:
+    """Return the bytes that a micro-batch's forward moves to host memory with `tiers.activations`.
+
+    The backward moves the same bytes back. They are the inputs of all recomputed layers but the last: the backward
+    needs those of the last layer first, so they stay. Inputs that all layers share stay too. At the peak, the device
+    holds the inputs of two or three layers.
+
+    Args:
+        input_bytes: bytes of a layer's input: `activation_bytes_per_layer` with recompute "full".
+    """
+    return (-(-num_layers // every) - 1) * input_bytes

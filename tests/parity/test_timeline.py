@@ -13,10 +13,11 @@ import torch
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
+from harness.zero_schedules import data_parallel_step
 from shardwise import initialize
 from shardwise.layout.zero_stages import STAGES, ZeroStage
 from shardwise.runtime.timeline import Timeline
-from shardwise.schedule import Action, ActionKind, TimedAction, data_parallel_step, insert_offload, verify
+from shardwise.schedule import Action, ActionKind, TimedAction, insert_offload, verify
 
 CASE = "untied-transformer"
 GROUPS = ("root", "blocks.0", "blocks.1", "blocks.2")

@@ -1,6 +1,6 @@
-"""Count the bytes that a rank sends in one attention over the ranks of the `cp` axis, exactly, from the plan.
+"""Count the bytes that a rank sends in one dense attention over the ranks of the `cp` axis.
 
-For dense attention both ways the counts are those of the papers (c ranks, n tokens of each, B samples, H query and K
+Both ways the counts are those of the papers (c ranks, n tokens of each, B samples, H query and K
 key heads of D, e bytes an element and w of the wide dtype; u ranks that exchange heads):
 
 | transport | forward | backward |
@@ -21,15 +21,8 @@ ContextTraffic(forward=163840, backward=163840)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
-
-from shardwise.layout.token_ranges import TokenSplit, count_tokens
-
-if TYPE_CHECKING:
-    from shardwise.attention.block_layout import BlockLayout
-    from shardwise.context.plan import RingStep
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -54,51 +47,6 @@ class ContextTraffic(NamedTuple):
 
     forward: int
     backward: int
-
-
-def bytes_of_attention(
-    layout: BlockLayout,
-    split: TokenSplit,
-    rank: int,
-    sizes: AttentionSizes,
-    *,
-    heads_over: int = 1,
-    one_by_one: bool = True,
-) -> ContextTraffic:
-    """Count the bytes that a rank sends in one attention.
-
-    Args:
-        one_by_one: whether keys come in steps, as in a ring; the bytes are the same in one step.
-
-    Raises:
-        ConfigError: the split is not of the layout's tokens.
-    """
-    from shardwise.context.plan import plan_steps
-
-    exchanged = bytes_of_heads(split.own_size, heads_over, sizes)
-    steps = plan_steps(layout, split.teams(heads_over), rank // heads_over, one_by_one=one_by_one)
-    own = replace(sizes, num_heads=sizes.num_heads // heads_over, num_kv_heads=max(1, sizes.num_kv_heads // heads_over))
-    stepped = bytes_of_steps(steps, own)
-    return ContextTraffic(exchanged.forward + stepped.forward, exchanged.backward + stepped.backward)
-
-
-def bytes_of_steps(steps: Sequence[RingStep], sizes: AttentionSizes) -> ContextTraffic:
-    """Count the bytes that a rank sends in steps: keys with their values in the forward; in the backward the same
-    again, and gradients of those that it received.
-
-    Args:
-        sizes: with the heads that the rank has in them.
-    """
-    sent, received = (
-        sum(count_tokens(runs) for runs in several)
-        for several in (
-            [runs for step in steps for runs in step.sent_keys.values()],
-            [runs for step in steps for runs in step.received_keys.values()],
-        )
-    )
-    of_key = 2 * sizes.samples * sizes.num_kv_heads * sizes.head_dim  # numbers of a token: its key and its value
-    moved = sent * of_key * sizes.element_bytes
-    return ContextTraffic(moved, moved + received * of_key * sizes.wide_bytes)
 
 
 def bytes_of_heads(num_tokens: int, team_size: int, sizes: AttentionSizes) -> ContextTraffic:

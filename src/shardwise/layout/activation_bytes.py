@@ -122,19 +122,3 @@ def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float,
         kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
     scales = 2 * FP32_BYTES * stream / shape.hidden_size
     return kept + scales + 2 * (shape.mask_bytes + shape.norm_bytes) * stream
-
-
-def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:
-    """Return the bytes that a micro-batch's forward moves to host memory with `tiers.activations`.
-
-    The backward moves the same bytes back. They are the inputs of all recomputed layers but the last: the backward
-    needs those of the last layer first, so they stay. Inputs that all layers share stay too. At the peak, the device
-    holds the inputs of two or three layers.
-
-    Args:
-        input_bytes: bytes of a layer's input: `activation_bytes_per_layer` with recompute "full".
-
-    >>> offloaded_bytes(1024, num_layers=8), offloaded_bytes(1024, num_layers=8, every=3)
-    (7168, 2048)
-    """
-    return (-(-num_layers // every) - 1) * input_bytes

@@ -183,37 +183,6 @@ class LocalTensor:
         return cls.block(global_shape, Rect(start, stop))
 
 
-def fuse(parts: Sequence[LocalTensor], num_rows: int = 1) -> tuple[LocalTensor, ...]:
-    """Put local tensors into one buffer, as in a fused QKV matrix, and return each with its offsets in that buffer.
-
-    The buffer has `num_rows` rows, each a row of every part in turn. With one row, the parts are concatenated along
-    dim 0. To concatenate along dim d, take as many rows as the local tensors have indices in the dims before d; for a
-    QKV matrix interleaved by heads, as many as it has local KV heads.
-
-    >>> q, k = LocalTensor.split((4, 3), 0, 1, 2), LocalTensor.split((2, 3), 0, 1, 2)  # rank 1 of 2
-    >>> [(str(piece.rect), piece.local_offset) for part in fuse((q, k)) for piece in part.pieces]
-    [('[2:4, 0:3]', 0), ('[1:2, 0:3]', 6)]
-
-    Raises:
-        ValueError: a part does not divide into `num_rows`.
-    """
-    if num_rows < 1 or any(part.numel % num_rows for part in parts):
-        numels = ", ".join(str(part.numel) for part in parts)
-        raise ValueError(f"num_rows={num_rows} does not divide the parts' {numels} elements; give a divisor")
-    numel = sum(part.numel for part in parts)
-    fused, column = [], 0
-    for part in parts:
-        width = part.numel // num_rows
-        pieces = tuple(
-            piece.shifted(row * (numel // num_rows) + column)
-            for row in range(num_rows)
-            for piece in intersect(part, row * width, (row + 1) * width)
-        )
-        fused.append(LocalTensor(part.global_shape, pieces, numel))
-        column += width
-    return tuple(fused)
-
-
 def flat_range_to_rects(rect: Rect, start: int, stop: int) -> tuple[Chunk, ...]:
     """Cut the range [start, stop) of the row-major elements of `rect` into rectangles, at most 2 * ndim - 1.
 

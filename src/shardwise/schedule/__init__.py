@@ -3,11 +3,11 @@
 A generator writes a `Schedule`, `verify` proves it, `simulate` prices it, and a real run yields the same
 `TimedAction`s.
 
->>> from shardwise.schedule import COMPUTATIONS, bubble_fraction, data_parallel_step, simulate, verify
->>> schedule = data_parallel_step(["root", "blocks.0"], 4, unshard_for_use=True, reduce_each_backward=True)
+>>> from shardwise.schedule import COMPUTATIONS, bubble_fraction, lower, pipeline_step, simulate, verify
+>>> schedule = lower(pipeline_step("1f1b", num_ranks=2, num_micro_batches=3))
 >>> verify(schedule)
 >>> bubble_fraction(simulate(schedule, lambda rank, action: 1e-3 if action.kind in COMPUTATIONS else 0.0))
-0.0
+0.25
 """
 
 from shardwise.schedule.actions import (
@@ -23,15 +23,7 @@ from shardwise.schedule.actions import (
     TimedAction,
 )
 from shardwise.schedule.dependencies import Position, dependencies
-from shardwise.schedule.formulas import (
-    bubble_s,
-    bubble_share,
-    max_in_flight,
-    num_deferred,
-    num_in_flight,
-    peak_held_bytes,
-)
-from shardwise.schedule.generators import data_parallel_step, forward_only
+from shardwise.schedule.formulas import bubble_s, bubble_share, max_in_flight
 from shardwise.schedule.lower import Gather, insert_gathers, insert_offload, insert_transfers, lower
 from shardwise.schedule.pipelines import (
     RECIPES,
@@ -73,9 +65,7 @@ __all__ = [
     "bubble_s",
     "bubble_share",
     "busy_s",
-    "data_parallel_step",
     "dependencies",
-    "forward_only",
     "gpipe",
     "insert_gathers",
     "insert_offload",
@@ -85,10 +75,7 @@ __all__ = [
     "makespan_s",
     "max_in_flight",
     "naive",
-    "num_deferred",
-    "num_in_flight",
     "one_f_one_b",
-    "peak_held_bytes",
     "pipeline_evaluation",
     "pipeline_rows",
     "pipeline_step",

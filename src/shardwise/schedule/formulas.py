@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
-from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
+from shardwise.schedule.actions import Action, ActionKind, ScheduleError
 from shardwise.schedule.pipelines import interleaved_rounds, pipeline_rows, placement_of, recipe_of
 from shardwise.schedule.simulate import OpTimes
 
@@ -159,35 +159,14 @@ def moments_in_flight(
     return tuple(moments)
 
 
-def num_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most stage activations in flight at once."""
-    return tuple(int(peak) for peak in peak_held_bytes(schedule, 1, 0))
-
-
-def num_deferred(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most (stage, micro-batch) pairs at once whose BACKWARD_WEIGHT is still to come."""
-    return tuple(int(peak) for peak in peak_held_bytes(schedule, 0, 1))
-
-
-def peak_held_bytes(schedule: Schedule, in_flight_bytes: float, deferred_bytes: float) -> tuple[float, ...]:
-    """Return for each rank the most bytes held at once.
-
-    Args:
-        schedule: with its computations; other actions hold nothing.
-        in_flight_bytes: bytes of a stage activation in flight, M_B of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
-        deferred_bytes: bytes kept for a deferred gradient of weights, M_W there.
-    """
-    return tuple(max(held_along(row, in_flight_bytes, deferred_bytes), default=0) for row in schedule.ranks)
-
-
 def held_along(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> list[float]:
     """Return the bytes held during each action of a row.
 
     Where a row names a stage's groups, the stage holds from its first group's forward to its last group's backward.
 
     Args:
-        in_flight_bytes: of a stage activation in flight, as in `peak_held_bytes`.
-        deferred_bytes: of a deferred gradient of weights, as there.
+        in_flight_bytes: of a stage activation in flight, M_B of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+        deferred_bytes: kept for a deferred gradient of weights, M_W there.
     """
     first: dict[tuple[int, int | None], int] = {}
     last: dict[tuple[ActionKind, int, int | None], int] = {}

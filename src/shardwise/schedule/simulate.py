@@ -4,11 +4,10 @@ The simulator gives a schedule its times; it does not check one (`verify` does),
 come from the caller. It is the only one: drawings take its actions, the planner its `PipelineSpan`s. Of many
 micro-batches `PipelineSimulator` runs a few: what repeats itself is counted, and the answer is that of all of them.
 
->>> from shardwise.schedule.actions import ActionKind
->>> from shardwise.schedule.generators import data_parallel_step
->>> schedule = data_parallel_step(["root", "b0"], 1)
+>>> from shardwise.schedule.actions import ActionKind, Schedule
+>>> schedule = Schedule.parse("rank 0: 0F0[b0] 0F0[b1] 0B0[b1] 0REDUCE[b1] 0B0[b0] 0REDUCE[b0] 0STEP[b0] 0STEP[b1]")
 >>> timed = simulate(schedule, lambda rank, action: 2.0 if action.kind is ActionKind.REDUCE else 1.0)
->>> makespan_s(timed)  # forward 2, backward 2, REDUCE 4 of which the root's backward hides 1, STEP 2
+>>> makespan_s(timed)  # forward 2, backward 2, REDUCE 4 of which a backward hides 1, STEP 2
 9.0
 >>> round(bubble_fraction(timed), 3)  # nothing is computed in 3 of the 9 seconds
 0.333

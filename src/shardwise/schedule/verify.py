@@ -77,7 +77,7 @@ def verify(
 
     Args:
         schedule: of any kind; it may be lowered in part.
-        max_in_flight: for each rank, the most stage activations at once, counted as `num_in_flight` does; None: any.
+        max_in_flight: for each rank, the most stage activations at once, from forward to backward; None: any.
         streams: the stream of each kind on a rank.
     """
     places = ActionPlaces.of(schedule)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.refusals import refused
+from harness.states import fuse
 from shardwise.checkpoint import reader as reading
 from shardwise.checkpoint import writer as writing
 from shardwise.checkpoint.manifest import (
@@ -33,7 +34,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name, read_header
 from shardwise.checkpoint.writer import write_state_shards
-from shardwise.layout.slicing import Chunk, LocalTensor, Rect, flat_range_to_rects, fuse, overlap
+from shardwise.layout.slicing import Chunk, LocalTensor, Rect, flat_range_to_rects, overlap
 from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64)

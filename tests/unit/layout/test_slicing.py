@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.copies import apply_copies
+from harness.states import fuse
 from shardwise.layout.slicing import (
     Chunk,
     LocalTensor,
     Rect,
     flat_range_to_rects,
-    fuse,
     intersect,
     overlap,
     rect_to_flat_ranges,
@@ -190,32 +190,6 @@ def test_fused_qkv_with_replicated_kv_heads_unfuses(num_shards: int) -> None:
         assert np.all(times == expected)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_fuse_is_a_concatenation_along_any_dim(dim: int) -> None:
-    """As experts fuse gate and up; the parts differ in size."""
-    shape = (4, 3, 2)
-    a, b = numbered(shape), numbered((*shape[:dim], 5, *shape[dim + 1 :]), first=1000)
-    num_rows = int(np.prod(shape[:dim]))
-    fused_a, fused_b = fuse((LocalTensor.whole(a.shape), LocalTensor.whole(b.shape)), num_rows)
-    expected = np.concatenate([a, b], axis=dim).ravel()
-    assert fused_a.numel == fused_b.numel == expected.size
-    buffer = np.full_like(expected, PADDING)
-    np.testing.assert_array_equal(fill(fill(buffer, a, fused_a.pieces), b, fused_b.pieces), expected)
-
-
-def test_fuse_interleaves_qkv_by_heads() -> None:
-    """GPT-NeoX keeps (heads, q k v, head_dim, hidden); the second of two ranks holds two of four heads."""
-    num_heads, head_dim, hidden, tp, rank = 4, 2, 3, 2, 1
-    parts = [numbered((num_heads * head_dim, hidden), first=100 * i) for i in range(3)]
-    by_head = np.stack([part.reshape(num_heads, head_dim, hidden) for part in parts], axis=1)
-    expected = np.split(by_head, tp)[rank].ravel()
-    locals_ = [LocalTensor.split(part.shape, 0, rank, tp) for part in parts]
-    buffer = np.full_like(expected, PADDING)
-    for part, fused in zip(parts, fuse(locals_, num_rows=num_heads // tp), strict=True):
-        fill(buffer, part, fused.pieces)
-    np.testing.assert_array_equal(buffer, expected)
-
-
 def test_vocabulary_padding_is_in_no_piece() -> None:
     last = LocalTensor.block((5, 4), Rect((3, 0), (5, 4)), numel=12)
     assert [intersect(last, start, start + 4) for start in (0, 4, 8)] == [
@@ -244,8 +218,6 @@ def test_what_is_no_slice_is_refused() -> None:
     for index in (-1, 2):
         with pytest.raises(ValueError, match=f"index={index} "):
             LocalTensor.split((4, 4), 0, index, 2)
-    with pytest.raises(ValueError, match="num_rows=3"):
-        fuse((LocalTensor.whole((4,)), LocalTensor.whole((6,))), num_rows=3)
 
 
 def test_pieces_that_do_not_fit_their_buffer_are_refused() -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from harness.simulated import Measured, measure_steps, simulated
-from harness.tier_bytes import Crossings, HostPages
+from harness.tier_bytes import Crossings, HostPages, offloaded_bytes
 from harness.training import make_config
 from shardwise import initialize, simulate
 from shardwise.config.resolve import Config
-from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer, offloaded_bytes
+from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.presets import DecoderConfig
 from shardwise.offload import activations

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.live_bytes import LiveBytes, storage_bytes
 from harness.refusals import refused
-from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer, offloaded_bytes
+from harness.tier_bytes import offloaded_bytes
+from shardwise.layout.activation_bytes import LayerShape, activation_bytes_per_layer
 from shardwise.models.decoder import Decoder
 from shardwise.models.presets import DecoderConfig
 from shardwise.offload.activations import ActivationStore

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.context import bytes_of_attention
 from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.config.resolve import Reduce
 from shardwise.config.sections import Gather
-from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
+from shardwise.context.traffic import AttentionSizes, bytes_of_ring
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel

@@ -5,15 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
+from harness.zero_schedules import peak_held_bytes
 from planner_eval.searched_schedule import zero_bubble_searched
-from shardwise.schedule import (
-    Schedule,
-    peak_held_bytes,
-    rank_span_s,
-    simulate,
-    verify,
-    zero_bubble_h2,
-)
+from shardwise.schedule import Schedule, rank_span_s, simulate, verify, zero_bubble_h2
 from shardwise.schedule.simulate import OpTimes
 
 SECONDS = st.floats(min_value=0.1, max_value=2.0)

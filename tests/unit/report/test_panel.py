@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.zero_schedules import data_parallel_step
 from shardwise.report import timeline_text
 from shardwise.report.panel import TerminalPanel, format_tick_s, ticks
-from shardwise.schedule import Schedule, TimedAction, bubble_fraction, data_parallel_step, simulate
+from shardwise.schedule import Schedule, TimedAction, bubble_fraction, simulate
 from shardwise.schedule.actions import Action, ActionKind
 
 GPIPE = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1")

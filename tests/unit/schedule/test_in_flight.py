@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardwise.schedule import RECIPES, Schedule, lower, num_in_flight
+from harness.zero_schedules import num_in_flight
+from shardwise.schedule import RECIPES, Schedule, lower
 from shardwise.schedule.formulas import max_in_flight, moments_in_flight
 
 

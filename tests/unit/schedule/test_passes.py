@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.refusals import refused
+from harness.zero_schedules import data_parallel_step
 from shardwise.schedule import (
     COMPUTATIONS,
     TRANSFERS,
@@ -23,7 +24,6 @@ from shardwise.schedule import (
     Payload,
     Schedule,
     ScheduleError,
-    data_parallel_step,
     insert_gathers,
     insert_offload,
     insert_transfers,

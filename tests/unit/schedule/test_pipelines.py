@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from harness.refusals import refused
+from harness.zero_schedules import num_deferred, num_in_flight, peak_held_bytes
 from shardwise.schedule import (
     RECIPES,
     Action,
@@ -24,10 +25,7 @@ from shardwise.schedule import (
     makespan_s,
     max_in_flight,
     naive,
-    num_deferred,
-    num_in_flight,
     one_f_one_b,
-    peak_held_bytes,
     pipeline_evaluation,
     pipeline_step,
     placement_of,

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.refusals import refused
+from harness.zero_schedules import data_parallel_step, forward_only
 from shardwise.schedule import (
     COMPUTATIONS,
     Action,
@@ -14,9 +15,7 @@ from shardwise.schedule import (
     Schedule,
     TimedAction,
     bubble_fraction,
-    data_parallel_step,
     dependencies,
-    forward_only,
     makespan_s,
     rank_bubble_s,
     rank_span_s,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.schedule import Action, ActionKind, Schedule, ScheduleError, data_parallel_step, forward_only, verify
+from harness.zero_schedules import data_parallel_step, forward_only
+from shardwise.schedule import Action, ActionKind, Schedule, ScheduleError, verify
 
 RULES = (
     {},

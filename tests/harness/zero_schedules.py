@@ -1,17 +1,9 @@
-"""Generate schedules by recipe: one data-parallel optimizer step, and a forward-only pass for evaluation.
+"""Schedules of what hooks do without a pipeline, one data-parallel step or an evaluation; and what any schedule holds.
 
 `groups` names the ZeRO groups in execution order. The first is the root group, whose parameters are used before
 the first block and after the last one (embedding, head): its FORWARD is first and its BACKWARD last, it is
 unsharded before any block and resharded after all of them. The next block is always unsharded before the
 current one computes; the last one stays whole, since its backward follows its forward.
-
-Generators are pure functions that return a `Schedule`; those of pipelines are in `pipelines`.
-
->>> step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
->>> print(*step.ranks[0][:6])
-0UNSHARD[root] 0UNSHARD[b0] 0F0[root] 0F0[b0] 0B0[b0] 0REDUCE[b0]
->>> print(*step.ranks[0][6:])
-0RESHARD[b0] 0B0[root] 0REDUCE[root] 0RESHARD[root] 0STEP[root] 0STEP[b0]
 """
 
 from __future__ import annotations
@@ -19,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
+from shardwise.schedule.formulas import held_along
 
 
 def data_parallel_step(
@@ -137,3 +130,24 @@ def _check(groups: Sequence[str], num_micro_batches: int, num_ranks: int) -> Non
             raise ScheduleError(
                 "count-below-one", f"{name}={count} is below 1; a step runs at least one micro-batch on one rank"
             )
+
+
+def num_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most stage activations in flight at once."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 1, 0))
+
+
+def num_deferred(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most (stage, micro-batch) pairs at once whose BACKWARD_WEIGHT is still to come."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 0, 1))
+
+
+def peak_held_bytes(schedule: Schedule, in_flight_bytes: float, deferred_bytes: float) -> tuple[float, ...]:
+    """Return for each rank the most bytes held at once.
+
+    Args:
+        schedule: with its computations; other actions hold nothing.
+        in_flight_bytes: bytes of a stage activation in flight, M_B of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+        deferred_bytes: bytes kept for a deferred gradient of weights, M_W there.
+    """
+    return tuple(max(held_along(row, in_flight_bytes, deferred_bytes), default=0) for row in schedule.ranks)
