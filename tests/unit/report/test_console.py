@@ -160,7 +160,7 @@ def is_safe(value: ast.expr) -> bool:
 FREE = {
     "cli/main.py": 7, "cli/launch.py": 1, "cli/convert.py": 1, "cli/plan.py": 1, "cli/doctor.py": 1,
     "launch/as_deepspeed.py": 1, "launch/local.py": 1,
-    "compat/deepspeed/profiler.py": 1, "compat/deepspeed/runtime/zero/_needs.py": 3,
+    "compat/deepspeed/profiler.py": 1, "compat/deepspeed/runtime/zero/estimates.py": 3,
 }  # fmt: skip
 
 

@@ -68,6 +68,7 @@ _HOMES: Final = (
     ("runtime.fp16.unfused_optimizer", "runtime.kinds", "FP16_UnfusedOptimizer"),
     ("runtime.fp16.loss_scaler", "runtime.loss_scaler", "LossScalerBase LossScaler DynamicLossScaler"),
     ("runtime.zero.stage_1_and_2", "runtime.kinds", "DeepSpeedZeroOptimizer"),
+    ("runtime.zero.stage_1_and_2 runtime.zero.stage3", "runtime.zero.estimates", "*"),
     ("runtime.zero.stage3", "runtime.zero", "unwrap_model_for_generation"),
     ("runtime.zero.stage3", "runtime.kinds", "DeepSpeedZeroOptimizer_Stage3"),
     ("runtime.zero.config runtime.config", "runtime.kinds", "DeepSpeedZeroConfig ZeroStageEnum"),
