@@ -1,4 +1,4 @@
-"""Prove that a schedule can run and means one optimizer step or evaluation; explain a flaw, and draw it.
+"""Prove that a schedule can run and means one optimizer step or evaluation; explain a flaw, and where it is.
 
 The verifier runs nothing and prices nothing. A schedule may be lowered in part: without any transfer, stages pass
 payloads directly; without any REDUCE, gradients stay as they are. Beside the dependency relation, a schedule must
@@ -22,9 +22,8 @@ Traceback (most recent call last):
     ...
 shardwise.schedule.actions.ScheduleError: 0STEP on rank 0 steps on gradients that are \
 not reduced after action 1; put 0REDUCE before it
-slot     0    1     2       3
-rank 0  0F0  0B0  0STEP  0REDUCE
-                  ^^^^^ action 2
+rank 0: 0F0 0B0 0STEP 0REDUCE
+                ^^^^^ action 2
 """
 
 from __future__ import annotations
@@ -56,13 +55,14 @@ from shardwise.schedule.dependencies import (
     stage_groups,
     touched,
 )
-from shardwise.schedule.drawing import drawn
 from shardwise.schedule.formulas import held_along
 
 _BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
 _TRAINS = _BACKWARDS | {ActionKind.REDUCE, ActionKind.STEP}
 _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _NUM_NAMED = 8  # actions of a deadlock that are written out
+_NUM_ROWS = 4  # rows that are written below a flaw
+_NUM_NEAR = 4  # actions on each side of it
 _CodeAndText = tuple[str, str]
 _Found = dict[tuple[int, Action], int]  # rank and transfer -> index
 
@@ -73,7 +73,7 @@ Flaw = tuple[str, str, tuple[Position, ...]]
 def verify(
     schedule: Schedule, max_in_flight: Sequence[int] | None = None, *, streams: Mapping[ActionKind, str] = STREAMS
 ) -> None:
-    """Raise ScheduleError, with the place drawn, unless the schedule can run and does what its rules say.
+    """Raise ScheduleError, with the rows near the place, unless the schedule can run and does what its rules say.
 
     Args:
         schedule: of any kind; it may be lowered in part.
@@ -95,7 +95,18 @@ def verify(
         () if max_in_flight is None else _over_limit(schedule, max_in_flight),
     )
     for code, text, positions in flaws:
-        raise ScheduleError(code, "\n".join([text, *drawn(schedule, positions, follows)]))
+        raise ScheduleError(code, "\n".join([text, *_rows_near(schedule, positions)]))
+
+
+def _rows_near(schedule: Schedule, places: Sequence[Position]) -> Iterator[str]:
+    """Yield of each rank of the places, up to a few, its row near the first of them, with arrows under that action."""
+    first_of = dict(reversed(places))
+    for rank in list(dict.fromkeys(rank for rank, _ in places))[:_NUM_ROWS]:
+        row, index = schedule.ranks[rank], first_of[rank]
+        start, stop = max(0, index - _NUM_NEAR), index + _NUM_NEAR + 1
+        before = " ".join([f"rank {rank}:", *["..."] * (start > 0), *map(str, row[start:index])])
+        yield " ".join([before, *map(str, row[index:stop]), *["..."] * (stop < len(row))])
+        yield f"{' ' * len(before)} {'^' * len(str(row[index]))} action {index}"
 
 
 def _computations(schedule: Schedule) -> Iterator[Flaw]:
