@@ -67,10 +67,7 @@ class CpuBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
     ) -> tuple[Tensor, Tensor]:
-        """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq].
-
-        The arguments q, k, v, extras and plan are those of `Backend.forward`.
-        """
+        """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq]."""
         sources = _sources(q, k, v, extras, plan)
         is_flash = self.may_flash and extras.draw is None and has_cpu_flash_attention()
         mask_dtype = q.dtype if is_flash else wide_dtype(q.dtype)
@@ -96,10 +93,7 @@ class CpuBackend:
         needs_bias: bool,
         is_wide: bool = False,
     ) -> AttentionGrads:
-        """Compute the gradients; dq, dk and dv are in memory [B, N, H, D] where all heads share the layout.
-
-        The arguments grad_out, grad_lse, saved, extras, plan, needs_bias and is_wide are those of `Backend.backward`.
-        """
+        """Compute the gradients; dq, dk and dv are in memory [B, N, H, D] where all heads share the layout."""
         dtype = wide_dtype(saved.q.dtype) if is_wide else saved.q.dtype
         sources = _sources(saved.q, saved.k, saved.v, extras, plan)
         is_flash = not (needs_bias or grad_lse is not None or extras.draw is not None)

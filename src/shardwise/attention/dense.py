@@ -201,10 +201,7 @@ class DenseBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
     ) -> tuple[Tensor, Tensor]:
-        """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq].
-
-        The arguments q, k, v, extras and plan are those of `Backend.forward`.
-        """
+        """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq]."""
         _require_bare(extras)
         q, k, v = map(_with_close_rows, (q, k, v))
         wide = wide_dtype(q.dtype)
@@ -231,10 +228,7 @@ class DenseBackend:
         needs_bias: bool,
         is_wide: bool = False,
     ) -> AttentionGrads:
-        """Compute the gradients, in the shapes and strides of q, k and v.
-
-        The arguments grad_out, grad_lse, saved, extras, plan, needs_bias and is_wide are those of `Backend.backward`.
-        """
+        """Compute the gradients, in the shapes and strides of q, k and v."""
         _require_bare(extras)
         if grad_lse is not None:
             raise ConfigError(

@@ -153,7 +153,7 @@ class NvmeStorage:
 
     # [Note: Reads ahead of their use]
     # A gather waits for the slice of this rank, and a disk needs longer for it than the network for the rest. So while
-    # a unit computes, those after the next one are read (`NUM_PREFETCHED` of `offload/sizing.py`). A state has at most
+    # a unit computes, those after the next one are read (`NUM_PREFETCHED`). A state has at most
     # one such window. It is dropped when a part is opened, because a step would make its content old. It is read only
     # after the last `put`, whose bytes the worker thread brings to the file.
     def fetch(self, target: Tensor) -> Event:

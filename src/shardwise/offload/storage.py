@@ -42,6 +42,8 @@ MOST_STAGED: Final = 3
 MOST_FETCHED: Final = 3
 # Parts that move to the device, each in a buffer, while the worker thread goes on.
 MOST_ARRIVING: Final = 2
+# A disk needs more time than a gather: this many blocks are read after the one that is gathered ahead.
+NUM_PREFETCHED: Final = 2
 
 
 class StagedView(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -16,7 +17,6 @@ from shardwise.offload.counters import TransferCounters
 from shardwise.offload.cpu_optimizer import StepThreads
 from shardwise.offload.nvme import SwapFolder
 from shardwise.offload.nvme_storage import BufferCache, NvmeStorage, SwapFileLike, padded_bytes
-from shardwise.offload.sizing import NUM_KEPT
 from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, StepPipeline, even_chunk_numel
 from shardwise.offload.storage import DeviceStorage, HostStorage, SimulatedFile, StateStorage, TransferContext
@@ -26,6 +26,9 @@ from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.pinned_memory import host_zeros
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import unseen_by_op_modes
+
+# Chunks of the optimizer's states that stay in memory between two steps; slices of parameters or gradients too.
+NUM_KEPT: Final = 2
 
 
 class Tiers:

@@ -249,21 +249,18 @@ Meeting = tuple[Position, ...]
 """Positions that start together: the ranks of one collective, or a single action."""
 
 
-def execution_order(
-    schedule: Schedule, follows: Follows, *, meeting_kinds: Collection[ActionKind] = COLLECTIVES
-) -> tuple[list[Meeting], dict[Position, tuple[Position, ...]]]:
+def execution_order(schedule: Schedule, follows: Follows) -> tuple[list[Meeting], dict[Position, tuple[Position, ...]]]:
     """Order the actions so that each comes after all it follows, the ranks of a collective together.
 
-    The n-th action of a kind in `meeting_kinds` on a (stage, group) is one collective of all ranks that have it.
+    The n-th action of a collective kind on a (stage, group) is one collective of all ranks that have it.
 
     Args:
         follows: for each position those that must end before it starts, as `dependencies` returns it.
-        meeting_kinds: kinds whose actions start together on all ranks.
 
     Returns:
         The meetings in order, and for each position that can never start those that it waits for (a deadlock).
     """
-    meetings, number_of = _meetings(schedule, meeting_kinds)
+    meetings, number_of = _meetings(schedule)
     waits_for = [{number_of[before] for member in members for before in follows[member]} for members in meetings]
     users: list[list[int]] = [[] for _ in meetings]
     for number, needed in enumerate(waits_for):
@@ -290,7 +287,7 @@ def execution_order(
     return order, blocked
 
 
-def _meetings(schedule: Schedule, meeting_kinds: Collection[ActionKind]) -> tuple[list[Meeting], dict[Position, int]]:
+def _meetings(schedule: Schedule) -> tuple[list[Meeting], dict[Position, int]]:
     """Return the meetings, and for each position the number of its meeting."""
     meetings: list[Meeting] = []
     number_of: dict[Position, int] = {}
@@ -299,7 +296,7 @@ def _meetings(schedule: Schedule, meeting_kinds: Collection[ActionKind]) -> tupl
         occurrence: Counter[Action] = Counter()
         for index, action in enumerate(row):
             position, number = (rank, index), len(meetings)
-            if action.kind in meeting_kinds:
+            if action.kind in COLLECTIVES:
                 number = of_occurrence.setdefault((action, occurrence[action]), number)
                 occurrence[action] += 1
             if number == len(meetings):

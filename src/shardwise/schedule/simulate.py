@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
 from types import MappingProxyType
@@ -28,7 +28,6 @@ from typing import Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.schedule.actions import (
-    COLLECTIVES,
     COMPUTATIONS,
     STREAMS,
     Action,
@@ -39,6 +38,8 @@ from shardwise.schedule.actions import (
 )
 from shardwise.schedule.dependencies import Position, dependencies, execution_order
 from shardwise.schedule.pipelines import pipeline_rows, pipeline_step, placement_of
+
+_COMPUTE: Final = STREAMS[ActionKind.FORWARD]
 
 Cost = Callable[[int, Action], float]
 """Returns the seconds of an action on a rank; those of a transfer belong to SEND, whose end its RECEIVE follows."""
@@ -125,24 +126,16 @@ def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
     )
 
 
-def simulate(
-    schedule: Schedule,
-    cost: Cost,
-    *,
-    streams: Mapping[ActionKind, str] = STREAMS,
-    meeting_kinds: Collection[ActionKind] = COLLECTIVES,
-) -> tuple[TimedAction, ...]:
+def simulate(schedule: Schedule, cost: Cost) -> tuple[TimedAction, ...]:
     """Give a verified schedule its times, and return its actions rank by rank, in the schedule's order.
 
     Args:
         cost: returns the seconds of an action on a rank.
-        streams: the stream of each kind on a rank.
-        meeting_kinds: kinds whose actions wait for each other across the ranks and last as long as the slowest.
 
     Raises ScheduleError on a negative cost and on a deadlock.
     """
-    follows = dependencies(schedule, streams)
-    order, blocked = execution_order(schedule, follows, meeting_kinds=meeting_kinds)
+    follows = dependencies(schedule)
+    order, blocked = execution_order(schedule, follows)
     if blocked:
         rank, index = min(blocked)
         raise _circle(schedule.ranks[rank][index], rank)
@@ -152,7 +145,7 @@ def simulate(
         end_s = start_s + max(_seconds(cost, rank, schedule.ranks[rank][index]) for rank, index in meeting)
         times.update(dict.fromkeys(meeting, (start_s, end_s)))
     return tuple(
-        TimedAction(action, rank, *times[rank, index], stream=streams[action.kind])
+        TimedAction(action, rank, *times[rank, index], stream=STREAMS[action.kind])
         for rank, row in enumerate(schedule.ranks)
         for index, action in enumerate(row)
     )
@@ -398,37 +391,37 @@ def makespan_s(timed: Sequence[TimedAction]) -> float:
     return max(action.end_s for action in timed) - min(action.start_s for action in timed)
 
 
-def bubble_fraction(timed: Sequence[TimedAction], *, stream: str = "compute") -> float:
-    """Return the share of the makespan in which `stream` is idle, a mean over the ranks; 0 for no actions."""
+def bubble_fraction(timed: Sequence[TimedAction]) -> float:
+    """Return the share of the makespan in which nothing is computed, a mean over the ranks; 0 for no actions."""
     num_ranks = len({action.rank for action in timed})
     whole_s = num_ranks * makespan_s(timed)
-    return 1.0 - sum(busy_s(timed, stream=stream).values()) / whole_s if whole_s > 0 else 0.0
+    return 1.0 - sum(busy_s(timed).values()) / whole_s if whole_s > 0 else 0.0
 
 
-def busy_s(timed: Sequence[TimedAction], *, stream: str = "compute") -> dict[int, float]:
-    """Return the seconds in which each rank has something in `stream`; what runs inside another action counts once."""
+def busy_s(timed: Sequence[TimedAction]) -> dict[int, float]:
+    """Return the seconds in which each rank computes; what runs inside another action counts once."""
     busy: dict[int, float] = {}
     until: dict[int, float] = {}
-    for action in sorted((action for action in timed if action.stream == stream), key=lambda each: each.start_s):
+    for action in sorted((action for action in timed if action.stream == _COMPUTE), key=lambda each: each.start_s):
         start_s = max(action.start_s, until.get(action.rank, -math.inf))
         busy[action.rank] = busy.get(action.rank, 0.0) + max(0.0, action.end_s - start_s)
         until[action.rank] = max(action.end_s, start_s)
     return busy
 
 
-def rank_span_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compute") -> float:
-    """Return the seconds from the first start to the last end of a rank's actions in `stream`; 0 for none.
+def rank_span_s(timed: Sequence[TimedAction], rank: int) -> float:
+    """Return the seconds from the first start to the last end of a rank's computations; 0 for none.
 
     The spans of the ranks of a pipeline begin and end one after another, so each may be shorter than the makespan.
     `timed` holds the actions of all ranks.
     """
-    return makespan_s([action for action in timed if action.rank == rank and action.stream == stream])
+    return makespan_s([action for action in timed if action.rank == rank and action.stream == _COMPUTE])
 
 
-def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compute") -> float:
-    """Return the idle seconds of `stream` in the span of `rank` among `timed`: the bubble that `formulas` computes."""
+def rank_bubble_s(timed: Sequence[TimedAction], rank: int) -> float:
+    """Return the idle seconds in the span of `rank` among `timed`: the bubble that `formulas` computes."""
     of_rank = [action for action in timed if action.rank == rank]
-    return rank_span_s(of_rank, rank, stream=stream) - busy_s(of_rank, stream=stream).get(rank, 0.0)
+    return rank_span_s(of_rank, rank) - busy_s(of_rank).get(rank, 0.0)
 
 
 def _seconds(cost: Cost, rank: int, action: Action) -> float:

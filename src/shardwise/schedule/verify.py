@@ -36,7 +36,6 @@ from itertools import chain, pairwise, zip_longest
 from shardwise.schedule.actions import (
     COLLECTIVES,
     COMPUTATIONS,
-    STREAMS,
     TRANSFERS,
     Action,
     ActionKind,
@@ -70,18 +69,15 @@ Flaw = tuple[str, str, tuple[Position, ...]]
 """A flaw has a code, a line with value, rule and fix, and the positions concerned."""
 
 
-def verify(
-    schedule: Schedule, max_in_flight: Sequence[int] | None = None, *, streams: Mapping[ActionKind, str] = STREAMS
-) -> None:
+def verify(schedule: Schedule, max_in_flight: Sequence[int] | None = None) -> None:
     """Raise ScheduleError, with the rows near the place, unless the schedule can run and does what its rules say.
 
     Args:
         schedule: of any kind; it may be lowered in part.
         max_in_flight: for each rank, the most stage activations at once, from forward to backward; None: any.
-        streams: the stream of each kind on a rank.
     """
     places = ActionPlaces.of(schedule)
-    follows = dependencies(schedule, streams)
+    follows = dependencies(schedule)
     machines = (parameters(schedule), gradients(schedule))
     flaws: Iterator[Flaw] = chain(
         _computations(schedule),

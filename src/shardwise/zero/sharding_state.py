@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
-from shardwise.offload.sizing import NUM_PREFETCHED
+from shardwise.offload.storage import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
 from shardwise.runtime.torch_private import on_backward_end, parameter_ids

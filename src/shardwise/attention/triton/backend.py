@@ -41,10 +41,7 @@ def plan(layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan) -> tuple[Tensor, Tensor]:
-    """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq] in fp32.
-
-    The arguments q, k, v, extras and plan are those of `Backend.forward`.
-    """
+    """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq] in fp32."""
     inputs = [_last_dim_contiguous(tensor) for tensor in (q, k, v)]
     samples, heads, tokens, head_dim = q.shape
     out = q.new_empty(samples, tokens, heads, head_dim).transpose(1, 2)  # [B, H, Nq, D]
@@ -65,10 +62,7 @@ def backward(
     needs_bias: bool,
     is_wide: bool = False,
 ) -> AttentionGrads:
-    """Compute the gradients, with the strides of their inputs; that of a broadcast bias is summed in fp32.
-
-    The arguments grad_out, grad_lse, saved, extras, plan, needs_bias and is_wide are those of `Backend.backward`.
-    """
+    """Compute the gradients, with the strides of their inputs; that of a broadcast bias is summed in fp32."""
     make = _launches()
     inputs = [_last_dim_contiguous(tensor) for tensor in (saved.q, saved.k, saved.v)]
     grads = [torch.empty_like(tensor, dtype=torch.float32 if is_wide else None) for tensor in inputs]

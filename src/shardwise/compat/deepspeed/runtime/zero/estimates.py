@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.construction.model_states import ModelStates, estimate_model_states
 from shardwise.runtime.format import format_bytes
 
-_ON_HOST: Final = {"grads": "host", "optimizer": "host"}
+_ON_HOST: Final = MappingProxyType({"grads": "host", "optimizer": "host"})
 # By the stage, DeepSpeed's names of its options, and the tiers that they mean.
 _OPTIONS: Final[Mapping[int, Mapping[str, Mapping[str, str]]]] = MappingProxyType(
     {
