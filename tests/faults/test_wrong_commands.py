@@ -110,9 +110,7 @@ plan --model tiny --cluster h100:8 --tokens nan             | --tokens
 plan --model tiny --cluster h100:8 --tokens inf             | --tokens
 plan --model tiny --cluster h100:8 --tokens -5              | --tokens
 plan --model tiny --cluster h100:8 --tokens many            | --tokens
-plan --model tiny --cluster h100:8 --tokens nan             | --tokens
 plan --model tiny --cluster h100:8 --tokens 0               | --tokens
-plan --model tiny --cluster h100:8 --tokens inf             | --tokens
 plan --model tiny --cluster h100:8 --margin nan             | --margin
 plan --model tiny --cluster h100:8 --margin 1               | --margin
 plan --model tiny --cluster h100:8 --margin -0.1            | --margin
