@@ -128,10 +128,10 @@ class FakeTime:
         return TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts)
 
 
-@dataclass(frozen=True)
-class FakePricer:
-    memory: FakeMemory
-    time: FakeTime
+class FakePricer(Pricer):
+    def __init__(self, memory: FakeMemory, time: FakeTime | Delayed) -> None:
+        self.job, self.margin_share = memory.job, Limits().margin_share
+        self.memory, self.time = memory, time  # type: ignore[assignment]
 
 
 def fake_pricer(job: PlanJob, seed: int) -> FakePricer:
@@ -376,12 +376,12 @@ def test_so_many_schedules_are_simulated_at_most_and_no_others_are_shown() -> No
     pricer = fake_pricer(job, 7)
     delayed = Delayed(pricer.time, [])
     space, limits = SearchSpace(pins={"mesh.pp": (2, 4), "recompute.mode": ("none",)}), Limits(num_best=num_best)
-    plan = search(job, space, limits, FakePricer(pricer.memory, delayed))  # type: ignore[arg-type]
+    plan = search(job, space, limits, FakePricer(pricer.memory, delayed))
     assert 5 * num_best <= len(delayed.simulated) == len(set(delayed.simulated)) <= 10 * num_best
     assert len(plan.best) == num_best
     assert all(price.time.step_s > 3600 for price in (*plan.best, *plan.runners_up))
     alone = Delayed(pricer.time, [])
-    few = search(job, SearchSpace(pins={"mesh.pp": (1,)}), limits, FakePricer(pricer.memory, alone))  # type: ignore[arg-type]
+    few = search(job, SearchSpace(pins={"mesh.pp": (1,)}), limits, FakePricer(pricer.memory, alone))
     assert few.best
     assert alone.simulated == []  # nothing waits for anything
 
