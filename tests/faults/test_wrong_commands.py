@@ -110,9 +110,7 @@ plan --model tiny --cluster h100:8 --tokens nan             | --tokens
 plan --model tiny --cluster h100:8 --tokens inf             | --tokens
 plan --model tiny --cluster h100:8 --tokens -5              | --tokens
 plan --model tiny --cluster h100:8 --tokens many            | --tokens
-plan --model tiny --cluster h100:8 --budget nan             | --budget
-plan --model tiny --cluster h100:8 --budget 0               | --budget
-plan --model tiny --cluster h100:8 --budget inf             | --budget
+plan --model tiny --cluster h100:8 --tokens 0               | --tokens
 plan --model tiny --cluster h100:8 --margin nan             | --margin
 plan --model tiny --cluster h100:8 --margin 1               | --margin
 plan --model tiny --cluster h100:8 --margin -0.1            | --margin
@@ -125,7 +123,6 @@ plan --model tiny --cluster h100:8 --seq 1.5                | --seq
 plan --model tiny --cluster h100:8 --global-batch 0         | --global-batch
 plan --model tiny --cluster h100:8 --global-batch x         | --global-batch
 plan --model tiny --cluster h100:8 --top 0                  | --top
-plan --model tiny --cluster h100:8 --best size              | --best
 plan --model tiny --cluster h100:8 --tp x                   | mesh.tp
 plan --model tiny --cluster h100:8 --tp 0                   | mesh.tp
 plan --model tiny --cluster h100:8 --zero 7                 | zero.stage
@@ -284,7 +281,6 @@ launch --on                                                 | --on
 launch --submit=yes -- train.py                             | --submit
 launch --hots a,b -- train.py                               | --hosts
 launch --node 2 -- train.py                                 | --nodes
-plan --model tiny --cluster h100:8 --best prise             | price
 plan --modle tiny --cluster h100:8                          | --model
 plan --fit=1 --cluster h100:8                               | --fit
 doctor -q                                                   | -q

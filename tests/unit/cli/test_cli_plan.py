@@ -98,7 +98,7 @@ def test_the_world_is_that_of_the_mesh_unless_it_is_given():
 
 
 @pytest.mark.parametrize("value", ["nan", "NaN", "inf", "-inf", "1e999", "0", "-1", "1e19", "", "x"])
-@pytest.mark.parametrize("flag", ["--tokens", "--budget", "--margin", "--simulate"])
+@pytest.mark.parametrize("flag", ["--tokens", "--margin", "--simulate"])
 def test_numbers_that_are_none_are_refused_at_once(flag, value, capsys):
     if (flag, value) in (("--margin", "0"), ("--simulate", "0")):
         return

@@ -27,15 +27,8 @@ from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
-    num_layers=4,
-    hidden_size=256,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    ffn_size=768,
-    vocab_size=1024,
-    name="small",
-)
+    num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, ffn_size=768, vocab_size=1024, name="small"
+)  # fmt: skip
 PLAIN: dict[str, tuple[Any, ...]] = {
     "recompute.mode": ("none",),
     "pipeline.schedule": ("1f1b",),
@@ -66,16 +59,8 @@ def test_every_mesh_that_the_engine_runs_is_a_candidate(num_gpus: int, global_ba
         if left or data_ranks == 0 or global_batch % data_ranks:
             continue
         each_batch = global_batch // data_ranks
-        split = changed(
-            BASE,
-            {
-                "mesh.pp": pp,
-                "mesh.dp_shard": data_ranks,
-                "mesh.cp": cp,
-                "mesh.tp": tp,
-                "tensor.sequence_parallel": tp > 1,
-            },
-        )
+        mesh = {"mesh.pp": pp, "mesh.dp_shard": data_ranks, "mesh.cp": cp, "mesh.tp": tp}
+        split = changed(BASE, {**mesh, "tensor.sequence_parallel": tp > 1})
         if is_run(job, changed(split, {"batch.accumulation": each_batch})):
             expected |= {(pp, data_ranks, cp, tp, tp > 1, size, each_batch // size) for size in divisors(each_batch)}
     found = [

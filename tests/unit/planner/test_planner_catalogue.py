@@ -1,71 +1,59 @@
 """The catalogue: devices found by the names that drivers, papers and people use, each figure with a source."""
 
 import json
-import pickle
 
 import pytest
 
 from harness.paths import DATA
 from harness.refusals import refused
-from shardwise.planner.hardware import ENTRIES, GPUS, FittedConstants, find_gpu, known_gpu, parse_cluster
+from shardwise.planner.hardware import ENTRIES, GPUS, find_gpu, known_gpu, parse_cluster
 
 CASES = json.loads((DATA / "planner_cases.json").read_text())["cases"]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("h100", "h100"),
-        ("H100", "h100"),
-        ("H100-SXM5-80GB", "h100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H100 NVL", "h100-nvl"),
-        ("H100-96GB-HBM2e(2.4TB/s,500W)", "h100-96"),
-        ("H100 SXM 96GB", "h100-96"),
-        ("NVIDIA H200", "h200"),
-        ("H200-SXM-141GB", "h200"),
-        ("NVIDIA GH200 480GB", "gh200"),
-        ("NVIDIA GH200 144G HBM3e", "gh200-144"),
-        ("GH200-96GB", "gh200"),
-        ("GB200-NVL72", "gb200"),
-        ("NVIDIA GB300", "gb300"),
-        ("B200-180GB", "b200"),
-        ("B300", "b300"),
-        ("A100", "a100-80"),
-        ("8xA100", "a100-80"),
-        ("a100-40", "a100-40"),
-        ("A100-40GB", "a100-40"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("A100-SXM4-64GB", "a100-64"),
-        ("NVIDIA A100 80GB PCIe", "a100-80-pcie"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40-pcie"),
-        ("A800-SXM4-80GB", "a800"),
-        ("Tesla V100-SXM2-32GB", "v100-32"),
-        ("V100-SXM3-32GB", "v100-32"),
-        ("Tesla V100-SXM2-16GB", "v100-16"),
-        ("Tesla T4", "t4"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA A10G", "a10g"),
-        ("NVIDIA RTX A6000", "a6000"),
-        ("RTX4090", "rtx-4090"),
-        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-max-q"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"),
-        ("RTX PRO 6000", "rtx-pro-6000"),
-        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
-        ("NVIDIA H20", "h20"),
-        ("AMD Instinct MI355X", "mi355x"),
-        ("Titan-RTX", "titan-rtx"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("MI250X", "mi250x"),
-    ],
-)
-def test_names_of_drivers_papers_and_people(name, expected):
-    assert find_gpu(name).name == expected
+NAMES = {
+    "h100": ["h100", "H100", "H100-SXM5-80GB", "NVIDIA H100 80GB HBM3"],
+    "h100-pcie": ["NVIDIA H100 PCIe"],
+    "h100-nvl": ["NVIDIA H100 NVL"],
+    "h100-96": ["H100-96GB-HBM2e(2.4TB/s,500W)", "H100 SXM 96GB"],
+    "h200": ["NVIDIA H200", "H200-SXM-141GB"],
+    "gh200": ["NVIDIA GH200 480GB", "GH200-96GB"],
+    "gh200-144": ["NVIDIA GH200 144G HBM3e"],
+    "gb200": ["GB200-NVL72"],
+    "gb300": ["NVIDIA GB300"],
+    "b200": ["B200-180GB"],
+    "b300": ["B300"],
+    "a100-80": ["A100", "8xA100"],
+    "a100-40": ["a100-40", "A100-40GB", "NVIDIA A100-SXM4-40GB"],
+    "a100-64": ["A100-SXM4-64GB"],
+    "a100-80-pcie": ["NVIDIA A100 80GB PCIe"],
+    "a100-40-pcie": ["NVIDIA A100-PCIE-40GB"],
+    "a800": ["A800-SXM4-80GB"],
+    "v100-32": ["Tesla V100-SXM2-32GB", "V100-SXM3-32GB"],
+    "v100-16": ["Tesla V100-SXM2-16GB"],
+    "t4": ["Tesla T4"],
+    "l4": ["NVIDIA L4"],
+    "l40s": ["NVIDIA L40S"],
+    "a10g": ["NVIDIA A10G"],
+    "a6000": ["NVIDIA RTX A6000"],
+    "rtx-4090": ["RTX4090"],
+    "rtx-3090": ["NVIDIA GeForce RTX 3090"],
+    "rtx-6000-ada": ["NVIDIA RTX 6000 Ada Generation"],
+    "rtx-pro-6000": ["NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"],
+    "rtx-pro-6000-max-q": ["NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"],
+    "rtx-pro-6000-server": ["NVIDIA RTX PRO 6000 Blackwell Server Edition"],
+    "rtx-5090": ["NVIDIA GeForce RTX 5090"],
+    "h20": ["NVIDIA H20"],
+    "mi355x": ["AMD Instinct MI355X"],
+    "titan-rtx": ["Titan-RTX"],
+    "mi300x": ["AMD Instinct MI300X"],
+    "mi250x": ["MI250X"],
+}
+
+
+@pytest.mark.parametrize(("expected", "names"), NAMES.items(), ids=list(NAMES))
+def test_names_of_drivers_papers_and_people(expected, names):
+    assert {find_gpu(name).name for name in names} == {expected}
 
 
 @pytest.mark.parametrize(
@@ -95,11 +83,6 @@ def test_hosts_have_the_memory_of_their_class_of_machine(cluster, host_gib, tmp_
     name = cluster.partition(":")[0]
     (file := tmp_path / "mine.toml").write_text(f'gpu = "{name}"\nnum_gpus = 2\nhost_memory_gib = 500\n')
     assert parse_cluster(str(file)).host.memory_bytes == 500 * 2**30, "a file's own figure counts"
-
-
-def test_an_error_names_what_was_meant():
-    with refused("unknown-device", "h100?"):
-        find_gpu("h1000")
 
 
 def test_every_device_of_the_published_runs_is_known():
@@ -133,19 +116,3 @@ def test_figures_agree_with_each_other(device):
     assert device.link_bytes_per_s == 0 or device.link_bytes_per_s > device.nic_bytes_per_s
     assert (device.link_domain > 1) == (device.link_bytes_per_s > 0)
     assert find_gpu(device.name) is device
-
-
-def test_a_device_is_sent_to_other_processes():
-    assert pickle.loads(pickle.dumps(find_gpu("h100"))) == find_gpu("h100")
-
-
-def test_figures_are_those_of_the_data_sheets():
-    """NVIDIA H100 SXM: 3.35 TB/s, 989 TFLOPS dense, NVLink of 900 GB/s both ways; 400 Gb/s a device."""
-    device = find_gpu("h100")
-    assert device.memory_bytes == pytest.approx(79.1 * 2**30)
-    assert (device.memory_bytes_per_s, device.link_bytes_per_s, device.nic_bytes_per_s) == (3.35e12, 450e9, 50e9)
-    assert device.peak_flops_per_s == {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989e12, "bf16": 989e12, "fp8": 1979e12}
-    assert device.host_bytes_per_s == pytest.approx(55.4e9)  # of PCIe 5's 64 over 16 links
-    assert (device.num_cores, device.link_domain, device.has_pairwise_links) == (132, 8, False)
-    assert device.fitted != FittedConstants()
-    assert find_gpu("mi300x").has_pairwise_links

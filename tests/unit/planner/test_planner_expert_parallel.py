@@ -1,4 +1,4 @@
-"""Experts over ranks are priced and named where they are faster, and never written."""
+"""Experts over ranks are priced, for runs of other codes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.planner.folded_layout import FoldedLayouts
-from shardwise.planner.hardware import Cluster, parse_cluster
+from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
-from shardwise.planner.plan import plan
 
 FAST = parse_cluster("h100:64")
 EXPERTS = Experts(num_experts=256, num_chosen=8, ffn_size=512, num_shared=1)
@@ -17,24 +16,6 @@ SHAPE = ModelShape(
     num_layers=6, hidden_size=7168, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=18432, vocab_size=32000,
     experts=EXPERTS, name="wide",
 )  # fmt: skip
-PINS = ["mesh.tp=1", "mesh.pp=1", "mesh.cp=1", "batch.micro_size=1", "recompute.mode=full"]
-
-
-def notes_of(shape: ModelShape, cluster: Cluster = FAST) -> tuple[str, ...]:
-    found = plan(shape, cluster, global_batch=256, seq_len=2048, settings=PINS)
-    assert found.asked.job.ep == 1
-    return found.asked.notes
-
-
-def test_experts_over_ranks_are_named_where_they_are_faster() -> None:
-    # Gathering 256 experts for few tokens takes longer than sending the tokens to them.
-    (note,) = (each for each in notes_of(SHAPE) if "EP" in each)
-    assert "an estimate" in note
-    assert "does not run mesh.ep yet" in note
-    # Few experts for as many tokens are gathered beside the computing.
-    few = replace(SHAPE, experts=replace(EXPERTS, num_experts=2, num_chosen=1, ffn_size=4096))
-    assert not any("EP" in each for each in notes_of(few))
-    assert not any("EP" in each for each in notes_of(replace(SHAPE, experts=None)))
 
 
 @pytest.mark.parametrize("ep", [2, 8])

@@ -54,22 +54,13 @@ def test_lengths_are_a_mean_or_a_file(tmp_path: Path, text: str, lengths: tuple[
         assert found.num_examples == 3
 
 
-def test_what_is_assumed_of_examples_is_said() -> None:
-    examples, (note,) = read_examples(100, None)
-    assert examples is not None
-    assert f"{examples.lengths[0]} tokens are assumed" in note
-
-
 @pytest.mark.parametrize("text", ["0", "-5", "1 2 x", "", "1.5"])
 def test_lengths_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    with refused("examples-missing", "--examples"):
+        read_examples(None, "300")  # a mean alone does not say of how many
     (tmp_path / "lengths.txt").write_text(text)
     with refused("lengths-of-examples", "--lengths"):
         read_examples(100, str(tmp_path / "lengths.txt"))
-
-
-def test_a_mean_alone_does_not_say_how_many() -> None:
-    with refused("examples-missing", "--examples"):
-        read_examples(None, "300")
 
 
 def test_adapters_fit_where_all_weights_do_not() -> None:
@@ -143,11 +134,6 @@ def test_three_lines_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert cli.main(asked) == 1
     labels = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:2] != "  " and line.strip()]
     assert labels[:3] == ["fits", "takes", "to"]
-
-
-def test_a_plan_of_other_jobs_has_no_verdict(capsys) -> None:
-    assert cli.main(["plan", "25m", "h100:4", "--simulate", "0", "--json", "-"]) == 0
-    assert "fine_tuning" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])

@@ -131,7 +131,7 @@ def test_transformers_completes_what_a_file_leaves_out() -> None:
                 "moe_intermediate_size": 128,
                 "shared_expert_intermediate_size": 384,
                 "num_key_value_heads": 8,
-            },  # fmt: skip
+            },
             {"experts": Experts(num_experts=8, num_chosen=2, ffn_size=128, num_shared=3, num_dense_layers=2)},
         ),
         (

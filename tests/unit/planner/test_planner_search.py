@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.models.presets import preset
 from shardwise.planner.candidates import (
     SearchSpace,
     candidates,
@@ -38,7 +37,6 @@ from shardwise.planner.search import (
     Limits,
     kind_of,
     least_states_bytes,
-    runners_up,
     search,
 )
 from shardwise.planner.step_time import TimeModel
@@ -48,15 +46,9 @@ from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
-    num_layers=6,
-    hidden_size=1024,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=128,
-    ffn_size=4096,
-    vocab_size=32_000,
+    num_layers=6, hidden_size=1024, num_heads=8, num_kv_heads=4, head_dim=128, ffn_size=4096, vocab_size=32_000,
     name="small",
-)
+)  # fmt: skip
 FAR = {"device": 0, "host": 1, "nvme": 2}
 
 
@@ -136,10 +128,10 @@ class FakeTime:
         return TimeEstimate(step_s=step_s, low_s=step_s, high_s=step_s, parts=parts)
 
 
-@dataclass(frozen=True)
-class FakePricer:
-    memory: FakeMemory
-    time: FakeTime
+class FakePricer(Pricer):
+    def __init__(self, memory: FakeMemory, time: FakeTime | Delayed) -> None:
+        self.job, self.margin_share = memory.job, Limits().margin_share
+        self.memory, self.time = memory, time  # type: ignore[assignment]
 
 
 def fake_pricer(job: PlanJob, seed: int) -> FakePricer:
@@ -207,14 +199,6 @@ def test_fewer_prices_than_placed_candidates_find_it_too() -> None:
     space = SearchSpace()
     every = [placement for candidate in candidates(job, space) for placement in placements(job, space, candidate)]
     assert plan.num_priced < len(every) / 5
-
-
-def test_prices_are_bounded_and_that_is_said() -> None:
-    job = job_of(8, 48, 2.0)
-    plan = search(job, limits=Limits(max_prices=20), pricer=fake_pricer(job, 7))
-    assert not plan.is_proven
-    assert plan.num_priced < 400
-    assert plan.rejected["not looked at"] > 0
 
 
 @pytest.mark.quick(8)
@@ -366,16 +350,6 @@ def test_as_much_stays_on_the_device_as_fits_and_helps() -> None:
     assert missing_memory(more.memory, job.cluster, Limits().margin_share) is not None
 
 
-@pytest.mark.parametrize(("num_gpus", "global_batch"), [(8, 64), (64, 256)])
-def test_winners_of_the_real_prices_can_be_trained(num_gpus: int, global_batch: int) -> None:
-    shape = ModelShape.of_decoder(preset("llama-3-8b"))
-    job = replace(job_of(num_gpus, global_batch, 80.0, shape), seq_len=8192)
-    plan = search(job, limits=Limits(num_best=5, max_prices=150))
-    assert plan.best
-    for price in plan.best:
-        check_job(written(job, price.config), num_gpus)
-
-
 @dataclass(frozen=True)
 class Delayed:
     """Closed forms promise what no pipeline keeps: each takes an hour longer, once its schedule is simulated."""
@@ -402,12 +376,12 @@ def test_so_many_schedules_are_simulated_at_most_and_no_others_are_shown() -> No
     pricer = fake_pricer(job, 7)
     delayed = Delayed(pricer.time, [])
     space, limits = SearchSpace(pins={"mesh.pp": (2, 4), "recompute.mode": ("none",)}), Limits(num_best=num_best)
-    plan = search(job, space, limits, FakePricer(pricer.memory, delayed))  # type: ignore[arg-type]
+    plan = search(job, space, limits, FakePricer(pricer.memory, delayed))
     assert 5 * num_best <= len(delayed.simulated) == len(set(delayed.simulated)) <= 10 * num_best
     assert len(plan.best) == num_best
     assert all(price.time.step_s > 3600 for price in (*plan.best, *plan.runners_up))
     alone = Delayed(pricer.time, [])
-    few = search(job, SearchSpace(pins={"mesh.pp": (1,)}), limits, FakePricer(pricer.memory, alone))  # type: ignore[arg-type]
+    few = search(job, SearchSpace(pins={"mesh.pp": (1,)}), limits, FakePricer(pricer.memory, alone))
     assert few.best
     assert alone.simulated == []  # nothing waits for anything
 
@@ -416,34 +390,10 @@ def test_a_simpler_one_that_is_hardly_slower_is_looked_for_even_where_one_is_wan
     job = job_of(4, 8, 80.0)
     weights = dict.fromkeys(fake_pricer(job, 0).time.weights, 0.0) | {"split": -0.01}
     pricer = FakePricer(FakeMemory(job, 1.0), FakeTime(job, weights))
-    space = SearchSpace(
-        pins={
-            "mesh.tp": (1, 2),
-            "mesh.pp": (1,),
-            "mesh.cp": (1,),
-            "recompute.mode": ("none",),
-            "batch.micro_size": (1,),
-        }
-    )
-    plan = search(job, space, Limits(num_best=1), pricer)
+    pins = {"mesh.tp": (1, 2), "mesh.pp": (1,), "mesh.cp": (1,), "recompute.mode": ("none",), "batch.micro_size": (1,)}
+    plan = search(job, SearchSpace(pins=pins), Limits(num_best=1), pricer)
     assert plan.winner is not None
     assert (plan.winner.config.mesh.tp, plan.winner.time.step_s) == (1, 1.0)
-
-
-def test_runners_up_are_the_best_of_each_other_mesh_and_schedule() -> None:
-    job = job_of(4, 8, 80.0)
-    pricer = fake_pricer(job, 0)
-    configs = [
-        changed(BASE, {"mesh.pp": 2, "batch.micro_size": 1}),
-        changed(BASE, {"mesh.pp": 2, "batch.micro_size": 2}),
-        changed(BASE, {"mesh.pp": 2, "pipeline.schedule": "zb-h1"}),
-        changed(BASE, {"mesh.tp": 2}),
-        changed(BASE, {"mesh.tp": 2, "batch.micro_size": 4}),
-        changed(BASE, {"mesh.cp": 2}),
-    ]
-    memory, time = pricer.memory.estimate(configs[0]), pricer.time.estimate(configs[0])
-    prices = [Estimate(job=job, config=each, memory=memory, time=time) for each in configs]
-    assert [each.config for each in runners_up(prices, 3)] == [configs[2], configs[3]]
 
 
 def test_what_a_candidate_is_known_to_hold_is_no_more_than_it_holds() -> None:
