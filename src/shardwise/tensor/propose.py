@@ -1,10 +1,10 @@
 """Propose a plan for a model that has none: shapes and order of its layers propose, numbers decide.
 
 Linear layers that feed a common layer, and those that they feed, are a set: columns and rows, such as query, key and
-value before the output of attention. The first block that has such a set runs whole, and as ranks would run it. Outputs
-and gradients are compared (`shardwise.tensor.prove`). What fails is altered: fused outputs, sizes that the code takes
-from attributes, parameters whose gradients are sums. If nothing helps, the layers stay whole. In the end the whole model
-proves the whole plan.
+value before the output of attention. The first block that has such a set runs whole, and as ranks would run it; outputs
+and gradients are compared (`shardwise.tensor.prove`). What fails is altered: how fused outputs lie, sizes that the code
+takes from attributes, parameters whose gradients are sums. If nothing helps, the layers stay whole. In the end the
+whole model proves the whole plan.
 
 >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 >>> plan = propose_plan(model, torch.zeros(2, 8), tp=2)
@@ -260,11 +260,9 @@ def _part_sizes(layout: str, size: int, features: int) -> tuple[int, ...]:
 
 
 def _layouts(sizes: Mapping[str, int], features: int) -> Iterator[tuple[str, ...]]:
-    """Yield how outputs of columns may lie, the likely way first. Of many columns, those of one size are the same.
+    """Yield how `sizes` outputs of columns may lie before rows of `features` inputs, the likely way first.
 
-    Args:
-        sizes: numbers of outputs by name.
-        features: inputs of the row layers.
+    Of many columns, those of one size are the same.
     """
     keys = {name: (size, name if len(sizes) == 2 else "") for name, size in sizes.items()}
     ways: dict[tuple[int, str], tuple[str, ...]] = {}
@@ -295,11 +293,7 @@ def _connected(feeders: Mapping[str, Collection[str]]) -> list[tuple[tuple[str, 
 
 
 class _Search:
-    """Finds the sets of layers that can be split.
-
-    Args:
-        model: in float64.
-        tp: of ranks that split it.
+    """Finds the sets of layers of a model in float64 that `tp` ranks can split.
 
     Raises:
         ConfigError: the model decides on the values of tensors.
@@ -436,7 +430,7 @@ class _Search:
                 return Difference(in_short(error))
 
         found = compare(tried)
-        if found.summed and not any(name.startswith("inputs.") for name in found.summed):
+        if found.summed and not any(name.startswith("call_inputs.") for name in found.summed):
             tried = replace(tried, partial=tuple(sorted(found.summed)))
             found = compare(tried)
         if found.wrong:
@@ -449,7 +443,7 @@ class _Search:
             with StillFunctions():
                 whole = WholeRun(training, run.batch)
                 found = compare(tried, whole)
-            dropouts = () if found.wrong or not scope else split_dropouts(whole.model, found.ranks)
+            dropouts = split_dropouts(whole.dropped, found.dropped)
         except Exception as error:
             return f"in training mode {in_short(error)}"
         return f"in training mode {found.wrong}" if found.wrong else replace(tried, dropouts=dropouts)
