@@ -94,8 +94,8 @@ def propose_plan(model: nn.Module, batch: Any, tp: Ranks, small: tuple[nn.Module
 
 
 def _proposed(model: nn.Module, batch: Any, tp: int, given: tuple[nn.Module, Any] | None) -> TensorPlan:
-    source, source_batch, degree = _provable(model, batch, tp, given)
     with proving():
+        source, source_batch, degree = _provable(model, batch, tp, given)
         search = _Search(*in_float64(source, source_batch), degree)
         sets = search.sets()
     found = search.proved(sets, source, source_batch)
@@ -129,12 +129,18 @@ def _has_none(tensor: Tensor) -> bool:
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    """Return a tensor with values that show what code does with them: random ones for one number or none."""
+    """Return a tensor with values: random ones in place of none, or of zeros, which would hide what code does."""
     is_float = tensor.is_floating_point()
-    if not _has_none(tensor) and not (is_float and tensor.numel() and not bool(tensor.min() < tensor.max())):
+    if not _has_none(tensor) and not (is_float and tensor.numel() and not bool(tensor.abs().max() > _SMALL)):
         return tensor
-    found = (torch.randn if is_float else torch.zeros)(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    make = torch.rand if is_float else torch.zeros  # buffers such as a variance are positive
+    found = make(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(found - 0.5 if is_float else found, tensor.requires_grad)
+    return found
+
+
+_SMALL: Final = 1e-6  # what is not more may be the memory of an `empty` tensor
 
 
 class _Linear(NamedTuple):

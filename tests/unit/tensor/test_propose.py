@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.refusals import refused
-from shardwise.layout.tensor_plan import SharedInput, TensorPlan
+from shardwise.layout.tensor_plan import SharedInput, SplitDropout, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.tensor import propose
@@ -215,6 +215,11 @@ def test_the_proof_of_the_whole_model_decides(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(propose, "refute", lambda *_: "it differs")
     with refused("tp-nothing-to-split", "it differs"):
         propose_plan(Mlp(), inputs(), tp=2)
+
+
+def test_dropouts_on_heads_are_found_and_others_are_not() -> None:
+    plan = propose_plan(nn.Sequential(Gpt("attributes"), nn.Dropout(0.1), Mlp(nn.Dropout(0.1))), inputs(), tp=2)
+    assert plan.dropouts == (SplitDropout("0.attn_dropout", 1), SplitDropout("2.inside", 2))
 
 
 def test_meta_models_give_the_same_plan() -> None:
