@@ -455,16 +455,25 @@ class _Search:
         return f"in training mode {found.wrong}" if found.wrong else replace(tried, dropouts=dropouts)
 
     def _regions(self, tried: _BlockSet, scope: str) -> Iterator[list[SharedInput]]:
-        """Yield the modules that get as an argument the tensor that several columns read, inner ones first."""
+        """Yield the modules that get as an argument the tensor that several columns read, inner ones first.
+
+        Of a module with other parameters the engine would have to know which of them come after the rows.
+        """
         groups: dict[int, list[str]] = {}
         for name, _ in tried.columns:
             groups.setdefault(id(self._seen.calls[name].first), []).append(name)
+        others = [
+            name
+            for name, _ in self._model.named_parameters(remove_duplicate=False)
+            if name not in tried.partial and name.rpartition(".")[0] not in tried.layers
+        ]
         for names in groups.values():
             yield [
                 SharedInput(around, (key,))
                 for around, call in reversed(self._seen.calls.items())
                 if around and len(names) > 1 and is_within(around, (scope,))
                 if all(is_within(name, (around,)) for name in names)
+                and not any(is_within(name, (around,)) for name in others)
                 for key, x in call.arguments.items()
                 if x is self._seen.calls[names[0]].first
             ]

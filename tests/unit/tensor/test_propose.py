@@ -112,6 +112,17 @@ class Mixing(nn.Module):
         return self.mlp.down(hidden)
 
 
+class Adapted(nn.Module):
+    """A layer with an adapter, whose second matrix is whole after a row layer, in no region that the engine takes."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.first, self.second = base, nn.Linear(24, 2), nn.Linear(2, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.second(self.first(x))
+
+
 class Deciding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -231,6 +242,9 @@ def test_meta_models_give_the_same_plan() -> None:
 def test_regions_are_modules_whose_argument_columns_alone_read() -> None:
     assert propose_plan(nn.Sequential(Mlp()), inputs(), tp=2).regions == (SharedInput("0", ("x",)),)
     assert propose_plan(nn.Sequential(Mlp(adds_input=True)), inputs(), tp=2).regions == ()
+    adapted = Mlp()
+    adapted.down = Adapted(adapted.down)
+    assert propose_plan(nn.Sequential(adapted), inputs(), tp=2).regions == ()
     returns_input = type("Returning", (Mlp,), {"forward": lambda self, x: (Mlp.forward(self, x), x)})
     assert propose_plan(nn.Sequential(nn.Linear(E, E), returns_input()), inputs(), tp=2).regions == ()
 
