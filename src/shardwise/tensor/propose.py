@@ -1,10 +1,10 @@
 """Propose a plan for a model that has none: shapes and order of its layers propose, numbers decide.
 
 Linear layers that feed a common layer, and those that they feed, are a set: columns and rows, such as query, key and
-value before the output of attention. The first block that has such a set runs whole, and as ranks would run it. Outputs
-and gradients are compared (`shardwise.tensor.prove`). What fails is altered: fused outputs, sizes that the code takes
-from attributes, parameters whose gradients are sums. If nothing helps, the layers stay whole. In the end the whole model
-proves the whole plan.
+value before the output of attention. The first block that has such a set runs whole, and as ranks would run it; outputs
+and gradients are compared (`shardwise.tensor.prove`). What fails is altered: how fused outputs lie, sizes that the code
+takes from attributes, parameters whose gradients are sums. If nothing helps, the layers stay whole. In the end the
+whole model proves the whole plan.
 
 >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 >>> plan = propose_plan(model, torch.zeros(2, 8), tp=2)
@@ -94,8 +94,8 @@ def propose_plan(model: nn.Module, batch: Any, tp: Ranks, small: tuple[nn.Module
 
 
 def _proposed(model: nn.Module, batch: Any, tp: int, given: tuple[nn.Module, Any] | None) -> TensorPlan:
-    source, source_batch, degree = _provable(model, batch, tp, given)
     with proving():
+        source, source_batch, degree = _provable(model, batch, tp, given)
         search = _Search(*in_float64(source, source_batch), degree)
         sets = search.sets()
     found = search.proved(sets, source, source_batch)
@@ -129,12 +129,18 @@ def _has_none(tensor: Tensor) -> bool:
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    """Return a tensor with values that show what code does with them: random ones for one number or none."""
+    """Return a tensor with values: random ones in place of none, or of zeros, which would hide what code does."""
     is_float = tensor.is_floating_point()
-    if not _has_none(tensor) and not (is_float and tensor.numel() and not bool(tensor.min() < tensor.max())):
+    if not _has_none(tensor) and not (is_float and tensor.numel() and not bool(tensor.abs().max() > _SMALL)):
         return tensor
-    found = (torch.randn if is_float else torch.zeros)(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    make = torch.rand if is_float else torch.zeros  # buffers such as a variance are positive
+    found = make(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(found - 0.5 if is_float else found, tensor.requires_grad)
+    return found
+
+
+_SMALL: Final = 1e-6  # what is not more may be the memory of an `empty` tensor
 
 
 class _Linear(NamedTuple):
@@ -260,11 +266,9 @@ def _part_sizes(layout: str, size: int, features: int) -> tuple[int, ...]:
 
 
 def _layouts(sizes: Mapping[str, int], features: int) -> Iterator[tuple[str, ...]]:
-    """Yield how outputs of columns may lie, the likely way first. Of many columns, those of one size are the same.
+    """Yield how `sizes` outputs of columns may lie before rows of `features` inputs, the likely way first.
 
-    Args:
-        sizes: numbers of outputs by name.
-        features: inputs of the row layers.
+    Of many columns, those of one size are the same.
     """
     keys = {name: (size, name if len(sizes) == 2 else "") for name, size in sizes.items()}
     ways: dict[tuple[int, str], tuple[str, ...]] = {}
@@ -295,11 +299,7 @@ def _connected(feeders: Mapping[str, Collection[str]]) -> list[tuple[tuple[str, 
 
 
 class _Search:
-    """Finds the sets of layers that can be split.
-
-    Args:
-        model: in float64.
-        tp: of ranks that split it.
+    """Finds the sets of layers of a model in float64 that `tp` ranks can split.
 
     Raises:
         ConfigError: the model decides on the values of tensors.
@@ -436,7 +436,7 @@ class _Search:
                 return Difference(in_short(error))
 
         found = compare(tried)
-        if found.summed and not any(name.startswith("inputs.") for name in found.summed):
+        if found.summed and not any(name.startswith("call_inputs.") for name in found.summed):
             tried = replace(tried, partial=tuple(sorted(found.summed)))
             found = compare(tried)
         if found.wrong:
@@ -449,22 +449,31 @@ class _Search:
             with StillFunctions():
                 whole = WholeRun(training, run.batch)
                 found = compare(tried, whole)
-            dropouts = () if found.wrong or not scope else split_dropouts(whole.model, found.ranks)
+            dropouts = split_dropouts(whole.dropped, found.dropped)
         except Exception as error:
             return f"in training mode {in_short(error)}"
         return f"in training mode {found.wrong}" if found.wrong else replace(tried, dropouts=dropouts)
 
     def _regions(self, tried: _BlockSet, scope: str) -> Iterator[list[SharedInput]]:
-        """Yield the modules that get as an argument the tensor that several columns read, inner ones first."""
+        """Yield the modules that get as an argument the tensor that several columns read, inner ones first.
+
+        Of a module with other parameters the engine would have to know which of them come after the rows.
+        """
         groups: dict[int, list[str]] = {}
         for name, _ in tried.columns:
             groups.setdefault(id(self._seen.calls[name].first), []).append(name)
+        others = [
+            name
+            for name, _ in self._model.named_parameters(remove_duplicate=False)
+            if name not in tried.partial and name.rpartition(".")[0] not in tried.layers
+        ]
         for names in groups.values():
             yield [
                 SharedInput(around, (key,))
                 for around, call in reversed(self._seen.calls.items())
                 if around and len(names) > 1 and is_within(around, (scope,))
                 if all(is_within(name, (around,)) for name in names)
+                and not any(is_within(name, (around,)) for name in others)
                 for key, x in call.arguments.items()
                 if x is self._seen.calls[names[0]].first
             ]

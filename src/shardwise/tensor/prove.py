@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,14 @@ def in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return whole, pytree.tree_map(_widened, batch)
 
 
+class Dropped(NamedTuple):
+    """Is what a dropout, or attention with dropout, got in a module; `is_functional` if this is no dropout itself."""
+
+    module: str
+    is_functional: bool
+    x: Tensor
+
+
 @dataclass(frozen=True)
 class Difference:
     """Says how ranks differ from the whole model.
@@ -108,12 +116,12 @@ class Difference:
         wrong: which output or gradient differs; empty where none does.
         summed: parameters that all ranks hold whole, where the sum of the ranks' gradients is right and theirs are not;
             none where anything else differs too.
-        ranks: the ranks' models after their backward.
+        dropped: by rank, what dropouts got in training mode, where nothing differs.
     """
 
     wrong: str
     summed: tuple[str, ...] = ()
-    ranks: Sequence[nn.Module] = ()
+    dropped: Sequence[Sequence[Dropped]] = ()
 
 
 class WholeRun:
@@ -133,7 +141,7 @@ class WholeRun:
         self._ranks: list[nn.Module] = []
         self._params = scan_model(source, Config()).params
         try:
-            self._loss = _run(self.model, batch)
+            self._loss, self.dropped = _run(self.model, batch)
         except Exception as error:  # values of an example, as of `torch.empty`, may be no tokens
             how = " in training mode" if source.training else ""
             raise NotProvedError(f"the whole model does not run{how} on the batch ({in_short(error)})") from error
@@ -155,7 +163,7 @@ class WholeRun:
         with ThreadPoolExecutor(degree) as pool:
             calls = [pool.submit(world.run, rank, each, plan, splits, self.batch) for rank, each in enumerate(ranks)]
         found = [call.result() for call in sorted(calls, key=_is_of_another_rank)]
-        errors = [abs(each - self._loss) / (abs(self._loss) + 1e-12) for each in found]
+        errors = [abs(loss - self._loss) / (abs(self._loss) + 1e-12) for loss, _ in found]
         if not all(error < _TOLERANCE for error in errors):
             return Difference(f"the outputs are off by {max(errors):.0e} of their size")
         difference = _compare_gradients(self.model, ranks, splits)
@@ -163,21 +171,20 @@ class WholeRun:
         idle = [name for name, each in weights.items() if each.requires_grad and each.grad is None]
         if idle and not difference.wrong:
             raise NotProvedError(f"{idle[0]} takes no part in what the model returns")
-        return difference
+        return difference if difference.wrong else Difference("", dropped=[dropped for _, dropped in found])
 
 
-def _is_of_another_rank(call: Future[float]) -> bool:
+def _is_of_another_rank(call: Future[Any]) -> bool:
     """Return whether a rank ended only because another had, whose error says more."""
     return isinstance(call.exception(), threading.BrokenBarrierError)
 
 
 class BlockCall(nn.Module):
-    """Is a block of a model, under its name there, with the arguments of one of its calls.
+    """Is a block of a model in float64, under its name there, with the arguments of one of its calls.
 
     Those that have gradients are parameters of random numbers, so that their gradients are compared too.
 
     Args:
-        block: in float64.
         arguments: positional ones and those by name.
         has_gradient: of each leaf of the arguments.
         is_used: of each leaf of the output, whether the model uses it.
@@ -187,8 +194,7 @@ class BlockCall(nn.Module):
         self, name: str, block: nn.Module, arguments: Any, has_gradient: Sequence[bool], is_used: Sequence[bool]
     ) -> None:
         super().__init__()
-        self.inputs = nn.ParameterList()
-        self.dropped: list[tuple[str, bool, Tensor]] = []  # module, whether it is no dropout itself, what is dropped
+        self.call_inputs = nn.ParameterList()
         self._name, self._is_used = name, is_used
         *path, own = name.split(".")
         holder: nn.Module = self
@@ -201,27 +207,16 @@ class BlockCall(nn.Module):
         places: dict[int, _Place] = {}
         for leaf, is_input in zip(leaves, has_gradient, strict=True):
             if is_input and id(leaf) not in places:
-                places[id(leaf)] = _Place(len(self.inputs))
-                self.inputs.append(nn.Parameter(torch.randn_like(leaf)))
+                places[id(leaf)] = _Place(len(self.call_inputs))
+                self.call_inputs.append(nn.Parameter(torch.randn_like(leaf)))
             self._leaves.append(places[id(leaf)] if is_input else leaf)
 
     def forward(self) -> Any:
-        inputs = [each.clone() for each in self.inputs]  # code may write to it
+        inputs = [each.clone() for each in self.call_inputs]  # code may write to it
         others = copy.deepcopy(self._leaves)  # such as a cache, which is written
         leaves = [inputs[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in others]
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-        stack: list[tuple[str, bool]] = []
-
-        def enter(name: str, module: nn.Module, *_: Any) -> None:
-            stack.append((name, not isinstance(module, nn.Dropout)))
-
-        def leave(output: Any) -> None:
-            stack.pop()
-
-        block = self.get_submodule(self._name)
-        dropouts = _Dropouts(lambda x: self.dropped.append((*stack[-1], x.detach().clone())))
-        with watch_calls(self, enter, leave) if self.training else nullcontext(), dropouts:
-            output = block(*args, **kwargs)
+        output = self.get_submodule(self._name)(*args, **kwargs)
         found = pytree.tree_leaves(plain_output(output))
         return [leaf for leaf, is_used in zip(found, self._is_used, strict=True) if is_used]
 
@@ -234,11 +229,28 @@ class _Place:
 
 
 class _Dropouts(TorchFunctionMode):
-    """Shows what dropouts, and attention with dropout, get."""
+    """Keeps what the dropouts of a model get inside the context."""
 
-    def __init__(self, note: Callable[[Tensor], Any]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._note = note
+        self.dropped: list[Dropped] = []
+        self._stack: list[tuple[str, bool]] = []
+        self._calls = watch_calls(model, self._before, self._after) if model.training else nullcontext()
+
+    def __enter__(self) -> Self:
+        self._calls.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._calls.__exit__(*raised)
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._stack.append((name, not isinstance(module, nn.Dropout)))
+
+    def _after(self, output: Any) -> None:
+        self._stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         names = _DROPOUT_ARGUMENTS.get(func)
@@ -247,7 +259,8 @@ class _Dropouts(TorchFunctionMode):
             is_attention = func is F.scaled_dot_product_attention
             rate = given.get("dropout_p", 0.0) if is_attention else given.get("p", 0.5)
             if rate and given.get("training", True):
-                self._note(given["query"] if is_attention else given["input"])
+                x = given["query"] if is_attention else given["input"]
+                self.dropped.append(Dropped(*self._stack[-1], x.detach().clone()))
         return func(*args, **(kwargs or {}))
 
 
@@ -258,24 +271,21 @@ _DROPOUT_ARGUMENTS: Final[Mapping[Any, tuple[str, ...]]] = {
 }
 
 
-def split_dropouts(whole: Any, ranks: Sequence[Any]) -> tuple[SplitDropout, ...]:
-    """Return the dropouts that get a part on each rank, in order, of what they get in the whole block.
-
-    Args:
-        whole: a `BlockCall`, as those of the ranks, after a run in training mode.
+def split_dropouts(whole: Sequence[Dropped], ranks: Sequence[Sequence[Dropped]]) -> tuple[SplitDropout, ...]:
+    """Return the dropouts that get a part on each rank, in order, of what they get in the whole model.
 
     Raises:
         NotProvedError: one gets something else.
     """
     found: dict[SplitDropout, None] = {}
-    for number, (name, is_functional, x) in enumerate(whole.dropped):
-        parts = [rank.dropped[number][2] for rank in ranks]
-        if all(_is_close(part, x) for part in parts):
+    for each, *others in zip(whole, *ranks, strict=True):
+        parts = [other.x for other in others]
+        if all(_is_close(part, each.x) for part in parts):
             continue
-        dims = [dim for dim in range(x.dim()) if all(map(_is_close, parts, x.chunk(len(parts), dim)))]
+        dims = [dim for dim in range(each.x.dim()) if all(map(_is_close, parts, each.x.chunk(len(parts), dim)))]
         if not dims:
-            raise NotProvedError(f"the dropout in {name} draws over more than one split dim")
-        found[SplitDropout(name, dims[0], is_functional)] = None
+            raise NotProvedError(f"the dropout in {each.module} draws over more than one split dim")
+        found[SplitDropout(each.module, dims[0], each.is_functional)] = None
     return tuple(found)
 
 
@@ -295,7 +305,7 @@ def _check_repeats(copies: Sequence[nn.Module], batch: Any) -> None:
         for seed, each in enumerate(copies):
             torch.manual_seed(seed)
             with StillFunctions():
-                found.append(_run(each, batch))
+                found.append(_run(each, batch)[0])
     except Exception as error:
         raise NotProvedError(
             f"the whole model does not run in training mode on the batch ({in_short(error)})"
@@ -342,8 +352,10 @@ class _ThreadGroup:
         self.slots: list[Tensor] = [torch.empty(0)] * degree
         self.barrier = threading.Barrier(degree, timeout=_TIMEOUT_S)
 
-    def run(self, rank: int, model: nn.Module, plan: TensorPlan, splits: Mapping[str, ParamSplit], batch: Any) -> float:
-        """Return the loss of one rank, with its gradients left in its parameters.
+    def run(
+        self, rank: int, model: nn.Module, plan: TensorPlan, splits: Mapping[str, ParamSplit], batch: Any
+    ) -> tuple[float, list[Dropped]]:
+        """Return the loss of one rank and what its dropouts got, with its gradients left in its parameters.
 
         Args:
             model: with this rank's part of the parameters.
@@ -407,14 +419,16 @@ def plain_output(output: Any) -> Any:
     return vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output
 
 
-def _run(model: nn.Module, batch: Any) -> float:
-    """Return a number that depends on everything that the model returns, after its backward."""
-    leaves = pytree.tree_leaves(plain_output(call_model(model, batch)))
+def _run(model: nn.Module, batch: Any) -> tuple[float, list[Dropped]]:
+    """Return a number that depends on everything that the model returns, after its backward, and what dropouts got."""
+    with _Dropouts(model) as seen:
+        output = call_model(model, batch)
+    leaves = pytree.tree_leaves(plain_output(output))
     total = sum((_weighed(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), start=0.0)
     if not isinstance(total, Tensor):
-        return math.nan
+        return math.nan, []
     total.backward()
-    return float(total)
+    return float(total), seen.dropped
 
 
 def _weighed(output: Tensor) -> Tensor:
@@ -452,7 +466,7 @@ def _compare_gradients(whole: nn.Module, ranks: list[nn.Module], splits: Mapping
         if len(found) < 2 or not _error(torch.stack(found).sum(0), expected) / size < _TOLERANCE:
             return Difference(wrong)
         summed.append(name)
-    return Difference(wrong, tuple(summed), ranks)
+    return Difference(wrong, tuple(summed))
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.refusals import refused
-from shardwise.layout.tensor_plan import SharedInput, TensorPlan
+from shardwise.layout.tensor_plan import SharedInput, SplitDropout, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.tensor import propose
@@ -110,6 +110,17 @@ class Mixing(nn.Module):
         y = self.norm(x)
         hidden = self.mlp.gate(y) * self.mlp.up(y) * y.mean(-1, keepdim=True)
         return self.mlp.down(hidden)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, whose second matrix is whole after a row layer, in no region that the engine takes."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.first, self.second = base, nn.Linear(24, 2), nn.Linear(2, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.second(self.first(x))
 
 
 class Deciding(nn.Module):
@@ -217,6 +228,11 @@ def test_the_proof_of_the_whole_model_decides(monkeypatch: pytest.MonkeyPatch) -
         propose_plan(Mlp(), inputs(), tp=2)
 
 
+def test_dropouts_on_heads_are_found_and_others_are_not() -> None:
+    plan = propose_plan(nn.Sequential(Gpt("attributes"), nn.Dropout(0.1), Mlp(nn.Dropout(0.1))), inputs(), tp=2)
+    assert plan.dropouts == (SplitDropout("0.attn_dropout", 1), SplitDropout("2.inside", 2))
+
+
 def test_meta_models_give_the_same_plan() -> None:
     plan = propose_plan(Grouped(), inputs(), tp=2)
     with torch.device("meta"):
@@ -226,6 +242,9 @@ def test_meta_models_give_the_same_plan() -> None:
 def test_regions_are_modules_whose_argument_columns_alone_read() -> None:
     assert propose_plan(nn.Sequential(Mlp()), inputs(), tp=2).regions == (SharedInput("0", ("x",)),)
     assert propose_plan(nn.Sequential(Mlp(adds_input=True)), inputs(), tp=2).regions == ()
+    adapted = Mlp()
+    adapted.down = Adapted(adapted.down)
+    assert propose_plan(nn.Sequential(adapted), inputs(), tp=2).regions == ()
     returns_input = type("Returning", (Mlp,), {"forward": lambda self, x: (Mlp.forward(self, x), x)})
     assert propose_plan(nn.Sequential(nn.Linear(E, E), returns_input()), inputs(), tp=2).regions == ()
 
