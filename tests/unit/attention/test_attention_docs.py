@@ -18,7 +18,6 @@ from shardwise.attention.structures import (
     LocalSlidingWindowSparsityConfig,
     VariableSparsityConfig,
 )
-from shardwise.cli import main as cli
 
 TEXT = (DOCS / "attention.md").read_text(encoding="utf-8")
 
@@ -44,11 +43,9 @@ def test_configs_are_legal() -> None:
         assert chosen.structure_of(config.attention, num_heads=4) is not None
 
 
-def test_the_drawing_is_the_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    command, *lines = fenced("console")[0].removeprefix("$ shardwise ").splitlines()
-    assert cli.main(command.split()) == 0
-    assert lines == [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+def test_the_drawing_is_the_librarys() -> None:
+    (drawing,) = [text for text in fenced("text") if text.startswith("█")]
+    assert drawing.rstrip() == str(FixedSparsityConfig(4, block=64, attention="unidirectional").layout(1024))
 
 
 @pytest.mark.parametrize(
