@@ -250,11 +250,11 @@ class MemoryModel:
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in stage_bytes]
         base = held[:, 1:] @ np.array([*(stage.whole for stage in stage_bytes), *deferred])
         base = base + NUM_SENT * blocks[0].stream * (s.mesh.pp > 1)
-        kept = np.zeros(len(firsts))
+        kept_by_stage = np.zeros(len(firsts))
         begins = held[:, 0] >= 0
-        np.maximum.at(kept, np.array(firsts)[held[begins, 0]], base[begins])
+        np.maximum.at(kept_by_stage, np.array(firsts)[held[begins, 0]], base[begins])
         for index, one in buffers.items():
-            kept_bytes = float(kept[index])
+            kept_bytes = float(kept_by_stage[index])
             yield from self._backward(s, stage_bytes[index], kept_bytes, one, has_table=numbers[index] == 0)
         if (held[:, 0] < 0).any():  # in a forward, or before gradients of weights that come later
             gathered = max(one.root + 2 * one.block for one in buffers.values())
@@ -267,9 +267,9 @@ class MemoryModel:
         numbers, rank_of, every = stages.placement.stages_of(rank), stages.placement.rank_of, config.recompute.every
         seen: dict[tuple[object, ...], int] = {}
         firsts = []
-        for index, (stage, held) in enumerate(zip(numbers, stages.held_by(rank), strict=True)):
+        for index, (stage, marks) in enumerate(zip(numbers, stages.held_by(rank), strict=True)):
             start, is_sent = stages.starts[stage], stage == stages.head_stage or rank_of(stage + 1) != rank
-            firsts.append(seen.setdefault((held, start == 0, start % every, is_sent), index))
+            firsts.append(seen.setdefault((marks, start == 0, start % every, is_sent), index))
         return firsts
 
     def _backward(

@@ -122,15 +122,15 @@ class TimeModel:
         ranks = [cut.placement.stages_of(rank) for rank in range(config.mesh.pp)]
         busy = [config.batch.accumulation * sum(totals[id(stages[each])] for each in rank) for rank in ranks]
         worst = busy.index(max(busy))
-        own = [stages[each] for each in ranks[worst]]
+        worst_stages = [stages[each] for each in ranks[worst]]
         parts = dict.fromkeys(TIME_PARTS, 0.0)
-        for stage in own:
+        for stage in worst_stages:
             for part, seconds in stage.parts(config.batch.accumulation).items():
                 parts[part] += seconds
         span_s, bubble_rate = self._span(config, stages, busy, bubble)
         parts["bubble"] = max(span_s - busy[worst], 0.0)
-        forward_s = sum(stage.times.forward_s for stage in own)
-        backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in own)
+        forward_s = sum(stage.times.forward_s for stage in worst_stages)
+        backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in worst_stages)
         return parts, worst, (forward_s, backward_s), bubble_rate
 
     def _launching_s(self, s: ResolvedConfig, forward_s: float, backward_s: float) -> float:

@@ -145,19 +145,16 @@ def test_the_explained_best_costs_what_the_search_said(capsys):
     assert explained["ranks"] == best["ranks"]
 
 
-def test_other_tools_configs_are_explained(capsys):
-    Path("ds.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 3}}))
-    text = printed(capsys, "--explain", "ds.json", "--model", "25m", "--cluster", "h100:4")
-    assert "ZeRO-3 over 4, micro-batch 1 x 4" in text
-    text = printed(capsys, "--explain", MEGATRON, "--cluster", "h100:4")
-    assert "TP 2+SP, ZeRO-1 over 2, micro-batch 2 x 8" in text
-    assert "8 layers of 512" in text
-
-
-def test_the_config_that_a_run_has_left_is_explained_as_what_it_is(capsys):
+def test_configs_of_other_tools_and_of_a_run_are_explained(capsys):
     config, _ = check_job(Config.from_dict({"model": {"preset": "25m"}, "zero": {"stage": 3}, "mesh": {"tp": 2}}), 4)
     Path("config.json").write_text(config.to_json())
-    assert "TP 2, ZeRO-3 over 2" in printed(capsys, "--explain", "config.json", "--cluster", "h100:4")
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 3}}))
+    for asked, words in (
+        (["ds.json", "--model", "25m"], "ZeRO-3 over 4, micro-batch 1 x 4"),
+        ([MEGATRON], "TP 2+SP, ZeRO-1 over 2, micro-batch 2 x 8"),
+        (["config.json"], "TP 2, ZeRO-3 over 2"),
+    ):
+        assert words in printed(capsys, "--explain", *asked, "--cluster", "h100:4")
 
 
 def test_models_of_other_tools_are_planned(capsys):

@@ -27,21 +27,6 @@ def test_names_and_counts(text, num_gpus, gpus_per_node, name):
     assert cluster.nic_bytes_per_s == find_gpu(name).nic_bytes_per_s
 
 
-def test_a_file_says_what_differs(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        'gpu = "h100"\nnum_nodes = 4\nnic_gbps = 200\nmemory_gib = 94\nprice_per_hour = 2.5\n'
-        "host_memory_gib = 2048\nnvme_read_gb_per_s = 20\n"
-    )
-    cluster = parse_cluster(str(path))
-    assert (cluster.num_gpus, cluster.gpus_per_node) == (32, 8)
-    assert cluster.nic_bytes_per_s == 25e9
-    assert (cluster.gpu.memory_bytes, cluster.gpu.price_per_hour) == (94 * 2**30, 2.5)
-    assert (cluster.host.memory_bytes, cluster.host.nvme_read_bytes_per_s) == (2048 * 2**30, 20e9)
-    assert cluster.gpu.memory_bytes_per_s == find_gpu("h100").memory_bytes_per_s
-    assert cluster_words(cluster).startswith("32 x h100 in 4 nodes of 8, 94 GiB each")
-
-
 def test_every_key_of_a_file_has_its_field_in_its_unit(tmp_path):
     values = {key: number for number, key in enumerate(KEYS, 2) if key not in ("gpu", "num_gpus", "num_nodes")}
     path = tmp_path / "mine.toml"

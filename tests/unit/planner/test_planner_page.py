@@ -41,11 +41,3 @@ def test_the_number_beside_a_step_is_that_of_the_rows_nothing_is_fitted_to() -> 
     assert mean is not None
     num_jobs = len(re.findall(r"^  .*regret", held_out, re.MULTILINE))
     assert f"in {num_jobs} comparisons of layouts was {mean[1]} % slower" in VALIDATION
-
-
-def test_the_planners_page_shows_what_the_picture_does() -> None:
-    page = (ROOT / "docs" / "planner.md").read_text()
-    assert "images/plan.svg" in page
-    command = "shardwise plan --model llama-7b --compare examples/ds_config.json --cluster a100-40:8"
-    assert command in page
-    assert command in MAKE.read_text()

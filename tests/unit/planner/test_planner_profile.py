@@ -50,10 +50,6 @@ def test_a_profile_is_read_as_it_was_written(profile):
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_a_profile_with_all_tables_is_read_as_it_was_written():
-    assert Profile.from_json(PROFILE.to_json()) == PROFILE
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [
