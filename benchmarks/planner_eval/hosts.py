@@ -9,7 +9,7 @@ import dataclasses
 from typing import Final
 
 from planner_eval.codes import Code
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import published_traits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
 from shardwise.planner.job import PlanJob, num_data_ranks, trains_all
@@ -83,15 +83,15 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
             block_s=(walk_s, 0.0),
         )
     forward, backward = found.launches
-    if not job.traits.is_compiled:
+    if not s.compile.enabled:
         forward, backward = EAGER_LAUNCHES
     elif is_trainers:
         forward, backward = FUSED_LAUNCHES
-    if isinstance(job.traits, PublishedTraits) and job.traits.norms_heads and not job.traits.is_compiled:
+    if published_traits(job).norms_heads and not s.compile.enabled:
         forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
     if is_trainers and not trains_all(s):
         forward, backward = forward + num_adapted * PEFT_LAUNCHES[0], backward + num_adapted * PEFT_LAUNCHES[1] - 7
-    if isinstance(job.traits, PublishedTraits) and job.traits.casts_weights:
+    if published_traits(job).casts_weights:
         forward, backward = forward + AUTOCAST_LAUNCHES, backward + AUTOCAST_LAUNCHES
     shards_s = FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
     if code.name == "deepspeed" and s.zero.stage == 3:
@@ -106,8 +106,8 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
     return dataclasses.replace(
         found,
         launches=(forward, backward),
-        launch_s=found.launch_s if job.traits.is_compiled and not is_trainers else LAUNCH_S,
-        backward_launch_s=found.backward_launch_s if job.traits.is_compiled and not is_trainers else BACKWARD_LAUNCH_S,
+        launch_s=found.launch_s if s.compile.enabled and not is_trainers else LAUNCH_S,
+        backward_launch_s=found.backward_launch_s if s.compile.enabled and not is_trainers else BACKWARD_LAUNCH_S,
         experts_launches=more,
         num_syncs=num_syncs,
         block_s=(shards_s / 3 + walk_s, shards_s * 2 / 3),

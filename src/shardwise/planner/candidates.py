@@ -338,7 +338,7 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int, base: ResolvedConfig) 
             yield _NO_PIPELINE
         return
     num_layers = job.shape.num_layers
-    splits_weights = not job.traits.is_compiled and base.context.chunk_tokens is None
+    splits_weights = not base.compile.enabled and base.context.chunk_tokens is None
     for schedule in space.of(
         "pipeline.schedule", [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]
     ):

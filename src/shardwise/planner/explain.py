@@ -510,6 +510,6 @@ def expert_notes(found: SearchResult) -> tuple[str, ...]:
     ep, stage = best
     return (
         f"experts over {ep} ranks (EP {ep}) with ZeRO-{stage} would take {format_s(least_s)}, "
-        f"{winner.time.step_s / least_s:.1f} times as fast: an estimate, with {found.job.traits.expert_imbalance:g} "
+        f"{winner.time.step_s / least_s:.1f} times as fast: an estimate, with {found.job.expert_imbalance:g} "
         "times the mean tokens on the fullest rank; our engine does not run mesh.ep yet",
     )

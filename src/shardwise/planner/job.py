@@ -1,9 +1,8 @@
-"""Describe what is to be priced: a job, and how the code that runs it works. A `ResolvedConfig` says how it is split.
+"""Describe what is to be priced, a job; a `ResolvedConfig` says how it is split and how the engine runs it.
 
-ModelShape       sizes of a transformer; more than `shardwise.models.Decoder` can be: experts, biases, positions
-PlanJob          the model's shape, tokens of a sequence, samples of a step, the cluster
-FrameworkTraits  facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
-ModelSource      what a file says of a job: ours, a model's, another tool's
+ModelShape   sizes of a transformer; more than `shardwise.models.Decoder` can be: experts, biases, positions
+PlanJob      the model's shape, tokens of a sequence, samples of a step, the cluster
+ModelSource  what a file says of a job: ours, a model's, another tool's
 """
 
 from __future__ import annotations
@@ -250,9 +249,6 @@ def _linear(shape: ModelShape, name: str, size: tuple[int, int], dim: int, part:
         yield SkeletonParam(name=f"{name}.bias", shape=size[:1])
 
 
-Attention = Literal["flash", "fused-softmax", "unfused"]
-"""Flash saves no scores; the fused softmax saves them once; unfused code saves scores, softmax and masks."""
-
 MatmulDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 
@@ -325,50 +321,6 @@ def product_dtype(config: ResolvedConfig) -> MatmulDtype:
     return param_of(config) if linears == "keep" or linears == "fp8-emulated" else linears
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameworkTraits:
-    """State facts about the code that runs a job, which change what it holds and how long it takes.
-
-    Runs of other frameworks are priced by `benchmarks/planner_eval`, whose subclass has further facts. These are read
-    in the midst of the models' sums, so that both need them here.
-
-    Attributes:
-        logits_bytes: bytes that each logit takes at the peak of the loss, all copies together; 0 where they never exist
-            whole, None where they and their gradient do in the parameters' dtype, as in our loss.
-        splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
-        is_compiled: whether a compiler has fused element-wise kernels.
-        overlaps_data: whether gradients are reduced and parameters gathered while others compute.
-        overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
-        saves_norm_in_fp32: whether norms keep a widened copy of their input.
-        has_dropout: whether dropout runs, whose masks are kept for the backward.
-        expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them. The fullest
-            expert has 1.04 to 1.72 times the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even
-            out.
-        selective: what selective recomputation keeps: the outputs of matrix products and attention, those of every
-            other product and attention, or all but the scores of attention.
-        fuses_gate: whether the activated gate is made again from the gate, not kept.
-        reduces_in_place: whether gradients of weights are added where they are stored, and, where they are stored
-            whole, are sent from there, through no other buffer.
-        is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
-            angles for each micro-batch, its first block that splits sequences.
-    """
-
-    attention: Attention = "flash"
-    logits_bytes: float | None = None
-    splits_logits: bool = True
-    is_compiled: bool = False
-    overlaps_data: bool = True
-    overlaps_tensor: bool = False
-    saves_norm_in_fp32: bool = False
-    has_dropout: bool = False
-    expert_imbalance: float = 1.2
-    selective: Literal["products", "half", "all-but-scores"] = "products"
-    fuses_gate: bool = False
-    reduces_in_place: bool = False
-    is_own: bool = True
-
-
-SHARDWISE: Final = FrameworkTraits()
 BASE: Final = Config.from_dict({"zero": {"stage": 0}, "precision": {"param": "bf16"}}).resolve(world_size=1)
 """A config that splits nothing, for half precision."""
 
@@ -379,18 +331,20 @@ class PlanJob:
 
     Attributes:
         global_batch: sequences of `seq_len` tokens in an optimizer step.
-        traits: facts about the code that trains it.
         base: the config that every candidate has, but for the keys that say how it is split; one rank runs it.
         ep: ranks of the data axes over which experts are split; our engine runs none yet.
+        expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them. The fullest
+            expert has 1.04 to 1.72 times the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even
+            out.
     """
 
     shape: ModelShape
     seq_len: int
     global_batch: int
     cluster: Cluster
-    traits: FrameworkTraits = SHARDWISE
     base: ResolvedConfig = BASE
     ep: int = 1
+    expert_imbalance: float = 1.2
 
     @property
     def tokens(self) -> int:
