@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from planner_eval.hosts import host_costs
@@ -19,9 +20,9 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
-from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, is_of_experts
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageTable, is_of_experts
 from shardwise.planner.host_time import HostCosts, HostTimes
-from shardwise.planner.job import ModelShape, PlanJob, param_of, product_dtype, trains_all
+from shardwise.planner.job import SCALE_BYTES, ModelShape, PlanJob, param_of, product_dtype, trains_all
 from shardwise.planner.memory import (
     CONTEXT_BYTES,
     BlockBytes,
@@ -33,9 +34,8 @@ from shardwise.planner.memory import (
     unread_size,
 )
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
-from shardwise.schedule.pipelines import placement_of
+from shardwise.schedule.placement import StagePlacement
 
 FIRST_FLASH_SHARE: Final = 0.5
 """The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
@@ -86,12 +86,10 @@ NARROW_SHARE: Final = 0.5
 class PublishedStages(StageTable):
     """Give all stages the same number of blocks; the library cuts by cost."""
 
-    def _cut(self, s: ResolvedConfig) -> StageLayouts:
-        if s.mesh.pp == 1 or s.pipeline.cut is not None:
-            return super()._cut(s)
-        shape, placement = self.job.shape, placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
-        layers = even_layers(shape.num_layers, placement.num_stages)
-        return StageLayouts(placement, layers, shape.num_layers - shape.num_expert_layers, placement.num_stages - 1)
+    def _cut(self, config: ResolvedConfig, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
+        shape, cut = self.job.shape, config.pipeline.cut
+        layers = even_layers(shape.num_layers, placement.num_stages) if cut is None else layers_between(cut, shape)
+        return layers, placement.num_stages - 1
 
 
 class PublishedLayout(FoldedLayouts):
@@ -512,6 +510,16 @@ class PublishedPricer(Pricer):
         layouts = PublishedLayout(job)
         self.memory = PublishedMemoryModel(job, layouts)
         self.time = PublishedTimeModel(job, layouts)
+
+
+def layers_between(cut: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
+    """Count the blocks of each stage, where every stage but the first begins with a named module: a block or the head.
+
+    The last may have none, and the norm.
+    """
+    indices = [name.removeprefix("blocks.") for name in cut]
+    starts = [int(index) if index.isdecimal() else shape.num_layers for index in indices]
+    return tuple(stop - start for start, stop in itertools.pairwise((0, *starts, shape.num_layers)))
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

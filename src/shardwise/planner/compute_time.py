@@ -29,9 +29,19 @@ from shardwise.planner.host_time import (
     HostTimes,
     host_times,
 )
-from shardwise.planner.job import PlanJob, SectionNumbers, SkeletonParam, param_of, product_dtype, trains_all
+from shardwise.planner.job import (
+    PACKED_BYTES,
+    PlanJob,
+    SectionNumbers,
+    SkeletonParam,
+    is_adapter,
+    packed_params,
+    param_of,
+    product_dtype,
+    trains_all,
+    with_adapters,
+)
 from shardwise.planner.profile import AttentionTime, MatmulTime
-from shardwise.planner.stages import PACKED_BYTES, is_adapter, packed_params, with_adapters
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}

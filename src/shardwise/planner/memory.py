@@ -33,10 +33,18 @@ from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount
-from shardwise.planner.job import PlanJob, num_data_ranks, param_of, product_dtype, trains_all
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageLayouts
+from shardwise.planner.job import (
+    SCALE_BYTES,
+    PlanJob,
+    num_data_ranks,
+    packed_params,
+    param_of,
+    product_dtype,
+    trains_all,
+    with_adapters,
+)
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params, with_adapters
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.pipelines import recipe_of
 

@@ -9,6 +9,7 @@ import pytest
 
 from harness.planner_configs import differences
 from planner_eval.cases import Case, KnownStates, read_case
+from planner_eval.models import PublishedStages
 from planner_eval.prices import predict_row
 from planner_eval.recomputation import recomputation_of
 from planner_eval.traits import published_traits
@@ -16,7 +17,6 @@ from planner_eval.words import gpu_of
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import find_gpu
 from shardwise.planner.job import Experts, ModelShape, PlanJob, changed, param_of
-from shardwise.planner.stages import StageTable
 
 # What holds of all published code, whatever it was.
 GPT = {"layers": 30, "hidden": 2304, "heads": 24, "ffn_type": "gelu_mlp", "seq": 1024, "name": "GPT"}
@@ -45,7 +45,7 @@ def known(row: dict[str, Any]) -> tuple[Case, PlanJob, ResolvedConfig]:
 
 
 def layers_of(config: ResolvedConfig, job: PlanJob) -> tuple[int, ...]:
-    return StageTable(job).of(config).layers
+    return PublishedStages(job).of(config).layers
 
 
 def config_of(**parallel: Any) -> ResolvedConfig:

@@ -14,9 +14,9 @@ from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.configs import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, to_toml, written
+from shardwise.planner.folded_layout import StageTable
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
-from shardwise.planner.stages import StageTable
 from shardwise.schedule import RECIPES
 from shardwise.train.setup import check_job
 
