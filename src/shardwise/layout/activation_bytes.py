@@ -124,6 +124,26 @@ def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float,
     return kept + scales + 2 * (shape.mask_bytes + shape.norm_bytes) * stream
 
 
+def logits_at_a_time(device: str) -> int:
+    """Return how many logits our loss widens at a time: they fit a core's cache, or are enough for a kernel.
+
+    Args:
+        device: its type, such as cpu or cuda.
+    """
+    return 2**18 if device == "cpu" else 2**26
+
+
+def head_tokens_at_a_time(device: str, vocab_size: int) -> int:
+    """Return the tokens of which a head in parts makes logits at a time: few collectives, few reads of its weight.
+
+    Args:
+        device: its type, such as cpu or cuda.
+        vocab_size: rows of the head's weight on a rank.
+    """
+    num_logits, fewest = (2**20, 256) if device == "cpu" else (2**26, 1024)
+    return max(fewest, num_logits // vocab_size)
+
+
 def offloaded_bytes(input_bytes: float, num_layers: int, every: int = 1) -> float:
     """Return the bytes that a micro-batch's forward moves to host memory with `tiers.activations`.
 

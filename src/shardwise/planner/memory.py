@@ -28,7 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
+from shardwise.layout.activation_bytes import (
+    FP32_BYTES,
+    LayerShape,
+    activation_bytes_per_layer,
+    head_tokens_at_a_time,
+    logits_at_a_time,
+)
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES
@@ -66,12 +72,6 @@ NUM_INPUTS_ON_DEVICE: Final = 3
 
 NUM_SENT: Final = 2
 """How many tensors between stages exist besides those in use: one that is received ahead, one that is sent."""
-
-LOSS_LOGITS: Final = 2**26
-"""How many logits our loss widens at a time; source: `shardwise.models.decoder`."""
-
-LEAST_ROWS: Final = 1024
-"""The fewest tokens of which a head computes logits at a time; source: `shardwise.tensor.cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -471,14 +471,13 @@ class MemoryModel:
         s, size, hidden = config, DTYPE_BYTES[param_of(config)], self.job.shape.hidden_size
         vocab, tokens = math.ceil(self.job.shape.vocab_size / s.mesh.tp), self._feature_bytes(s) / size
         stream, logits = tokens * size * hidden, tokens * size * vocab
-        weight = self._weight_grad_bytes(s, vocab * hidden)
+        weight, device = self._weight_grad_bytes(s, vocab * hidden), self.job.cluster.gpu.run_device
         if s.mesh.tp == 1 and s.context.chunk_tokens is None:
-            widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
+            widened = FP32_BYTES * min(tokens * vocab, 2 * logits_at_a_time(device))  # two parts follow each other
             deferred = stream + logits if defers_weights(s) else 0.0
             return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
-        rows = min(
-            tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.mesh.tp > 1 else s.context.chunk_tokens or tokens
-        )
+        most = tokens if s.mesh.tp > 1 else s.context.chunk_tokens or tokens
+        rows = min(tokens, head_tokens_at_a_time(device, vocab), most)
         made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
         return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
