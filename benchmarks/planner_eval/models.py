@@ -148,6 +148,11 @@ class PublishedMemoryModel(MemoryModel):
     def _given_bytes(self, config: ResolvedConfig, block: BlockBytes) -> float:
         return 0.0
 
+    def _buffers(self, config: ResolvedConfig, folds: FoldedLayout, stage: int) -> Buffers:
+        """Let the last block's gradients find what any other block's find: how other codes begin is not known."""
+        found = super()._buffers(config, folds, stage)
+        return dataclasses.replace(found, first=found.waiting)
+
     def _pooled(self, buffers: list[Buffers]) -> list[Buffers]:
         return buffers
 

@@ -146,12 +146,14 @@ class Buffers:
 
     Attributes:
         root, block: gathered, of what is in no block and of the largest block.
-        waiting: gradients that wait for their reduction or are in one, while a block's come.
+        first: gradients that wait for their reduction while the first come, of the last block.
+        waiting: the same while another block's come, with those that are in a reduction.
         last: the same as what is in no block is reduced, the last of all.
     """
 
     root: float
     block: float
+    first: float = 0.0
     waiting: float = 0.0
     last: float = 0.0
 
@@ -270,7 +272,7 @@ class MemoryModel:
             }
             # The gradient of a tied table waits for what the embedding adds to it.
             left += head.deferred - head.kept + (head.weight if is_alone and self.job.shape.is_tied else 0.0)
-        for done in {*range(min(num_blocks, s.recompute.every)), num_blocks - 1} if num_blocks else ():
+        for done in {*range(min(num_blocks, s.recompute.every + 1)), num_blocks - 1} if num_blocks else ():
             num_kept = num_blocks - done
             yield {
                 "activations": left
@@ -279,7 +281,7 @@ class MemoryModel:
                 + stage.again[num_kept - 1],
                 "workspace": stage.block.working,
                 "gathered": buffers.root + min(2, num_kept) * buffers.block,
-                "buckets": buffers.waiting,
+                "buckets": buffers.waiting if done else buffers.first,
             }
         after = {"activations": left + stage.deferred, "gathered": buffers.root, "buckets": buffers.last}
         if has_table:
@@ -305,13 +307,14 @@ class MemoryModel:
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
         root, block, total = self._sums(own_folds)
         is_sharded = layout.stage.grads is Placement.SHARD
-        waiting = 0.0
-        if is_sharded:
-            width = wire if s.mesh.pp == 1 else width
-            waiting = width * float(root + 2 * block if s.mesh.pp == 1 else folds.numel if all_stages else total)
+        if s.mesh.pp > 1:
+            waiting = width * float(folds.numel if all_stages else total) if is_sharded else 0.0
+            last = waiting + self._sent_bytes(layout, width) * max(root, block)
+            return replace(params, first=waiting, waiting=waiting, last=last)
+        width = wire if is_sharded else width
+        first, waiting = (width * (root + num * block) if is_sharded else 0.0 for num in (1, 2))
         sent = self._sent_bytes(layout, width)
-        last = waiting + sent * (root if s.mesh.pp == 1 else max(root, block))
-        return replace(params, waiting=waiting + (sent * block if s.mesh.pp == 1 else 0.0), last=last)
+        return replace(params, first=first, waiting=waiting + sent * block, last=waiting + sent * root)
 
     def _sent_bytes(self, layout: Layout, width: int) -> float:
         """Return what an element takes in reductions that are under way, where its gradient has `width` bytes."""
@@ -333,7 +336,7 @@ class MemoryModel:
     def _pooled(self, buffers: list[Buffers]) -> list[Buffers]:
         """Return the buffers of a pipeline's stages: the pool keeps what reductions needed."""
         pooled = max(one.last for one in buffers)
-        return [replace(one, waiting=pooled, last=pooled) for one in buffers]
+        return [replace(one, first=pooled, waiting=pooled, last=pooled) for one in buffers]
 
     def _sums(
         self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
