@@ -440,6 +440,11 @@ class PlanJob:
     expert_imbalance: float = 1.2
 
     @property
+    def is_of_transformers(self) -> bool:
+        """Say whether the model is Hugging Face's code, with its norms and its loss, and not our decoder."""
+        return self.base.model.path is not None
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of an optimizer step, all ranks together."""
         return self.global_batch * self.seq_len

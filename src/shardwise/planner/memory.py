@@ -424,9 +424,19 @@ class MemoryModel:
             head_dim=shape.head_dim,
             ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
             is_gated=shape.ffn == "gated",
+            norm_bytes=self._norm_bytes(config),
             product_bytes=1.0 if product_dtype(config) in ("fp8", "fp4") else None,
             num_routed=experts.num_chosen if experts else 0,
         )
+
+    def _norm_bytes(self, s: ResolvedConfig) -> float:
+        """Return what a norm keeps of each feature beside what ours does.
+
+        Those of transformers (`LlamaRMSNorm` in modeling_llama.py) keep their input in fp32 instead, and for the
+        gradient of their weight what it multiplies.
+        """
+        size = DTYPE_BYTES[param_of(s)]
+        return float(FP32_BYTES - size + size * trains_all(s)) if self.job.is_of_transformers else 0.0
 
     def _kept_bytes(self, shape: LayerShape, s: ResolvedConfig, recompute: Recompute) -> float:
         return activation_bytes_per_layer(
@@ -469,7 +479,8 @@ class MemoryModel:
         """Return the bytes of one micro-batch in the head and its loss.
 
         Our loss widens some rows of the logits at a time. A head that is split, or that takes some tokens at a time,
-        gives the gradients of its input and weight at once, and they wait for that of the loss.
+        gives the gradients of its input and weight at once, and they wait for that of the loss. Torch's loss, which
+        transformers takes, has three copies of all logits in fp32: their log-softmax, its gradient and theirs.
         """
         s, size, hidden = config, DTYPE_BYTES[param_of(config)], self.job.shape.hidden_size
         vocab, tokens = math.ceil(self.job.shape.vocab_size / s.mesh.tp), self._feature_bytes(s) / size
@@ -478,6 +489,9 @@ class MemoryModel:
         if s.mesh.tp == 1 and s.context.chunk_tokens is None:
             widened = FP32_BYTES * min(tokens * vocab, 2 * logits_at_a_time(device))  # two parts follow each other
             deferred = stream + logits if defers_weights(s) else 0.0
+            if self.job.is_of_transformers:
+                wide, given = FP32_BYTES * tokens * vocab, stream + self._norm_bytes(s) * tokens * hidden
+                return HeadBytes(given, wide, max(2 * wide, stream + weight), weight, deferred)
             return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
         most = tokens if s.mesh.tp > 1 else s.context.chunk_tokens or tokens
         rows = min(tokens, head_tokens_at_a_time(device, vocab), most)
