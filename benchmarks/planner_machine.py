@@ -35,7 +35,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-import shardwise
 from pairs import Pair, SystemFailedError  # it gives the ranks one thread each
 from peers import FP32, Peer, Workload, optimizer_section
 from shardwise.config.resolve import Config
@@ -93,12 +92,14 @@ class Case:
 
 
 def huggingface_folder(folder: Path) -> Path:
-    """Write the config of a small Llama, and return its folder."""
-    from transformers import LlamaConfig
+    """Write a small Llama where there is none yet, and return its folder."""
+    made = folder / "llama"
+    if made.exists():
+        return made
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8192}
-    made = folder / "llama"
-    LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4).save_pretrained(made)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)).save_pretrained(made)
     return made
 
 
@@ -174,7 +175,7 @@ def serve(connection: Connection, system: str, workload: MachineWorkload, rank: 
     config = case.config(workload.folder)
     torch.manual_seed(0)
     model = job_model(config)
-    engine = shardwise.initialize(model.skeleton(), config, loss_fn=model.loss_fn)
+    engine = model.initialize(config)
     tokens = torch.randint(model.vocab_size, (case.micro_size, case.seq_len))  # [B, S]
     batches = [model.batch((tokens, tokens))] * case.accumulation
     connection.send(None)

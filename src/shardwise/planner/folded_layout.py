@@ -121,16 +121,16 @@ class StageTable:
         if s.mesh.pp > 1:
             sections = number(s.pipeline), number(s.zero), number(s.tiers), number(s.precision), number(s.lora)
             key = (s.mesh.pp, s.mesh.dp_shard * s.mesh.cp, s.optimizer.name, *sections)
-        found = self._stages.get(key)
-        if found is None:
+        stages = self._stages.get(key)
+        if stages is None:
             shape, placement = self.job.shape, StagePlacement(1)
             cut: tuple[tuple[int, ...], int] = (shape.num_layers,), 0
             if s.mesh.pp > 1:
                 placement = placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
                 cut = self._cut(s, placement)
             num_dense = shape.num_layers - shape.num_expert_layers
-            found = self._stages[key] = StageLayouts(placement, cut[0], num_dense, cut[1])
-        return found
+            stages = self._stages[key] = StageLayouts(placement, cut[0], num_dense, cut[1])
+        return stages
 
     def _cut(self, config: ResolvedConfig, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
         """Return the blocks of each stage, and the stage of the norm after them.

@@ -490,8 +490,8 @@ class MemoryModel:
             widened = FP32_BYTES * min(tokens * vocab, 2 * logits_at_a_time(device))  # two parts follow each other
             deferred = stream + logits if defers_weights(s) else 0.0
             if self.job.is_of_transformers:
-                wide, given = FP32_BYTES * tokens * vocab, stream + self._norm_bytes(s) * tokens * hidden
-                return HeadBytes(given, wide, max(2 * wide, stream + weight), weight, deferred)
+                wide, normed = FP32_BYTES * tokens * vocab, self._norm_bytes(s) * tokens * hidden
+                return HeadBytes(stream + normed, wide, max(2 * wide, stream + weight), weight, deferred)
             return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
         most = tokens if s.mesh.tp > 1 else s.context.chunk_tokens or tokens
         rows = min(tokens, head_tokens_at_a_time(device, vocab), most)
