@@ -1,13 +1,16 @@
 """Steps and memory of real runs on this machine, beside what the planner said of them before.
 
-Twelve configs on CPU processes over gloo, one thread each: ZeRO stages 0 to 3, tensor and pipeline parallelism, states
-on the host and on disk, recomputation. The machine is calibrated first (`shardwise doctor --calibrate`), by as many
+Fifteen configs on CPU processes over gloo, one thread each: ZeRO stages 0 to 3, tensor, context and pipeline
+parallelism, states on the host, on disk and in int8, recomputation, adapters of a Hugging Face model. The machine is
+calibrated first (`shardwise doctor --calibrate`), by as many
 ranks as a config has, unless profiles are given; nothing of the runs themselves goes into the predictions. The configs
-take turns in an order that rotates; of five turns the median counts. Memory is the library's own memory tracker.
+take turns in an order that rotates; of five turns the median counts. Memory is the library's own memory tracker's, and
+is said twice before: by the planner's formulas, and by the engine on fake tensors, as of a plan's finalists.
 
     python benchmarks/planner_machine.py --quick
     python benchmarks/planner_machine.py --json machine.json --markdown machine.md
     python benchmarks/planner_machine.py --profiles profiles --cases zero-3,tp-2
+    python benchmarks/planner_machine.py --memory --markdown memory.md
 """
 
 from __future__ import annotations
@@ -32,23 +35,22 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-import shardwise
 from pairs import Pair, SystemFailedError  # it gives the ranks one thread each
-from peers import FP32, Peer, Workload, language_loss, optimizer_section
+from peers import FP32, Peer, Workload, optimizer_section
 from shardwise.config.resolve import Config
 from shardwise.doctor.calibrate import calibrate
 from shardwise.models import Decoder
-from shardwise.models.presets import decoder_config
 from shardwise.planner.configs import job_of
 from shardwise.planner.hardware import cluster_of
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.profile import Profile, find_profile, write_profile
+from shardwise.planner.profile import MatmulTime, Profile, find_profile, write_profile
 from shardwise.planner.results import Estimate
 from shardwise.runtime.memory_tracker import Category
-from shardwise.verify.finalists import peak_of, with_peak
+from shardwise.train.job_model import job_model
+from shardwise.verify.finalists import peak_of
 from step_time import machine, names, parser_of
 
-STEP_AIM, PEAK_AIM = 0.15, 0.01
+STEP_AIM, ESTIMATE_AIM, PEAK_AIM = 0.15, 0.03, 0.01
 MIB = 2**20
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 
@@ -80,6 +82,8 @@ class Case:
         }
         if "nvme" in sections.get("tiers", {}).values():
             sections["tiers"]["nvme_path"] = folder
+        if "lora" in sections:
+            sections["model"] = {"path": str(huggingface_folder(Path(folder)))}
         return sections
 
     def config(self, folder: str) -> Config:
@@ -87,10 +91,22 @@ class Case:
         return Config.from_dict(self.values(folder))
 
 
+def huggingface_folder(folder: Path) -> Path:
+    """Write a small Llama where there is none yet, and return its folder."""
+    made = folder / "llama"
+    if made.exists():
+        return made
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "vocab_size": 8192}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)).save_pretrained(made)
+    return made
+
+
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         "one rank": Case(num_ranks=1, dtype="fp32"),
-        "zero-0": Case(),
+        "zero-0": Case(sections={"zero": {"stage": 0}}),
         "zero-1": Case(model="100m", sections={"zero": {"stage": 1}}),
         "zero-2": Case(dtype="fp32", accumulation=2, sections={"zero": {"stage": 2}}),
         "zero-3": Case(sections={"zero": {"stage": 3}}),
@@ -99,6 +115,11 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "params on disk": Case(
             sections={"zero": {"stage": 3}, "tiers": {"params": "nvme", "optimizer": "nvme", "grads": "host"}}
         ),
+        "int8 states": Case(
+            dtype="fp32", sections={"zero": {"stage": 2}, "precision": {"param": "fp32", "states": "int8"}}
+        ),
+        "lora": Case(sections={"zero": {"stage": 3}, "lora": {"rank": 8}}),
+        "cp-2": Case(seq_len=512, micro_size=2, sections={"mesh": {"cp": 2}, "zero": {"stage": 3}}),
         "tp-2": Case(dtype="fp32", sections={"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}}),
         "pp-2 1f1b": Case(
             dtype="fp32", micro_size=2, accumulation=4, sections={"mesh": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
@@ -153,10 +174,10 @@ def serve(connection: Connection, system: str, workload: MachineWorkload, rank: 
     case = shrunk(CASES[system], workload.shape or None)
     config = case.config(workload.folder)
     torch.manual_seed(0)
-    shape = decoder_config(config.model, max_seq_len=case.seq_len)
-    engine = shardwise.initialize(Decoder(shape, device="meta"), config, loss_fn=language_loss)
-    tokens = torch.randint(shape.vocab_size, (case.micro_size, case.seq_len))  # [B, S]
-    batches = [tokens] * case.accumulation
+    model = job_model(config)
+    engine = model.initialize(config)
+    tokens = torch.randint(model.vocab_size, (case.micro_size, case.seq_len))  # [B, S]
+    batches = [model.batch((tokens, tokens))] * case.accumulation
     connection.send(None)
     while num_steps := connection.recv():
         if num_steps < 0:
@@ -188,9 +209,13 @@ def predict(case: Case, profile: Profile, folder: str) -> Estimate:
     config = case.config(folder)
     cluster = cluster_of(profile, case.num_ranks)
     job = job_of(config, cluster)
-    price = Pricer(job).price(config.resolve(case.num_ranks))
+    return Pricer(job).price(config.resolve(case.num_ranks))
+
+
+def simulated(case: Case, price: Estimate, folder: str) -> float:
+    """Bytes at the peak of the engine on fake tensors, as of a plan's finalists."""
     rank = price.memory.worst.pipeline_rank * case.num_ranks // price.config.mesh.pp
-    return with_peak(price, peak_of(config.model_dump_json(), case.num_ranks, rank))  # as of a plan's finalists
+    return sum(peak_of(case.config(folder).model_dump_json(), case.num_ranks, rank).values())
 
 
 def measure(name: str, options: argparse.Namespace, folder: str) -> Pair:
@@ -229,6 +254,10 @@ def run_all(options: argparse.Namespace, folder: str, console: Console) -> dict[
 def profiles_of(options: argparse.Namespace, folder: Path, console: Console) -> dict[int, Profile]:
     """By number of ranks: kept ones, else measured now."""
     found: dict[int, Profile] = {}
+    if options.memory:
+        product = MatmulTime(dtype="fp32", m=1, n=1, k=1, seconds=1e-9)
+        plain = Profile(device="cpu", num_ranks=1, num_threads=1, memory_bytes=1e12, matmuls=(product,))
+        return {case.num_ranks: replace(plain, num_ranks=case.num_ranks) for case in CASES.values()}
     for num_ranks in sorted({CASES[name].num_ranks for name in options.cases}):
         kept = find_profile(folder, "cpu", num_ranks)
         if kept is None or kept.num_ranks != num_ranks:
@@ -241,7 +270,7 @@ def profiles_of(options: argparse.Namespace, folder: Path, console: Console) -> 
     return found
 
 
-def row_of(name: str, measured: Measured, price: Estimate) -> dict[str, Any]:
+def row_of(name: str, measured: Measured, price: Estimate, simulated_bytes: float) -> dict[str, Any]:
     """Predicted beside measured, the worst rank's memory; ratios are predicted by measured."""
     row: dict[str, Any] = {
         "case": name,
@@ -253,16 +282,18 @@ def row_of(name: str, measured: Measured, price: Estimate) -> dict[str, Any]:
         ranks = price.memory.ranks
         # The memory tracker sees the device and the host, not files.
         at_rest = max(sum(each.at_rest.values()) - each.elsewhere.get("nvme", 0) for each in ranks)
-        peak = price.memory.worst.peak_bytes
+        estimated_bytes, measured_bytes = price.memory.worst.peak_bytes, max(measured.peak)
         row |= {
             "measured_s": measured.median_s,
             "rounds_s": measured.step_s,
             "step_error": price.time.step_s / measured.median_s - 1,
             "predicted_at_rest_bytes": at_rest,
             "measured_at_rest_bytes": max(measured.at_rest),
-            "predicted_peak_bytes": peak,
-            "measured_peak_bytes": max(measured.peak),
-            "peak_error": peak / max(measured.peak) - 1,
+            "estimated_peak_bytes": estimated_bytes,
+            "simulated_peak_bytes": simulated_bytes,
+            "measured_peak_bytes": measured_bytes,
+            "estimate_error": estimated_bytes / measured_bytes - 1,
+            "peak_error": simulated_bytes / measured_bytes - 1,
         }
     return row
 
@@ -277,9 +308,11 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['measured_s']:.3f}",
         f"{row['step_error']:+.1%}",
         f"{(row['predicted_at_rest_bytes'] - row['measured_at_rest_bytes']) / MIB:+.3f}",
-        f"{row['predicted_peak_bytes'] / MIB:.0f}",
-        f"{row['measured_peak_bytes'] / MIB:.0f}",
+        f"{row['estimated_peak_bytes'] / MIB:.0f}",
+        f"{row['estimate_error']:+.1%}",
+        f"{row['simulated_peak_bytes'] / MIB:.0f}",
         f"{row['peak_error']:+.1%}",
+        f"{row['measured_peak_bytes'] / MIB:.0f}",
     )
 
 
@@ -289,26 +322,39 @@ HEADINGS = (
     "measured s",
     "error",
     "MiB at rest off by",
-    "MiB at peak predicted",
-    "measured",
+    "MiB at peak estimated",
     "error",
+    "simulated",
+    "error",
+    "measured",
 )
+TIMES = slice(1, 4)  # of the headings
 
 
-def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def verdicts(rows: Sequence[Mapping[str, Any]], *, with_times: bool) -> list[str]:
     """What is aimed at beside what was reached."""
     whole = [row for row in rows if row["failure"] is None]
     lines = []
-    for key, aim, what in (("step_error", STEP_AIM, "step time"), ("peak_error", PEAK_AIM, "peak memory")):
+    aims = [("estimate_error", ESTIMATE_AIM, "estimated peak"), ("peak_error", PEAK_AIM, "simulated peak")]
+    for key, aim, what in ([("step_error", STEP_AIM, "step time")] if with_times else []) + aims:
         within = sum(abs(row[key]) <= aim for row in whole)
         worst = max((abs(row[key]) for row in whole), default=0.0)
         lines.append(f"{what} within {aim:.0%}: {within} of {len(rows)}, worst {worst:.1%}")
     return lines
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def table_of(rows: Sequence[Mapping[str, Any]], *, with_times: bool) -> list[list[str]]:
+    """Headings and a line for each row."""
+    lines = [list(HEADINGS), *(list(cells(row)) for row in rows)]
+    if not with_times:
+        for line in lines:
+            del line[TIMES]
+    return lines
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
     """A table for docs/benchmarks.md."""
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(cells, rows)]
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -317,6 +363,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="two cases of the tiny model: does it run?")
     parser.add_argument("--cases", type=names, default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--memory", action="store_true", help="memory alone: no calibration, one step")
     parser.add_argument("--model", help="a preset for all cases instead of their own")
     parser.add_argument("--profiles", type=Path, help="where profiles are kept, or will be")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each case")
@@ -327,6 +374,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="where to write the table")
     if parser.parse_args(arguments).quick:
         parser.set_defaults(cases=list(QUICK), model="tiny", rounds=1, steps=1, warmup=1)
+    if parser.parse_args(arguments).memory:
+        parser.set_defaults(rounds=1, steps=1, warmup=1)
     options = parser.parse_args(arguments)
     for name in options.cases:
         if name not in CASES:
@@ -347,20 +396,25 @@ def main(arguments: Sequence[str]) -> None:
             for name in options.cases
             for case in [shrunk(CASES[name], options.model)]
         }
+        peaks = {name: simulated(shrunk(CASES[name], options.model), prices[name], folder) for name in options.cases}
         measured = run_all(options, folder, console)
-    rows = [row_of(name, measured[name], prices[name]) for name in options.cases]
-    table = Table(*HEADINGS, title="the planner's predictions beside real runs")
-    for row in rows:
-        table.add_row(*cells(row))
+    rows = [row_of(name, measured[name], prices[name], peaks[name]) for name in options.cases]
+    lines = table_of(rows, with_times=not options.memory)
+    table = Table(*lines[0], title="the planner's predictions beside real runs")
+    for shown in lines[1:]:
+        table.add_row(*shown)
     console.print(table)
-    for line in itertools.chain(verdicts(rows), (f"{row['case']}: {row['failure']}" for row in rows if row["failure"])):
+    for line in itertools.chain(
+        verdicts(rows, with_times=not options.memory),
+        (f"{row['case']}: {row['failure']}" for row in rows if row["failure"]),
+    ):
         console.print(line, highlight=False, markup=False)
     if options.json:
         content = {"machine": about, "arguments": list(arguments), "results": rows}
         content["profiles"] = {count: asdict(profile) for count, profile in profiles.items()}
         options.json.write_text(json.dumps(content, indent=1))
     if options.markdown:
-        options.markdown.write_text(markdown(rows))
+        options.markdown.write_text(markdown(lines))
 
 
 def _never(model: Decoder, workload: Workload) -> Any:

@@ -27,7 +27,7 @@ from planner_eval import codes as codes
 from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
-from planner_eval.traits import compiles_blocks, is_before_h100, traits_of
+from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, traits_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
@@ -122,7 +122,8 @@ def read_case(row: Row) -> Case:
         config, global_batch, guesses = _config(row, shape, cluster)
     except ConfigError as error:
         return dataclasses.replace(case, refusal=str(error))
-    job = PlanJob(
+    config = changed(config, overlaps_of(row, shape, config, cluster.gpu))
+    job = PublishedJob(
         shape=shape,
         seq_len=int(_section(row, "model")["seq"]),
         global_batch=config.batch.global_size,

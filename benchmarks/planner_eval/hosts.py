@@ -9,7 +9,7 @@ import dataclasses
 from typing import Final
 
 from planner_eval.codes import Code
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import published_traits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
 from shardwise.planner.job import PlanJob, num_data_ranks, trains_all
@@ -109,7 +109,7 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
     )
     if code.name not in TRAINERS:
         launches_s = (LAUNCH_S, BACKWARD_LAUNCH_S)
-        if job.traits.is_compiled:
+        if s.compile.enabled:
             launches_s = (found.launch_s, found.backward_launch_s)
         return dataclasses.replace(found, launch_s=launches_s[0], backward_launch_s=launches_s[1])
     walks = 1 + COUNTING_SHARE + ZEROING_SHARE / s.batch.accumulation
@@ -125,19 +125,19 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
 
 def _launches(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig, num_adapted: int) -> tuple[float, float]:
     """Return the kernels of a block in both passes."""
-    is_trainers, traits = code.name in TRAINERS, job.traits
+    is_trainers, traits = code.name in TRAINERS, published_traits(job)
     forward, backward = found.launches
-    if not traits.is_compiled:
+    if not s.compile.enabled:
         forward, backward = EAGER_LAUNCHES
     elif is_trainers:
         forward, backward = FUSED_LAUNCHES
-    if isinstance(traits, PublishedTraits) and traits.norms_heads and not traits.is_compiled:
+    if traits.norms_heads and not s.compile.enabled:
         forward, backward = forward + MORE_OF_NORMS[0], backward + MORE_OF_NORMS[1]
     if is_trainers and not trains_all(s):
         of_dropout = num_adapted * (s.lora.dropout > 0)
         forward += num_adapted * PEFT_LAUNCHES[0] + of_dropout
         backward += num_adapted * PEFT_LAUNCHES[1] + of_dropout - NUM_PRODUCTS_OF_ALL
-    if isinstance(traits, PublishedTraits) and traits.casts_weights:
+    if traits.casts_weights:
         forward, backward = forward + AUTOCAST_LAUNCHES[0], backward + AUTOCAST_LAUNCHES[1]
     return forward, backward
 

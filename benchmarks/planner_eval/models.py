@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from planner_eval.hosts import host_costs
 from planner_eval.recomputation import freed_elements
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import PublishedTraits, published_traits
 from shardwise.config.resolve import ResolvedConfig, Tier
-from shardwise.layout.activation_bytes import FP32_BYTES
+from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
@@ -18,14 +20,22 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
-from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, is_of_experts
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageTable, is_of_experts
 from shardwise.planner.host_time import HostCosts, HostTimes
-from shardwise.planner.job import ModelShape, PlanJob, param_of, product_dtype, trains_all
-from shardwise.planner.memory import CONTEXT_BYTES, BlockBytes, MemoryModel, layer_shape, unread_size
+from shardwise.planner.job import SCALE_BYTES, ModelShape, PlanJob, param_of, product_dtype, trains_all
+from shardwise.planner.memory import (
+    CONTEXT_BYTES,
+    BlockBytes,
+    Buffers,
+    HeadBytes,
+    MemoryModel,
+    Recompute,
+    defers_weights,
+    unread_size,
+)
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
-from shardwise.schedule.pipelines import placement_of
+from shardwise.schedule.placement import StagePlacement
 
 FIRST_FLASH_SHARE: Final = 0.5
 """The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
@@ -44,6 +54,11 @@ BATCHED_SHARE: Final = 0.6
 SOFTMAX, WIDE_SOFTMAX, FUSED_SOFTMAX = (14.0, 15.0), (9.0, 10.0), (5.0, 6.0)
 NORM_IN_FP32, DROPOUT, FUSED_ACTIVATION = (16.0, 38.5), 2.5, (-2.0, -3.0)
 
+
+# Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
+LOSS_BYTES: Final = (8.0, 16.0)
+MASK_BYTES: Final = 1.0
+"""Bytes that are kept of each element that dropout works on, in addition to its output."""
 
 # Of tokens' copies for their experts, as codes permute them where nothing or everything is fused (sorted and copied,
 # copied back and summed).
@@ -77,20 +92,13 @@ FOREACH_PASSES: Final = 20.0
 NARROW_SHARE: Final = 0.5
 
 
-def published_traits(job: PlanJob) -> PublishedTraits:
-    """Return the traits of a job; those that it does not have are our library's."""
-    return job.traits if isinstance(job.traits, PublishedTraits) else PublishedTraits()
-
-
 class PublishedStages(StageTable):
     """Give all stages the same number of blocks; the library cuts by cost."""
 
-    def _cut(self, s: ResolvedConfig) -> StageLayouts:
-        if s.mesh.pp == 1 or s.pipeline.cut is not None:
-            return super()._cut(s)
-        shape, placement = self.job.shape, placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
-        layers = even_layers(shape.num_layers, placement.num_stages)
-        return StageLayouts(placement, layers, shape.num_layers - shape.num_expert_layers, placement.num_stages - 1)
+    def _cut(self, config: ResolvedConfig, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
+        shape, cut = self.job.shape, config.pipeline.cut
+        layers = even_layers(shape.num_layers, placement.num_stages) if cut is None else layers_between(cut, shape)
+        return layers, placement.num_stages - 1
 
 
 class PublishedLayout(FoldedLayouts):
@@ -113,6 +121,18 @@ class PublishedLayout(FoldedLayouts):
         return {**totals, "optimizer": resharded["optimizer"]}
 
 
+def _score_bytes(traits: PublishedTraits, element_bytes: int) -> float:
+    """Return the bytes kept of each attention score.
+
+    A fused softmax keeps its output, any other also its output in fp32, and dropout its own output and mask.
+    """
+    if traits.attention == "flash":
+        return 0.0
+    is_widened = traits.attention == "unfused" and element_bytes < FP32_BYTES
+    softmax = element_bytes + (FP32_BYTES if is_widened else 0.0)
+    return softmax + (element_bytes + MASK_BYTES if traits.has_dropout else 0.0)
+
+
 class PublishedMemoryModel(MemoryModel):
     """Count states as other code stores them, and what it gathers and keeps."""
 
@@ -131,15 +151,64 @@ class PublishedMemoryModel(MemoryModel):
             root //= 2  # the table and the head are groups of their own
         return root, int(block * share), whole
 
-    def _keeps_sent(self) -> bool:
-        return not published_traits(self.job).frees_outputs
+    def _sent_on_bytes(self, block: BlockBytes) -> float:
+        return 0.0 if published_traits(self.job).frees_outputs else super()._sent_on_bytes(block)
 
-    def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
+    def _given_bytes(self, config: ResolvedConfig, block: BlockBytes) -> float:
+        return 0.0
+
+    def _buffers(self, config: ResolvedConfig, folds: FoldedLayout, stage: int) -> Buffers:
+        """Let the last block's gradients find what any other block's find: how other codes begin is not known."""
+        found = super()._buffers(config, folds, stage)
+        return dataclasses.replace(found, first=found.waiting)
+
+    def _pooled(self, buffers: dict[int, Buffers]) -> dict[int, Buffers]:
+        return buffers
+
+    def _sent_bytes(self, layout: Layout, width: int) -> float:
+        """Send gradients from where they are stored; what is sharded arrives in a buffer."""
+        num_bytes = super()._sent_bytes(layout, width)
+        is_sharded = layout.stage.grads is Placement.SHARD
+        return float(DTYPE_BYTES[layout.precision.reduce] * is_sharded) if num_bytes else 0.0
+
+    def _weight_grad_bytes(self, config: ResolvedConfig, numel: float) -> float:
+        """Add gradients of weights where they are stored."""
+        return 0.0
+
+    def _layer_shape(self, config: ResolvedConfig, *, has_experts: bool) -> LayerShape:
+        found, traits = super()._layer_shape(config, has_experts=has_experts), published_traits(self.job)
+        return dataclasses.replace(
+            found,
+            score_bytes=_score_bytes(traits, DTYPE_BYTES[param_of(config)]),
+            mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
+            norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
+            fuses_gate=traits.fuses_gate and found.is_gated,
+            products_share=0.5 if traits.selective == "half" else 1.0,
+        )
+
+    def _kept_bytes(self, shape: LayerShape, s: ResolvedConfig, recompute: Recompute) -> float:
+        if recompute == "selective" and published_traits(self.job).selective == "all-but-scores":
+            return super()._kept_bytes(dataclasses.replace(shape, score_bytes=0.0), s, "none")
+        return super()._kept_bytes(shape, s, recompute)
+
+    def head_bytes(self, config: ResolvedConfig) -> HeadBytes:
+        """Count all copies of the logits at the peak of the loss."""
+        s, traits, shape = config, published_traits(self.job), self.job.shape
+        found, tokens = super().head_bytes(config), self.job.seq_len / s.mesh.cp * s.batch.micro_size
+        vocab = math.ceil(shape.vocab_size / (s.mesh.tp if traits.splits_logits else 1))
+        stream, size = self._feature_bytes(s) * shape.hidden_size, DTYPE_BYTES[param_of(s)]
+        made = traits.logits_bytes * vocab * min(tokens, s.context.chunk_tokens or tokens)
+        deferred = stream + tokens * size * vocab if defers_weights(s) else 0.0
+        given = stream / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        return HeadBytes(given, 0.0, max(made, stream), found.weight, deferred)
+
+    def block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
         """Free what the code's own words of recomputation free, where they are more than a mode."""
-        found, again = super()._block_bytes(config, has_experts=has_experts), published_traits(self.job).recomputation
+        found, again = super().block_bytes(config, has_experts=has_experts), published_traits(self.job).recomputation
         if published_traits(self.job).keeps_frozen_inputs and config.recompute.mode == "none":
             tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
-            unread = tokens * unread_size(self.job, config, layer_shape(self.job, config), has_experts=has_experts)
+            layer = self._layer_shape(config, has_experts=False)
+            unread = tokens * unread_size(self.job, config, layer, has_experts=has_experts)
             found = dataclasses.replace(found, kept=found.kept + unread, whole=found.whole + unread)
         if published_traits(self.job).is_latent:
             tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
@@ -186,9 +255,7 @@ class PublishedMemoryModel(MemoryModel):
         A compiler drops what no backward reads, as w2's output.
         """
         shape = self.job.shape
-        hidden = (
-            (2 - self.job.traits.is_compiled) * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
-        )
+        hidden = (2 - s.compile.enabled) * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
         heads = (2 * shape.num_heads + shape.num_kv_heads) * shape.head_dim + 2 * shape.num_heads  # lse is fp32
         return (
             self.job.seq_len
@@ -296,7 +363,7 @@ class PublishedComputeModel(ComputeTimeModel):
     def _streams(self, s: ResolvedConfig) -> PassTimes:
         shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[param_of(s)]
         more = 2 * DROPOUT * traits.has_dropout  # after attention and after the feed-forward
-        norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not traits.is_compiled else (0.0, 0.0)
+        norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not s.compile.enabled else (0.0, 0.0)
         hidden = self._tokens(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1) * shape.hidden_size
         times = super()._streams(s).plus(self._streamed(hidden * width, [2 * each + more for each in norm]))
         if traits.norms_heads:
@@ -313,7 +380,7 @@ class PublishedComputeModel(ComputeTimeModel):
             times = times.plus(self._streamed(self._tokens(s) / s.mesh.tp * around * width, PACKED_CASTS))
         elif traits.widens_stream:  # norms and sums in fp32
             times = times.plus(self._streamed(hidden * width, WIDE_STREAM))
-        if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
+        if shape.ffn == "gated" or s.compile.enabled or traits.attention != "fused-softmax":
             return times
         return times.plus(self._streamed(self._tokens(s) / s.mesh.tp * self._ffn_width() * width, FUSED_ACTIVATION))
 
@@ -325,8 +392,7 @@ class PublishedComputeModel(ComputeTimeModel):
         more = WIDE_DROPOUT * (s.lora.dropout > 0 and not is_output)
         return forward + more, backward + more
 
-    @property
-    def _fuses_adapters(self) -> bool:
+    def _fuses_adapters(self, s: ResolvedConfig) -> bool:
         return published_traits(self.job).fuses_adapters
 
     def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
@@ -341,6 +407,15 @@ class PublishedComputeModel(ComputeTimeModel):
             numel = shape.num_ffn_matrices * ffn + heads * shape.hidden_size
         return found.plus(self._streamed(numel * (stored_bytes + DTYPE_BYTES[param_of(s)]), (1.0, 1.0)))
 
+    def _loss(self, s: ResolvedConfig) -> PassTimes:
+        """Pass over the logits in fp32 where the loss widens them, over all of them where no rank has its part."""
+        traits, width = published_traits(self.job), DTYPE_BYTES[param_of(s)]
+        logits = self._tokens(s) * self.job.shape.vocab_size / (s.mesh.tp if traits.splits_logits else 1)
+        if traits.logits_bytes <= 2 * width:
+            return self._streamed(logits, (2.0 * width, 2.0 * width))
+        casts = 0.0 if width == FP32_BYTES else width + FP32_BYTES
+        return self._streamed(logits, [each + casts for each in LOSS_BYTES])
+
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Pass over the logits for what TRL logs of each step, too."""
         found = super().head(config)
@@ -349,9 +424,10 @@ class PublishedComputeModel(ComputeTimeModel):
         logits = self._tokens(config) * self.job.shape.vocab_size
         return found.plus(PassTimes(self._stream_s(ENTROPY_BYTES * logits)))
 
-    def _narrow_bytes(self, dtype: str, wide: float) -> float:
+    def _narrow_bytes(self, s: ResolvedConfig, dtype: str) -> float:
         """Read a factor once more where its largest element must be known before it is cast."""
-        return super()._narrow_bytes(dtype, wide) + wide * published_traits(self.job).scales_dynamically
+        more = DTYPE_BYTES[param_of(s)] * published_traits(self.job).scales_dynamically
+        return super()._narrow_bytes(s, dtype) + more
 
     def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         """Cast weights too, which a step's micro-batches do not share: of fp32 to bf16, and of bf16 to fp8."""
@@ -377,10 +453,8 @@ class PublishedComputeModel(ComputeTimeModel):
         width = DTYPE_BYTES["bf16"] if published_traits(self.job).optimizer_share < NARROW_SHARE else FP32_BYTES
         return self._stream_s(FOREACH_PASSES * width * numel)
 
-    @property
-    def _permutation_passes(self) -> tuple[float, float]:
-        traits = published_traits(self.job)
-        return traits.permutation or (FUSED_EXPERTS if traits.is_compiled else EXPERTS)
+    def _permutation_passes(self, s: ResolvedConfig) -> tuple[float, float]:
+        return published_traits(self.job).permutation or (FUSED_EXPERTS if s.compile.enabled else EXPERTS)
 
     def host(self, config: ResolvedConfig) -> HostTimes:
         """Take nothing for what a graph launches."""
@@ -487,6 +561,16 @@ class PublishedPricer(Pricer):
         layouts = PublishedLayout(job)
         self.memory = PublishedMemoryModel(job, layouts)
         self.time = PublishedTimeModel(job, layouts)
+
+
+def layers_between(cut: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
+    """Count the blocks of each stage, where every stage but the first begins with a named module: a block or the head.
+
+    The last may have none, and the norm.
+    """
+    indices = [name.removeprefix("blocks.") for name in cut]
+    starts = [int(index) if index.isdecimal() else shape.num_layers for index in indices]
+    return tuple(stop - start for start, stop in itertools.pairwise((0, *starts, shape.num_layers)))
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

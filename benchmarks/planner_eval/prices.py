@@ -18,9 +18,9 @@ from typing import Any, Final, Literal
 
 from planner_eval.bubbles import bubble_rate, deferred_share
 from planner_eval.cases import Case, KnownStates
-from planner_eval.models import PublishedPricer, PublishedTimeModel, published_traits
+from planner_eval.models import PublishedPricer, PublishedTimeModel
 from planner_eval.rows import tidied
-from planner_eval.traits import is_after_h100
+from planner_eval.traits import is_after_h100, published_traits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.construction.model_states import estimate_model_states
 from shardwise.planner.candidates import RECOMPUTES

@@ -25,7 +25,7 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import Attention, FrameworkTraits, MatmulDtype, ModelShape, param_of
+from shardwise.planner.job import MatmulDtype, ModelShape, PlanJob, param_of
 
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on no run keeps scores whole."""
@@ -41,11 +41,23 @@ NUM_OF_NARROW_LOSS: Final = 4
 """How often a loss in the logits' own dtype has them: the loop's own, the log-softmax, its gradient and theirs."""
 
 
+TENSOR_CHUNKS: Final = 4
+"""Parts in which codes that overlap tensor-parallel collectives multiply."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class PublishedTraits(FrameworkTraits):
-    """State further facts about the code of a published run, which `planner_eval.models` read.
+class PublishedTraits:
+    """State facts about the code of a published run, beyond what the config of our engine says; the models read them.
 
     Attributes:
+        logits_bytes: bytes that each logit takes at the peak of the loss, all copies together; 0 where they never exist
+            whole.
+        splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
+        saves_norm_in_fp32: whether norms keep a widened copy of their input.
+        has_dropout: whether dropout runs, whose masks are kept for the backward.
+        selective: what selective recomputation keeps: the outputs of every other matrix product and of attention, or
+            all but the scores of attention.
+        fuses_gate: whether the activated gate is made again from the gate, not kept.
         cached_logits_share: share of the logits' bytes in copies that are freed by the peak of the loss and smaller
             than all that comes after them, so that the allocator holds them unused.
         optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
@@ -89,6 +101,13 @@ class PublishedTraits(FrameworkTraits):
         optimizer_share: share of the bytes of the optimizer's states, the master among them, that is really stored.
     """
 
+    attention: words.Attention = "flash"
+    logits_bytes: float = TORCHS_LOSS_BYTES
+    splits_logits: bool = True
+    saves_norm_in_fp32: bool = False
+    has_dropout: bool = False
+    selective: Literal["half", "all-but-scores"] = "all-but-scores"
+    fuses_gate: bool = False
     cached_logits_share: float = 0.0
     optimizer_shards: int | None = None
     unsharded_grad_bytes: float = 0.0
@@ -128,6 +147,48 @@ class PublishedTraits(FrameworkTraits):
     optimizer_share: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishedJob(PlanJob):
+    """Describe a job that other code ran."""
+
+    traits: PublishedTraits = PublishedTraits()
+    expert_imbalance: float = 1.0  # benchmarks send as many tokens to each expert
+
+
+def published_traits(job: PlanJob) -> PublishedTraits:
+    """Return the traits of a job's code."""
+    return job.traits if isinstance(job, PublishedJob) else PublishedTraits()
+
+
+def run_by(job: PlanJob, traits: PublishedTraits) -> PublishedJob:
+    """Return the job as other code runs it."""
+    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(PlanJob)}
+    return PublishedJob(**fields | {"expert_imbalance": 1.0, "traits": traits})
+
+
+def overlaps_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> dict[str, Any]:
+    """Return what the code of the run fused and overlapped, by key of our config.
+
+    The arguments are those of `traits_of`.
+    """
+    p = row.get("parallel") or {}
+    if p.get("framework"):
+        code = codes.code_of(str(p["framework"]))
+        is_compiled, overlaps_data = _is_fused(p), True
+        overlaps_tensor = code.name == "megatron" and config.tensor.sequence_parallel
+    else:
+        kernel = str(p.get("attention_kernel") or "").lower()
+        is_new = config.precision.linears in ("fp8", "fp4")
+        attention = _kernel(row, shape, config, gpu)
+        is_compiled = _fuses(p, config) or (_splits_model(config) and not kernel)
+        overlaps_data = _overlaps_data(config, gpu) and (attention == "flash" or bool(kernel))
+        overlaps_tensor = config.tensor.sequence_parallel and (is_new or config.pipeline.schedule == "interleaved")
+        overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and config.zero.stage < 3
+        overlaps_tensor = bool(p.get("async_tp", overlaps_tensor))
+    chunks = TENSOR_CHUNKS if overlaps_tensor else 1
+    return {"compile.enabled": is_compiled, "zero.overlap": overlaps_data, "tensor.overlap_chunks": chunks}
+
+
 def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> PublishedTraits:
     """Infer how the code of the run worked, from what it says of its kernels and from what code of its time did.
 
@@ -144,18 +205,14 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         found = _named_code(p, shape, config, gpu, f"{shape.name} {attention}")
         return dataclasses.replace(found, is_latent=is_latent, norms_heads=has_norms)
     kernel = str(p.get("attention_kernel") or "").lower()
-    seq_len = int(row["model"]["seq"])
-    attention = words.attention_of(p.get("attention_kernel")) or _attention(config, shape, gpu, seq_len)
+    attention = _kernel(row, shape, config, gpu)
     is_early = attention != "flash" and not kernel
-    is_compiled = bool(p.get("compile"))
-    is_liger = bool(p.get("liger"))
+    is_fused = bool(p.get("compile")) or bool(p.get("liger"))
     group = p.get("zero_group")
     is_new = config.precision.linears in ("fp8", "fp4")
     splits_logits = not p.get("gathers_logits", _gathers_logits(kernel, config))
     logits_bytes = _logits_bytes(p, config, gpu, splits_logits=splits_logits)
-    has_fused_norm = "rms" in kernel or is_compiled or is_liger
-    overlaps_tensor = config.tensor.sequence_parallel and (is_new or config.pipeline.schedule == "interleaved")
-    overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and config.zero.stage < 3
+    has_fused_norm = "rms" in kernel or is_fused
     return PublishedTraits(
         attention=attention,
         logits_bytes=logits_bytes,
@@ -166,25 +223,19 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig,
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
         reduces_once=bool(p.get("fp32_grad_accum_unsharded")),
         whole_embedding=bool(p.get("whole_embedding")),
-        is_compiled=is_compiled or is_liger or is_new or (_splits_model(config) and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         defers_gathers=not is_before_h100(gpu),
-        reduces_in_place=True,
-        is_own=False,
         frees_outputs=config.pipeline.schedule == "interleaved",
         widens_grads=not is_new and _keeps_master(p),
         optimizer_share=1.0 if _keeps_master(p) else 2.0 * DTYPE_BYTES[param_of(config)] / (3.0 * FP32_BYTES),
         params_share=_params_share(str(p.get("precision")), config, gpu),
-        overlaps_data=_overlaps_data(config, gpu) and not is_early,
-        overlaps_tensor=bool(p.get("async_tp", overlaps_tensor)),
         saves_norm_in_fp32=shape.ffn == "gated" and bool(kernel) and not has_fused_norm,
         has_dropout=is_early and param_of(config) != "fp32",
         splits_logits=splits_logits,
         selective=_selective(p, config.zero.stage),
-        fuses_gate=is_compiled or is_liger or is_new,
+        fuses_gate=_fuses(p, config),
         # Code that sharded parameters in fp16 hooked into each layer of the model; later code, in bf16, wraps blocks.
         moves_tensors=config.zero.stage == 3 and param_of(config) == "fp16",
-        expert_imbalance=1.0,  # benchmarks send as many tokens to each expert
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
         recomputation=recomputation_of(p.get("recompute") or _usual_words(p, config), ""),
@@ -204,7 +255,7 @@ def _named_code(
     experts_dtype = words.experts_dtype(precision)
     is_slow_grouped = code.name == "torchtitan" and is_after_h100(gpu) and codes.dated(code, p).year < 2026
     is_slow_grouped &= experts_dtype in (None, "bf16")
-    is_fused = bool(p.get("compile")) or code.is_fused or "liger" in written or "foak" in written
+    is_fused = _is_fused(p)
     return PublishedTraits(
         code=codes.dated(code, p),
         steps_by_tensor=code.name == "hf" and not codes.fuses_step(p),
@@ -224,20 +275,15 @@ def _named_code(
         packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
-        is_compiled=is_fused,
         is_graphed=codes.is_graphed(p, code, has_experts=shape.experts is not None),
         unpacked_bytes=codes.unpacked_bytes(p, code),
-        reduces_in_place=True,
-        is_own=False,
         frees_outputs=config.pipeline.schedule == "interleaved",
         widens_grads=not codes.is_narrow(p) and config.zero.stage < 3 and code.name == "hf",
         optimizer_share=codes.optimizer_share(p, code),
         params_share=codes.params_share(p),
-        overlaps_tensor=code.name == "megatron" and config.tensor.sequence_parallel,
         saves_norm_in_fp32=shape.ffn == "gated" and not is_fused and not codes.has_torchs_norm(p, code),
         selective=_selective({"recompute": codes.recompute_words(p)}, config.zero.stage),
         fuses_gate=is_fused,
-        expert_imbalance=1.0,
         recomputation=recomputation_of(
             codes.recompute_words(p),
             code.name,
@@ -248,6 +294,23 @@ def _named_code(
         permutation=codes.permutation_of(p, codes.dated(code, p), shape.experts.num_experts if shape.experts else 0),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code, model),
     )
+
+
+def _is_fused(p: Mapping[str, Any]) -> bool:
+    """Say whether a code that is named fuses element-wise kernels."""
+    written = f"{p.get('loss')} {p.get('framework')}".lower()
+    is_said = bool(p.get("compile")) or "liger" in written or "foak" in written
+    return is_said or codes.code_of(str(p["framework"])).is_fused
+
+
+def _fuses(p: Mapping[str, Any], config: ResolvedConfig) -> bool:
+    """Say whether another code does."""
+    return bool(p.get("compile")) or bool(p.get("liger")) or config.precision.linears in ("fp8", "fp4")
+
+
+def _kernel(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> words.Attention:
+    written = words.attention_of((row.get("parallel") or {}).get("attention_kernel"))
+    return written or _attention(config, shape, gpu, int(row["model"]["seq"]))
 
 
 def compiles_blocks(p: Mapping[str, Any], zero_stage: int) -> bool:
@@ -340,7 +403,7 @@ def is_after_h100(gpu: GpuSpec) -> bool:
     return "fp4" in gpu.peak_flops_per_s
 
 
-def _attention(config: ResolvedConfig, shape: ModelShape, gpu: GpuSpec, seq_len: int) -> Attention:
+def _attention(config: ResolvedConfig, shape: ModelShape, gpu: GpuSpec, seq_len: int) -> words.Attention:
     """Guess the kernel: scores were written out before bf16 was usual, and where only full recomputation saved the
     memory.
     """

@@ -16,7 +16,10 @@ from typing import Any, Final, Literal
 
 from planner_eval.bubbles import SEARCHED
 from shardwise.planner.hardware import GpuSpec, find_gpu, known_gpu
-from shardwise.planner.job import Attention, MatmulDtype
+from shardwise.planner.job import MatmulDtype
+
+Attention = Literal["flash", "fused-softmax", "unfused"]
+"""Flash saves no scores; the fused softmax saves them once; unfused code saves scores, softmax and masks."""
 
 Recompute = Literal["none", "selective", "full"]
 

@@ -76,7 +76,7 @@ def local_rows(whole: Tensor, vocab: VocabSplit) -> Tensor:
 def run_all(rank: int, world_size: int, vocab_size: int) -> list[list[Tensor]]:
     """For every combination, four tokens at a time: loss, summed gradient of hidden states, this rank's gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_num_tokens", lambda num_rows, device: 4)
+        patch.setattr(module, "head_tokens_at_a_time", lambda device, vocab_size: 4)
         return run_each(world_size, vocab_size)
 
 
@@ -115,7 +115,7 @@ def count_calls(rank: int, world_size: int) -> int:
     comm = make_comm()
     hidden, weight, _, targets = make_case(8, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_num_tokens", lambda num_rows, device: 4)
+        patch.setattr(module, "head_tokens_at_a_time", lambda device, vocab_size: 4)
         rows, vocab = local_rows(weight, VocabSplit(8, comm)), VocabSplit(8, comm)
         cross_entropy_sum(hidden.requires_grad_(), rows, None, targets, vocab).backward()
     return comm.comm_log.num_calls
@@ -144,7 +144,7 @@ def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
 
 @pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
 def test_bf16_gradients_are_summed_over_chunks_in_fp32(monkeypatch: pytest.MonkeyPatch, function: Loss) -> None:
-    monkeypatch.setattr(module, "_num_tokens", lambda num_rows, device: 2)
+    monkeypatch.setattr(module, "head_tokens_at_a_time", lambda device, vocab_size: 2)
     hidden = torch.ones(2048, 2, dtype=torch.bfloat16)
     weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((4, 2), (4,)))
     losses = function(hidden, weight, bias, torch.zeros(2048, dtype=torch.int64), VocabSplit(4))

@@ -122,3 +122,23 @@ def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float,
         kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
     scales = 2 * FP32_BYTES * stream / shape.hidden_size
     return kept + scales + 2 * (shape.mask_bytes + shape.norm_bytes) * stream
+
+
+def logits_at_a_time(device: str) -> int:
+    """Return how many logits our loss widens at a time: they fit a core's cache, or are enough for a kernel.
+
+    Args:
+        device: its type, such as cpu or cuda.
+    """
+    return 2**18 if device == "cpu" else 2**26
+
+
+def head_tokens_at_a_time(device: str, vocab_size: int) -> int:
+    """Return the tokens of which a head in parts makes logits at a time: few collectives, few reads of its weight.
+
+    Args:
+        device: its type, such as cpu or cuda.
+        vocab_size: rows of the head's weight on a rank.
+    """
+    num_logits, fewest = (2**20, 256) if device == "cpu" else (2**26, 1024)
+    return max(fewest, num_logits // vocab_size)

@@ -523,7 +523,7 @@ def find_partition(units: Sequence[StageUnit], config: ResolvedConfig) -> StageP
     placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
     return partition_stages(
         units,
-        estimate_costs(units, _bytes_per_element(config), section.unit_seconds),
+        estimate_costs(units, bytes_per_element(config), section.unit_seconds),
         placement.num_stages,
         balance=section.balance,
         placement=[placement.rank_of(stage) for stage in range(placement.num_stages)],
@@ -531,7 +531,7 @@ def find_partition(units: Sequence[StageUnit], config: ResolvedConfig) -> StageP
     )
 
 
-def _bytes_per_element(config: ResolvedConfig) -> Callable[[ParamEntry], float]:
+def bytes_per_element(config: ResolvedConfig) -> Callable[[ParamEntry], float]:
     """Return a function: parameter -> bytes stored for each of its elements (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
     stage = effective_stage(config.zero, num_shards, config.tiers, is_scheduled=True)

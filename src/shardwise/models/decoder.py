@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.config.errors import ConfigError, EngineError
+from shardwise.layout.activation_bytes import logits_at_a_time
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of
@@ -366,13 +367,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return the rows to compute at a time: they fit a core's cache, or are enough for an accelerator's kernel.
+    """Return the rows to compute at a time.
 
     Of fake tensors two whole parts and the last stand for all, of which there are thousands in a large vocabulary: a
     part is freed when the next one is there.
     """
-    num_elements = 2**18 if logits.device.type == "cpu" else 2**26
-    num_rows = max(1, num_elements // logits.shape[-1])
+    num_rows = max(1, logits_at_a_time(logits.device.type) // logits.shape[-1])
     starts: Sequence[int] = range(0, logits.shape[0], num_rows)
     if is_fake(logits):
         starts = (*starts[:2], *starts[2:][-1:])

@@ -65,21 +65,22 @@ class Corrections:
     def __init__(self, job: PlanJob, price_block: Price, price_head: Price) -> None:
         profile = job.cluster.profile
         self._job = job
-        # What is compiled has other kernels than those that were measured.
-        self._profile = None if job.traits.is_compiled else profile
+        self._profile = profile
         self._price_block, self._price_head = price_block, price_head
         self._block_factors, self._head_factors = cache(self._of_blocks), cache(self._of_heads)
 
     def block(self, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
         """Return the corrected `times` of a block under a candidate, for `tokens` of a micro-batch on a rank."""
         shape, dtype = self._job.shape, param_of(config)
-        if self._profile is None or shape.experts is not None or product_dtype(config) != dtype:
+        # What is compiled has other kernels than those that were measured.
+        is_other = config.compile.enabled or shape.experts is not None or product_dtype(config) != dtype
+        if self._profile is None or is_other:
             return times
         return _scaled(times, self._block_factors(dtype), tokens, shape.matmul_numel("dense") / config.mesh.tp)
 
     def head(self, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
         """Return the corrected `times` of the last norm, the head and the loss; the arguments are those of `block`."""
-        if self._profile is None:
+        if self._profile is None or config.compile.enabled:
             return times
         width = self._job.shape.vocab_size * self._job.shape.hidden_size / config.mesh.tp
         return _scaled(times, self._head_factors(param_of(config)), tokens, width)

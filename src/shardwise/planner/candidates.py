@@ -31,8 +31,16 @@ from shardwise.layout.param_groups import check_blocks
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 from shardwise.optim.rules import num_states
-from shardwise.planner.job import ModelShape, PlanJob, UnitKind, changed, num_data_ranks, param_of, world_size
-from shardwise.planner.stages import with_adapters
+from shardwise.planner.job import (
+    ModelShape,
+    PlanJob,
+    UnitKind,
+    changed,
+    num_data_ranks,
+    param_of,
+    with_adapters,
+    world_size,
+)
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 
@@ -338,7 +346,7 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int, base: ResolvedConfig) 
             yield _NO_PIPELINE
         return
     num_layers = job.shape.num_layers
-    splits_weights = not job.traits.is_compiled and base.context.chunk_tokens is None
+    splits_weights = not base.compile.enabled and base.context.chunk_tokens is None
     for schedule in space.of(
         "pipeline.schedule", [name for name, recipe in RECIPES.items() if recipe.least_bubble_share]
     ):

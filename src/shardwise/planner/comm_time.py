@@ -24,8 +24,6 @@ OVERLAP_SLOWDOWN: Final = 0.25
 Echo (arXiv 2412.12487), and less where copies alone move."""
 HIDDEN_SHARE: Final = 1 / (1 + OVERLAP_SLOWDOWN)
 """The most of a collective's time that computing beside it hides."""
-TENSOR_CHUNKS: Final = 4
-"""Parts in which codes that overlap tensor-parallel collectives multiply; all but one part's collective may hide."""
 DISPATCH_SHARE: Final = 0.9
 DISPATCH_LINKS_SHARE: Final = 0.7
 """Shares of networks and of links that the all-to-alls of experts reach, whatever rings reach (deepseek-ai/DeepEP): 43
@@ -178,7 +176,14 @@ class CommTimeModel:
         """
         s = config
         split = (s.mesh.tp, s.mesh.cp, self.job.ep, s.batch.micro_size, s.tensor.sequence_parallel, param_of(s))
-        key = (*split, s.context.transport, s.context.heads_over, s.recompute.mode, s.recompute.every)
+        key = (
+            *split,
+            s.tensor.overlap_chunks,
+            s.context.transport,
+            s.context.heads_over,
+            s.recompute.mode,
+            s.recompute.every,
+        )
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
@@ -238,7 +243,7 @@ class CommTimeModel:
             alone_backward_s=alone["backward"],
             num_micro_batches=s.batch.accumulation,
             num_hiding=min(s.batch.accumulation, s.mesh.pp) if stages_per_rank > 1 else 1,
-            may_hide=self.job.traits.overlaps_data,
+            may_hide=config.zero.overlap,
             hidden_share=HIDDEN_SHARE if measured is None else measured,
         )
 
@@ -305,7 +310,7 @@ class CommTimeModel:
 
     def _block(self, s: ResolvedConfig) -> BlockComm:
         pass_s = self._tensor_pass_s(s)
-        hidden = (TENSOR_CHUNKS - 1) / TENSOR_CHUNKS if self.job.traits.overlaps_tensor else 0.0
+        hidden = 1 - 1 / s.tensor.overlap_chunks  # the last part's sum has no product beside it
         forward_s, backward_s = self._context_passes(s)
         experts_s = self._experts_s(s)
         repeats = 1.0 / s.recompute.every if s.recompute.mode == "full" else 0.0

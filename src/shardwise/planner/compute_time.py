@@ -29,9 +29,19 @@ from shardwise.planner.host_time import (
     HostTimes,
     host_times,
 )
-from shardwise.planner.job import PlanJob, SectionNumbers, SkeletonParam, param_of, product_dtype, trains_all
+from shardwise.planner.job import (
+    PACKED_BYTES,
+    PlanJob,
+    SectionNumbers,
+    SkeletonParam,
+    is_adapter,
+    packed_params,
+    param_of,
+    product_dtype,
+    trains_all,
+    with_adapters,
+)
 from shardwise.planner.profile import AttentionTime, MatmulTime
-from shardwise.planner.stages import PACKED_BYTES, is_adapter, packed_params, with_adapters
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -80,8 +90,6 @@ _EMBEDDING = (2.0, 4.0)
 _ADAPTER_OUTPUT, _ADAPTER_INPUT, _ADAPTER_DROPOUT = (5.0, 2.0), (0.0, 3.0), (2.5, 2.5)
 _FUSED_ADAPTER = (3.0, 0.0)  # of the output; of the input backward
 _EXPERTS_ADAPTER = 1.5  # of the experts' weights, to which the adapters' product is added
-# Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
-_LOSS_BYTES = (8.0, 16.0)
 # Bytes of the cast of an element that is stepped in fp32.
 _STEP_CAST_BYTES = 2.0
 # Seconds of our own code around a block in stages 0 to 3, forward and backward together, and in stages 2 and 3 for each
@@ -129,7 +137,8 @@ class ComputeTimeModel:
         s = config
         linears = (s.mesh.tp, s.mesh.cp, s.batch.micro_size, s.tensor.sequence_parallel, s.batch.accumulation > 1)
         number = self._numbers.of
-        key = (*linears, s.zero.stage >= 3, number(s.recompute), number(s.precision), number(s.lora))
+        sections = number(s.recompute), number(s.precision), number(s.lora)
+        key = (*linears, s.zero.stage >= 3, s.compile.enabled, *sections)
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
@@ -152,7 +161,7 @@ class ComputeTimeModel:
 
     def _host_costs(self, s: ResolvedConfig) -> HostCosts:
         """Return the costs of our own code."""
-        is_compiled, num_adapted = self.job.traits.is_compiled, len(self._adapters_of(s.lora, has_experts=False)) // 2
+        is_compiled, num_adapted = s.compile.enabled, len(self._adapters_of(s.lora, has_experts=False)) // 2
         forward, backward = COMPILED_LAUNCHES if is_compiled else EAGER_LAUNCHES
         launches = (
             forward + num_adapted * ADAPTER_LAUNCHES[0],
@@ -172,20 +181,17 @@ class ComputeTimeModel:
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
-        shape, traits, width = self.job.shape, self.job.traits, _WIDTHS[param_of(config)]
-        tokens = self._tokens(config)
+        shape, tokens = self.job.shape, self._tokens(config)
         linear = GemmShape(
             tokens, shape.vocab_size / config.mesh.tp, shape.hidden_size, is_frozen=not trains_all(config)
         )
         products = self._linears([linear], config, param_of(config))
-        logits = tokens * shape.vocab_size / (config.mesh.tp if traits.splits_logits else 1)
-        if (traits.logits_bytes or 0.0) <= 2 * width:
-            moved_bytes = (2 * width, 2 * width)
-        else:
-            # The log-softmax and its gradient are fp32's, and are cast to and from what is narrower.
-            casts = 0.0 if width == _WIDTHS["fp32"] else width + _WIDTHS["fp32"]
-            moved_bytes = (_LOSS_BYTES[0] + casts, _LOSS_BYTES[1] + casts)
-        return self._corrections.head(products.plus(self._streamed(logits, moved_bytes)), config, tokens)
+        return self._corrections.head(products.plus(self._loss(config)), config, tokens)
+
+    def _loss(self, s: ResolvedConfig) -> PassTimes:
+        """Price the passes over a rank's logits, which are read and written once each way."""
+        logits_bytes = self._tokens(s) * self.job.shape.vocab_size / s.mesh.tp * _WIDTHS[param_of(s)]
+        return self._streamed(logits_bytes, (2.0, 2.0))
 
     def embedding(self, config: ResolvedConfig) -> PassTimes:
         """Price the lookup, and the sum of its gradients."""
@@ -265,7 +271,7 @@ class ComputeTimeModel:
             return []
         num_local = max(experts.num_experts / self.job.ep, 1)
         tokens_of_expert = (
-            tokens * experts.num_chosen / num_local * (self.job.traits.expert_imbalance if self.job.ep > 1 else 1.0)
+            tokens * experts.num_chosen / num_local * (self.job.expert_imbalance if self.job.ep > 1 else 1.0)
         )
         adapters = self._adapters_of(s.lora, has_experts=True)
         # PEFT adds an adapter's product to the experts' weights, whose gradients are computed for it.
@@ -298,16 +304,15 @@ class ComputeTimeModel:
 
     def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
         """Return the passes over the output of an adapter's second matrix, or over the input of its first."""
-        if self._fuses_adapters:
+        if self._fuses_adapters(s):
             return _FUSED_ADAPTER if is_output else _FUSED_ADAPTER[::-1]
         if is_output:
             return _ADAPTER_OUTPUT
         dropout = _ADAPTER_DROPOUT if s.lora.dropout else (0.0, 0.0)
         return _ADAPTER_INPUT[0] + dropout[0], _ADAPTER_INPUT[1] + dropout[1]
 
-    @property
-    def _fuses_adapters(self) -> bool:
-        return self.job.traits.is_compiled
+    def _fuses_adapters(self, s: ResolvedConfig) -> bool:
+        return s.compile.enabled
 
     def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         """Price what unpacks the packed weights of a block for each product with them."""
@@ -324,16 +329,15 @@ class ComputeTimeModel:
         """Price the copies of tokens for each of their experts, and the weighted sum of the results."""
         experts = self.job.shape.experts
         copies = self._tokens(s) * (0 if experts is None else experts.num_chosen)
-        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], self._permutation_passes)
+        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], self._permutation_passes(s))
 
-    @property
-    def _permutation_passes(self) -> tuple[float, float]:
+    def _permutation_passes(self, s: ResolvedConfig) -> tuple[float, float]:
         return _EXPERTS
 
     def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
         wide = _WIDTHS[param_of(s)]
-        is_fused = self.job.traits.is_compiled and not self.job.cluster.gpu.is_cpu  # a thread runs one kernel at a time
+        is_fused = s.compile.enabled and not self.job.cluster.gpu.is_cpu  # a thread runs one kernel at a time
         for linear in linears:
             is_routed = linear.is_routed
             forward_s += self._product_s(linear.m, linear.n, linear.k, dtype, linear.count, is_routed=is_routed)
@@ -343,17 +347,18 @@ class ComputeTimeModel:
                 product_s = self._product_s(linear.k, linear.n, linear.m, dtype, linear.count, is_weight=True)
                 weight_s += max(product_s, accumulated_s) if is_fused else product_s + accumulated_s
             if _WIDTHS[dtype] < wide:
-                narrow = self._narrow_bytes(dtype, wide)
+                narrow = self._narrow_bytes(s, dtype)
                 forward_s += linear.count * self._stream_s(linear.m * linear.k * narrow)
                 input_s += linear.count * self._stream_s(linear.m * linear.n * narrow)
         return PassTimes(forward_s, input_s, weight_s)
 
-    def _narrow_bytes(self, dtype: str, wide: float) -> float:
-        """Return the bytes to cast an element of a product's factor to a dtype that is narrower than `wide` bytes.
+    def _narrow_bytes(self, s: ResolvedConfig, dtype: str) -> float:
+        """Return the bytes to cast an element of a product's factor to a dtype that is narrower than the parameters'.
 
         It is written once as it is and once transposed; fused with what made it, nothing more is read.
         """
-        narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
+        wide = _WIDTHS[param_of(s)]
+        narrow = (0.0 if s.compile.enabled else wide) + 2 * _WIDTHS[dtype]
         return narrow + (_FP4_READS * wide if dtype == "fp4" else 0.0)
 
     def _accumulation_bytes(self, s: ResolvedConfig) -> float:
@@ -447,13 +452,13 @@ class ComputeTimeModel:
 
     def _streams(self, s: ResolvedConfig) -> PassTimes:
         """Price norms, residual sums, activation and rotation by their passes over each tensor."""
-        shape, traits, tokens, width = self.job.shape, self.job.traits, self._tokens(s), _WIDTHS[param_of(s)]
+        shape, is_compiled, tokens, width = self.job.shape, s.compile.enabled, self._tokens(s), _WIDTHS[param_of(s)]
         around = [2 * (norm_bytes + _SUM) for norm_bytes in _NORM]  # of attention and of the feed-forward
         if shape.ffn == "gated":
-            activation = _FUSED_GATE if traits.is_compiled else _GATE
+            activation = _FUSED_GATE if is_compiled else _GATE
         else:
-            activation = _FUSED_ACTIVATION if traits.is_compiled else _ACTIVATION
-        rotation = 0.0 if shape.num_positions else _FUSED_ROTATION if traits.is_compiled else _ROTATION
+            activation = _FUSED_ACTIVATION if is_compiled else _ACTIVATION
+        rotation = 0.0 if shape.num_positions else _FUSED_ROTATION if is_compiled else _ROTATION
         hidden = tokens / (s.mesh.tp if s.tensor.sequence_parallel else 1) * shape.hidden_size
         heads = tokens / s.mesh.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         times = self._streamed(hidden * width, around).plus(self._streamed(heads * width, (rotation, rotation)))

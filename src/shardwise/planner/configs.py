@@ -22,7 +22,7 @@ from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.candidates import PLANNED
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
-from shardwise.planner.job import SHARDWISE, ModelShape, PlanJob, changed
+from shardwise.planner.job import ModelShape, PlanJob, changed
 
 SPLITS: Final = ("mesh", "batch", "precision", "zero", "tiers", "tensor", "pipeline", "context", "recompute")
 """The sections that say how a job is split and stored."""
@@ -72,18 +72,11 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
     resolved = config.resolve(cluster.num_gpus)
     shape = shape_of(resolved)
     window = _window(resolved)
-    traits = replace(
-        SHARDWISE,
-        is_compiled=resolved.compile.enabled,
-        overlaps_data=resolved.zero.overlap,
-        overlaps_tensor=resolved.tensor.overlap_chunks > 1,
-    )
     return PlanJob(
         shape=shape if window is None else replace(shape, window=window),
         seq_len=resolved.data.seq_len,
         global_batch=resolved.batch.global_size,
         cluster=cluster,
-        traits=traits,
         base=base_of(resolved),
     )
 

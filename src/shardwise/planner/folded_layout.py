@@ -1,7 +1,14 @@
-"""Fold the Layout of a shape: equal blocks become one group with a count.
+"""Cut a shape into the stages of a config, and fold its Layout: equal blocks become one group with a count.
 
 It says the same as `plan_layout` of the whole model, to the byte, at a cost that depends on neither the number of
 layers nor that of data-parallel ranks.
+
+>>> from shardwise.planner.hardware import parse_cluster
+>>> from shardwise.models.presets import preset
+>>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
+>>> job = PlanJob(shape=shape, seq_len=8192, global_batch=16, cluster=parse_cluster("h100:16"))
+>>> StageTable(job).of(changed(job.base, {"mesh.pp": 4, "mesh.dp_shard": 4})).layers
+(7, 9, 9, 7)
 """
 
 from __future__ import annotations
@@ -9,23 +16,188 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import Any, get_args
 
 from shardwise.config.resolve import ResolvedConfig, Tier
-from shardwise.layout.facts import ModelFacts, ParamEntry
+from shardwise.layout.facts import ModelFacts, ParamEntry, StageUnit
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.resolve import layout_of
+from shardwise.layout.stage_partition import bytes_per_element, find_partition
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES
 from shardwise.optim.rules import matrix_state_names
-from shardwise.planner.job import ModelShape, PlanJob, SectionNumbers, UnitKind, changed, trains_all
-from shardwise.planner.stages import StageLayouts, StageTable, is_adapter, with_adapters
+from shardwise.planner.job import (
+    ModelShape,
+    PlanJob,
+    SectionNumbers,
+    SkeletonParam,
+    UnitKind,
+    changed,
+    is_adapter,
+    trains_all,
+    with_adapters,
+)
+from shardwise.schedule.pipelines import placement_of
+from shardwise.schedule.placement import StagePlacement
 
 _LAST = "last"
 _EXPERTS = ":experts"
+
+
+@dataclass(frozen=True)
+class StageLayouts:
+    """Describe the stages of a pipeline; without one there is a single stage of everything.
+
+    Attributes:
+        placement: which rank of the pipeline has which stages.
+        layers: blocks of each stage, in order.
+        num_dense: how many blocks at the front have a feed-forward without experts.
+        norm_stage: the stage that has the norm after the blocks; the last has the head, the first the embedding.
+    """
+
+    placement: StagePlacement
+    layers: tuple[int, ...]
+    num_dense: int
+    norm_stage: int
+
+    @property
+    def head_stage(self) -> int:
+        """Return the index of the last stage."""
+        return len(self.layers) - 1
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Return the index of the first block of each stage."""
+        return tuple(accumulate(self.layers[:-1], initial=0))
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, int], ...]:
+        """Count for each stage its dense blocks and its blocks with experts."""
+        ends = tuple(accumulate(self.layers))
+        dense = [max(0, min(end, self.num_dense) - end + num) for end, num in zip(ends, self.layers, strict=True)]
+        return tuple((num_dense, num - num_dense) for num_dense, num in zip(dense, self.layers, strict=True))
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[tuple[tuple[int, int], bool, bool, bool], ...]]:
+        marked = [
+            (kinds, stage == 0, stage == self.norm_stage, stage == self.head_stage)
+            for stage, kinds in enumerate(self.kinds)
+        ]
+        ranks = range(self.placement.num_ranks)
+        return {rank: tuple(marked[stage] for stage in self.placement.stages_of(rank)) for rank in ranks}
+
+    def held_by(self, rank: int) -> tuple[tuple[tuple[int, int], bool, bool, bool], ...]:
+        """Return for each stage of a rank its dense blocks and those with experts, and whether it has embedding, norm,
+        head.
+        """
+        return self._held[rank]
+
+    def layers_on(self, rank: int) -> int:
+        """Count the blocks of all stages of a pipeline rank."""
+        return sum(self.layers[stage] for stage in self.placement.stages_of(rank))
+
+
+class StageTable:
+    """Cut the stages of a job's candidates as the engine cuts a model of that shape, each kind of cut once."""
+
+    def __init__(self, job: PlanJob) -> None:
+        self.job = job
+        self._numbers = SectionNumbers()
+        self._stages: dict[tuple[object, ...], StageLayouts] = {}
+        self._cuts: dict[tuple[object, ...], tuple[tuple[int, ...], int]] = {}
+
+    def of(self, config: ResolvedConfig) -> StageLayouts:
+        """Return the stages of a config.
+
+        Raises:
+            ConfigError: the schedule has no such stages, there are more stages than units, or `pipeline.cut` does not
+                fit them.
+        """
+        s, number, key = config, self._numbers.of, tuple[object, ...]()
+        if s.mesh.pp > 1:
+            sections = number(s.pipeline), number(s.zero), number(s.tiers), number(s.precision), number(s.lora)
+            key = (s.mesh.pp, s.mesh.dp_shard * s.mesh.cp, s.optimizer.name, *sections)
+        stages = self._stages.get(key)
+        if stages is None:
+            shape, placement = self.job.shape, StagePlacement(1)
+            cut: tuple[tuple[int, ...], int] = (shape.num_layers,), 0
+            if s.mesh.pp > 1:
+                placement = placement_of(s.pipeline.schedule, s.mesh.pp, s.pipeline.virtual_stages)
+                cut = self._cut(s, placement)
+            num_dense = shape.num_layers - shape.num_expert_layers
+            stages = self._stages[key] = StageLayouts(placement, cut[0], num_dense, cut[1])
+        return stages
+
+    def _cut(self, config: ResolvedConfig, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
+        """Return the blocks of each stage, and the stage of the norm after them.
+
+        Only the ratios of what elements take decide, so that placements of states seldom need a cut of their own.
+        """
+        shape, num_bytes, section = self.job.shape, bytes_per_element(config), config.pipeline
+        of_kind = {kind: tuple(entries_of(shape, config, kind, kind)) for kind in get_args(UnitKind)}
+        sizes = [num_bytes(entry) for entries in of_kind.values() for entry in entries]
+        ratios = tuple(round(size / sizes[0], 9) for size in sizes)
+        key = (placement, section.balance, section.cut, self._numbers.of(config.lora), ratios)
+        if key not in self._cuts:
+            # A model of another code calls its modules otherwise; measured times are of names that are not known here.
+            cut = None if section.cut is None else tuple(_own_name(name) for name in section.cut)
+            named = changed(config, {"pipeline.cut": cut, "pipeline.unit_seconds": None})
+            stages = find_partition(tuple(_stage_units(shape, of_kind)), named).stages
+            names = [[unit.name for unit in stage] for stage in stages]
+            layers = tuple(sum(name.startswith("blocks.") for name in stage) for stage in names)
+            self._cuts[key] = layers, next(index for index, stage in enumerate(names) if "norm" in stage)
+        return self._cuts[key]
+
+
+def _own_name(name: str) -> str:
+    """Return what our decoder calls the module at which a stage begins.
+
+    >>> [_own_name(name) for name in ("model.layers.3", "model.norm", "lm_head")]
+    ['blocks.3', 'norm', 'head']
+    """
+    index = name.rpartition(".")[2]
+    return f"blocks.{index}" if index.isdecimal() else "norm" if "norm" in name else "head"
+
+
+def _stage_units(shape: ModelShape, of_kind: Mapping[UnitKind, tuple[ParamEntry, ...]]) -> Iterator[StageUnit]:
+    """Yield the units between which a pipeline may be cut, with the FLOPs of their products for a token."""
+    yield StageUnit("embed", ("embed",), of_kind["tokens"] + of_kind["positions"], is_cut_allowed_before=True)
+    for index in range(shape.num_layers):
+        kind: UnitKind = "dense" if index < shape.num_layers - shape.num_expert_layers else "experts"
+        is_allowed = index > 0 or not shape.num_positions
+        name, flops = f"blocks.{index}", 2.0 * shape.matmul_numel(kind)
+        yield StageUnit(name, (name,), of_kind[kind], is_allowed, flops)
+    yield StageUnit("norm", ("norm",), of_kind["norm"], is_cut_allowed_before=True)
+    yield StageUnit("head", ("head",), of_kind["head"], True, 2.0 * shape.matmul_numel("head"))
+
+
+def unit_params(
+    shape: ModelShape, config: ResolvedConfig, kind: UnitKind, *, expert_ranks: int = 1
+) -> tuple[SkeletonParam, ...]:
+    """Return the parameters of a unit, adapters of a block included."""
+    params = shape.params_of(kind, expert_ranks=expert_ranks)
+    return with_adapters(params, config.lora) if kind in ("dense", "experts") else params
+
+
+def entries_of(
+    shape: ModelShape, config: ResolvedConfig, name: str, kind: UnitKind, *, expert_ranks: int = 1
+) -> Iterator[ParamEntry]:
+    """Yield the parameters of a unit, adapters included, as a layout takes them."""
+    has_matrices = kind in ("dense", "experts") and bool(matrix_state_names(config.optimizer.name))
+    for param in unit_params(shape, config, kind, expert_ranks=expert_ranks):
+        yield ParamEntry(
+            f"{name}.{param.name}",
+            (),
+            name + _EXPERTS * param.is_of_experts,
+            param.stored_shape,
+            requires_grad=trains_all(config) or is_adapter(param),
+            is_opaque=param.is_packed,
+            is_matrix=has_matrices and len(param.shape) > 1,
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +285,9 @@ class FoldedLayouts:
         # Of a share, each rank's first blocks stay on the device, so none stands for others.
         is_unfolded = bool(tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device)
         every = range(stages.placement.num_stages)
-        held = every if is_unfolded else stages.placement.stages_of(pipeline_rank)
+        # Muon's matrices are looked for in all blocks, though the rank may have none.
+        is_whole = is_unfolded or not stages.layers_on(pipeline_rank)
+        held = every if is_whole else stages.placement.stages_of(pipeline_rank)
         counts, members = {ROOT: 1}, list(_root(self.job.shape, stages))
         for stage in held:
             for name, kind, count in _blocks_of(stages, stage, is_alone=config.mesh.pp == 1):
@@ -137,21 +311,9 @@ class FoldedLayouts:
     def _unit(self, config: ResolvedConfig, name: str, kind: UnitKind) -> _Unit:
         key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
         if key not in self._units:
-            params = self.job.shape.params_of(kind, expert_ranks=self.job.ep)
-            params = with_adapters(params, config.lora) if name != ROOT else params
-            has_matrices = name != ROOT and bool(matrix_state_names(config.optimizer.name))
-            entries = [
-                ParamEntry(
-                    f"{name}.{param.name}",
-                    (),
-                    name + _EXPERTS * param.is_of_experts,
-                    param.stored_shape,
-                    requires_grad=trains_all(config) or is_adapter(param),
-                    is_opaque=param.is_packed,
-                    is_matrix=has_matrices and len(param.shape) > 1,
-                )
-                for param in params
-            ]
+            shape, ep = self.job.shape, self.job.ep
+            entries = entries_of(shape, config, name, kind, expert_ranks=ep)
+            params = unit_params(shape, config, kind, expert_ranks=ep)
             splits = {f"{name}.{param.name}": param.split(config.mesh.tp) for param in params}
             self._units[key] = _Unit(tuple(entries), splits)
         return self._units[key]

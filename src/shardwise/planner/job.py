@@ -1,22 +1,22 @@
-"""Describe what is to be priced: a job, and how the code that runs it works. A `ResolvedConfig` says how it is split.
+"""Describe what is to be priced, a job; a `ResolvedConfig` says how it is split and how the engine runs it.
 
-ModelShape       sizes of a transformer; more than `shardwise.models.Decoder` can be: experts, biases, positions
-PlanJob          the model's shape, tokens of a sequence, samples of a step, the cluster
-FrameworkTraits  facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
-ModelSource      what a file says of a job: ours, a model's, another tool's
+ModelShape   sizes of a transformer; more than `shardwise.models.Decoder` can be: experts, biases, positions
+PlanJob      the model's shape, tokens of a sequence, samples of a step, the cluster
+ModelSource  what a file says of a job: ours, a model's, another tool's
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, Dtype, ResolvedConfig
+from shardwise.config.resolve import Config, Dtype, LoraConfig, ResolvedConfig
 from shardwise.config.sections import MAX_LAYERS, Section
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.models.presets import DecoderConfig
@@ -250,8 +250,97 @@ def _linear(shape: ModelShape, name: str, size: tuple[int, int], dim: int, part:
         yield SkeletonParam(name=f"{name}.bias", shape=size[:1])
 
 
-Attention = Literal["flash", "fused-softmax", "unfused"]
-"""Flash saves no scores; the fused softmax saves them once; unfused code saves scores, softmax and masks."""
+ALL: Final = "all-linear"
+# What Hugging Face's models call the layers of the skeleton; one name may stand for several that are fused there.
+_NAMES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "attention.query": frozenset({"q_proj", "qkv_proj", "query_key_value", "c_attn"}),
+        "attention.key": frozenset({"k_proj", "qkv_proj", "query_key_value", "c_attn"}),
+        "attention.value": frozenset({"v_proj", "qkv_proj", "query_key_value", "c_attn"}),
+        "attention.out": frozenset({"o_proj", "out_proj", "dense", "c_proj"}),
+        "ffn.router": frozenset({"gate", "router"}),
+        "gate": frozenset({"gate_proj", "gate_up_proj"}),
+        "up": frozenset({"up_proj", "gate_up_proj", "fc1", "dense_h_to_4h", "c_fc"}),
+        "down": frozenset({"down_proj", "fc2", "dense_4h_to_h", "c_proj"}),
+    }
+)
+
+
+SCALE_BYTES: Final = 1 / 64 + 4 / (64 * 256)
+"""Bytes of scales for an element that is packed: one of a block of 64, and 4 for 256 of these (Dettmers et al. 2023,
+arXiv 2305.14314, section 3)."""
+
+PACKED_BYTES: Final = 0.5
+"""Bytes of an element that is packed."""
+
+
+def packed_params(shape: ModelShape, lora: LoraConfig, *, has_experts: bool) -> list[SkeletonParam]:
+    """Return the weights of a layer that are packed in 4 bits.
+
+    Args:
+        lora: the adapters, and how their base is stored.
+        has_experts: whether the layer's feed-forward is experts.
+    """
+    if lora.base == "keep":
+        return []
+    params = shape.params_of("experts" if has_experts else "dense")
+    return [param for param in with_adapters(params, lora) if param.is_packed]
+
+
+def is_adapter(param: SkeletonParam) -> bool:
+    """Say whether a parameter is one of an adapter's matrices."""
+    return ".lora_" in param.name
+
+
+def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[SkeletonParam, ...]:
+    """Return the parameters of a layer, and after each linear layer that is adapted its two matrices.
+
+    The linear layers themselves are packed where `lora.base` says so; experts, which are no such layers, are not. What
+    a layer splits over tensor-parallel ranks, its inputs or its outputs, the matrix on that side splits too.
+
+    Args:
+        lora: the adapters' rank and the layers that have them.
+
+    Raises:
+        ConfigError: no layer has one of the targets' names.
+    """
+    if not lora.rank:
+        return tuple(params)
+    targets = {target.rpartition(".")[2] for target in lora.targets}
+    known_names = frozenset[str]().union(*_NAMES.values())
+    if ALL not in targets and not targets & known_names:
+        names = ", ".join(sorted(known_names))
+        raise ConfigError("lora-targets-unknown", f"lora.targets={[*lora.targets]} name no layer; use some of {names}")
+    adapters: list[SkeletonParam] = []
+    for param in params:
+        layer = param.name.removesuffix(".weight")
+        called = _NAMES.get(layer) or _NAMES.get(layer.rpartition(".")[2], frozenset())
+        is_linear = bool(called) and not param.name.endswith(".bias")
+        is_packed = is_linear and lora.base == "nf4" and not param.is_of_experts and layer != "ffn.router"
+        adapters.append(replace(param, is_packed=is_packed))
+        if is_linear and (ALL in targets or called & targets):
+            adapters += _beside_experts(param, lora.rank) if param.is_of_experts else _beside(param, layer, lora.rank)
+    return tuple(adapters)
+
+
+def _beside(layer: SkeletonParam, layer_name: str, rank: int) -> Iterator[SkeletonParam]:
+    outputs, inputs = layer.shape
+    for name, shape, dim in (("A", (rank, inputs), 1), ("B", (outputs, rank), 0)):
+        is_split = layer.dim == dim
+        part = layer.part if is_split else None
+        yield SkeletonParam(
+            name=f"{layer_name}.lora_{name}.weight", shape=shape, dim=dim if is_split else None, part=part
+        )
+
+
+def _beside_experts(experts: SkeletonParam, rank: int) -> Iterator[SkeletonParam]:
+    """Yield what PEFT puts beside all experts; it takes gate and up as one weight, of twice the rank."""
+    num_experts, outputs, inputs = experts.shape
+    ranks = num_experts * rank
+    yield SkeletonParam(name=f"{experts.name}.lora_A.weight", shape=(ranks, inputs), is_of_experts=True)
+    second = (outputs, ranks if experts.name.endswith("down") else 2 * ranks)
+    yield SkeletonParam(name=f"{experts.name}.lora_B.weight", shape=second, is_of_experts=True)
+
 
 MatmulDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
@@ -325,50 +414,6 @@ def product_dtype(config: ResolvedConfig) -> MatmulDtype:
     return param_of(config) if linears == "keep" or linears == "fp8-emulated" else linears
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameworkTraits:
-    """State facts about the code that runs a job, which change what it holds and how long it takes.
-
-    Runs of other frameworks are priced by `benchmarks/planner_eval`, whose subclass has further facts. These are read
-    in the midst of the models' sums, so that both need them here.
-
-    Attributes:
-        logits_bytes: bytes that each logit takes at the peak of the loss, all copies together; 0 where they never exist
-            whole, None where they and their gradient do in the parameters' dtype, as in our loss.
-        splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
-        is_compiled: whether a compiler has fused element-wise kernels.
-        overlaps_data: whether gradients are reduced and parameters gathered while others compute.
-        overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
-        saves_norm_in_fp32: whether norms keep a widened copy of their input.
-        has_dropout: whether dropout runs, whose masks are kept for the backward.
-        expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them. The fullest
-            expert has 1.04 to 1.72 times the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even
-            out.
-        selective: what selective recomputation keeps: the outputs of matrix products and attention, those of every
-            other product and attention, or all but the scores of attention.
-        fuses_gate: whether the activated gate is made again from the gate, not kept.
-        reduces_in_place: whether gradients of weights are added where they are stored, and, where they are stored
-            whole, are sent from there, through no other buffer.
-        is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
-            angles for each micro-batch, its first block that splits sequences.
-    """
-
-    attention: Attention = "flash"
-    logits_bytes: float | None = None
-    splits_logits: bool = True
-    is_compiled: bool = False
-    overlaps_data: bool = True
-    overlaps_tensor: bool = False
-    saves_norm_in_fp32: bool = False
-    has_dropout: bool = False
-    expert_imbalance: float = 1.2
-    selective: Literal["products", "half", "all-but-scores"] = "products"
-    fuses_gate: bool = False
-    reduces_in_place: bool = False
-    is_own: bool = True
-
-
-SHARDWISE: Final = FrameworkTraits()
 BASE: Final = Config.from_dict({"zero": {"stage": 0}, "precision": {"param": "bf16"}}).resolve(world_size=1)
 """A config that splits nothing, for half precision."""
 
@@ -379,18 +424,25 @@ class PlanJob:
 
     Attributes:
         global_batch: sequences of `seq_len` tokens in an optimizer step.
-        traits: facts about the code that trains it.
         base: the config that every candidate has, but for the keys that say how it is split; one rank runs it.
         ep: ranks of the data axes over which experts are split; our engine runs none yet.
+        expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them. The fullest
+            expert has 1.04 to 1.72 times the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even
+            out.
     """
 
     shape: ModelShape
     seq_len: int
     global_batch: int
     cluster: Cluster
-    traits: FrameworkTraits = SHARDWISE
     base: ResolvedConfig = BASE
     ep: int = 1
+    expert_imbalance: float = 1.2
+
+    @property
+    def is_of_transformers(self) -> bool:
+        """Say whether the model is Hugging Face's code, with its norms and its loss, and not our decoder."""
+        return self.base.model.path is not None
 
     @property
     def tokens(self) -> int:

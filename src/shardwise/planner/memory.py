@@ -22,26 +22,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
-from shardwise.layout.layout import TIERS
+from shardwise.layout.activation_bytes import (
+    FP32_BYTES,
+    LayerShape,
+    activation_bytes_per_layer,
+    head_tokens_at_a_time,
+    logits_at_a_time,
+)
+from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount
-from shardwise.planner.job import FrameworkTraits, PlanJob, num_data_ranks, param_of, product_dtype, trains_all
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageLayouts
+from shardwise.planner.job import (
+    SCALE_BYTES,
+    PlanJob,
+    num_data_ranks,
+    packed_params,
+    param_of,
+    product_dtype,
+    trains_all,
+    with_adapters,
+)
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params, with_adapters
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.pipelines import recipe_of
 
 _Moments = NDArray[np.int64]
+Recompute = Literal["none", "selective", "full"]
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Bytes of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering,
@@ -58,15 +72,6 @@ NUM_INPUTS_ON_DEVICE: Final = 3
 
 NUM_SENT: Final = 2
 """How many tensors between stages exist besides those in use: one that is received ahead, one that is sent."""
-
-MASK_BYTES: Final = 1.0
-"""Bytes that are kept of each element that dropout works on, in addition to its output."""
-
-LOSS_LOGITS: Final = 2**26
-"""How many logits our loss widens at a time; source: `shardwise.models.decoder`."""
-
-LEAST_ROWS: Final = 1024
-"""The fewest tokens of which a head computes logits at a time; source: `shardwise.tensor.cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -141,12 +146,14 @@ class Buffers:
 
     Attributes:
         root, block: gathered, of what is in no block and of the largest block.
-        waiting: gradients that wait for their reduction or are in one, while a block's come.
+        first: gradients that wait for their reduction while the first come, of the last block.
+        waiting: the same while another block's come, with those that are in a reduction.
         last: the same as what is in no block is reduced, the last of all.
     """
 
     root: float
     block: float
+    first: float = 0.0
     waiting: float = 0.0
     last: float = 0.0
 
@@ -167,8 +174,8 @@ class MemoryModel:
         """
         s, stages = config, self.layouts.stages.of(config)
         last = stages.placement.num_ranks - 1
-        dense = self._block_bytes(s, has_experts=False)
-        blocks = (dense, self._block_bytes(s, has_experts=True) if self.job.shape.experts else dense)
+        dense = self.block_bytes(s, has_experts=False)
+        blocks = (dense, self.block_bytes(s, has_experts=True) if self.job.shape.experts else dense)
         by_key: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
@@ -181,9 +188,6 @@ class MemoryModel:
             if by_key[key].peak_bytes > too_much_bytes:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
-
-    def _block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
-        return block_bytes(self.job, config, has_experts=has_experts)
 
     def _held(self, config: ResolvedConfig, rank: int) -> _Moments:
         """Return what a rank holds at each moment, as `moments_in_flight`; [moments, 1 + 2 x stages]."""
@@ -243,9 +247,8 @@ class MemoryModel:
             for index in {*firsts}
         }
         buffers = {index: one for index, (_, one) in counted.items()}
-        if s.mesh.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
-            pooled = max(one.last for one in buffers.values())
-            buffers = {index: replace(one, waiting=pooled, last=pooled) for index, one in buffers.items()}
+        if s.mesh.pp > 1:
+            buffers = self._pooled(buffers)
         stage_bytes = [counted[index][0] for index in firsts]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in stage_bytes]
         base = held[:, 1:] @ np.array([*(stage.whole for stage in stage_bytes), *deferred])
@@ -287,7 +290,7 @@ class MemoryModel:
             }
             # The gradient of a tied table waits for what the embedding adds to it.
             left += head.deferred - head.kept + (head.weight if is_alone and self.job.shape.is_tied else 0.0)
-        for done in {*range(min(num_blocks, s.recompute.every)), num_blocks - 1} if num_blocks else ():
+        for done in {*range(min(num_blocks, s.recompute.every + 1)), num_blocks - 1} if num_blocks else ():
             num_kept = num_blocks - done
             yield {
                 "activations": left
@@ -296,12 +299,12 @@ class MemoryModel:
                 + stage.again[num_kept - 1],
                 "workspace": stage.block.working,
                 "gathered": buffers.root + min(2, num_kept) * buffers.block,
-                "buckets": buffers.waiting,
+                "buckets": buffers.waiting if done else buffers.first,
             }
         after = {"activations": left + stage.deferred, "gathered": buffers.root, "buckets": buffers.last}
         if has_table:
             num_tables = 2 if is_alone and self.job.shape.is_tied else 1
-            yield after | {"workspace": num_tables * head_bytes(self.job, s).weight + stage.block.stream}
+            yield after | {"workspace": num_tables * self.head_bytes(s).weight + stage.block.stream}
         yield after
 
     def _buffers(self, config: ResolvedConfig, folds: FoldedLayout, index: int) -> Buffers:
@@ -311,7 +314,7 @@ class MemoryModel:
         stage has those of all blocks, in the dtype that micro-batches are added in. A reduction that changes the dtype
         copies what it sends, and two are under way; one that does not sum in place receives as much again.
         """
-        s, layout, traits, all_stages = config, folds.layout, self.job.traits, config.pipeline.gather == "batch"
+        s, layout, all_stages = config, folds.layout, config.pipeline.gather == "batch"
         # Of the rank that was folded, which stands for all that hold the same.
         stage = 0 if layout.pipeline is None else layout.pipeline.placement.stages_of(layout.pipeline.index)[index]
         own_folds = [fold for fold in folds.folds if s.mesh.pp == 1 or stage in fold.group.stages]
@@ -324,25 +327,36 @@ class MemoryModel:
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
         root, block, total = self._sums(own_folds)
         is_sharded = layout.stage.grads is Placement.SHARD
+        if s.mesh.pp > 1:
+            waiting = width * float(folds.numel if all_stages else total) if is_sharded else 0.0
+            last = waiting + self._sent_bytes(layout, width) * max(root, block)
+            return replace(params, first=waiting, waiting=waiting, last=last)
+        width = wire if is_sharded else width
+        first, waiting = (width * (root + num * block) if is_sharded else 0.0 for num in (1, 2))
+        sent = self._sent_bytes(layout, width)
+        return replace(params, first=first, waiting=waiting + sent * block, last=waiting + sent * root)
+
+    def _sent_bytes(self, layout: Layout, width: int) -> float:
+        """Return what an element takes in reductions that are under way, where its gradient has `width` bytes."""
+        num_shards, wire = layout.mesh.dp_shard * layout.mesh.cp, DTYPE_BYTES[layout.precision.reduce]
+        is_sharded = layout.stage.grads is Placement.SHARD
         is_replicated = layout.stage.optimizer is Placement.REPLICATE
-        waiting = 0.0
-        if is_sharded:
-            width = wire if s.mesh.pp == 1 else width
-            waiting = width * float(root + 2 * block if s.mesh.pp == 1 else folds.numel if all_stages else total)
-        num_shards = layout.mesh.dp_shard * layout.mesh.cp
-        is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1
-        copies = is_split and width != wire and not traits.reduces_in_place
-        receives = is_split and (is_sharded or not (traits.reduces_in_place or (is_replicated and width == wire)))
-        # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
-        is_slice = traits.is_own and not self.job.cluster.gpu.is_cpu and wire >= FP32_BYTES
-        sent = wire * (2 * copies + receives / (num_shards if is_slice else 1))
-        if is_split and layout.precision.reduce_codec is not None:  # of two that are under way, sent and received codes
+        if num_shards * (layout.mesh.dp_replicate if is_replicated else 1) == 1:
+            return 0.0
+        copies, receives = width != wire, is_sharded or not is_replicated or width != wire
+        if layout.precision.reduce_codec is not None:  # of two that are under way, sent and received codes
             from shardwise.layout.wire_codec import WireCodec
 
             codec = WireCodec(layout.precision.reduce_codec)
-            sent = 2 * (wire * (copies and not is_sharded) + 2 * codec.num_bytes(BLOCK_NUMEL) / BLOCK_NUMEL)
-        last = waiting + sent * (root if s.mesh.pp == 1 else max(root, block))
-        return replace(params, waiting=waiting + (sent * block if s.mesh.pp == 1 else 0.0), last=last)
+            return 2 * (wire * (copies and not is_sharded) + 2 * codec.num_bytes(BLOCK_NUMEL) / BLOCK_NUMEL)
+        # What NCCL sums arrives as a slice; gloo copies all gradients of a group together before it sends them.
+        is_slice = not self.job.cluster.gpu.is_cpu and wire >= FP32_BYTES
+        return wire * (2 * copies + receives / (num_shards if is_slice else 1))
+
+    def _pooled(self, buffers: dict[int, Buffers]) -> dict[int, Buffers]:
+        """Return the buffers of a pipeline's stages: the pool keeps what reductions needed."""
+        pooled = max(one.last for one in buffers.values())
+        return {index: replace(one, first=pooled, waiting=pooled, last=pooled) for index, one in buffers.items()}
 
     def _sums(
         self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
@@ -371,12 +385,7 @@ class MemoryModel:
         """Count what one stage keeps of one micro-batch."""
         s, start, placement = config, stages.starts[stage], stages.placement
         block, deferred, again, num_again = of_kind[0], 0.0, list[float](), 0
-        # Our first block is given whole sequences.
-        blocks = [
-            block.stream * (s.mesh.tp - 1)
-            if s.tensor.sequence_parallel and self.job.traits.is_own and not start
-            else 0.0
-        ]
+        blocks = [0.0 if start else self._given_bytes(s, block)]
         for index in range(start, start + stages.layers[stage]):
             block, is_again = of_kind[index >= stages.num_dense], index % s.recompute.every == 0
             num_again += is_again
@@ -385,66 +394,133 @@ class MemoryModel:
             blocks.append(blocks[-1] + kept_bytes)
             again.append(block.whole - block.kept + block.again if is_again else 0.0)
             deferred += block.deferred
-        head = head_bytes(self.job, s) if stage == stages.head_stage else None
+        head = self.head_bytes(s) if stage == stages.head_stage else None
         ends = (block.stream if stage == stages.norm_stage else 0.0) + (head.given if head else 0.0)
-        is_sent = head is None and placement.rank_of(stage) != placement.rank_of(stage + 1) and self._keeps_sent()
-        total = blocks[-1] + ends + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
+        is_sent = head is None and placement.rank_of(stage) != placement.rank_of(stage + 1)
+        total = blocks[-1] + ends + is_sent * self._sent_on_bytes(block) + (head.kept if head else 0.0)
         return StageBytes(total, tuple(blocks), tuple(again), deferred, block, head, ends)
 
-    def _keeps_sent(self) -> bool:
-        """Say whether what a stage has sent on stays until its backward."""
-        return True
+    def _given_bytes(self, config: ResolvedConfig, block: BlockBytes) -> float:
+        """Return what the first block is given more than others: whole sequences."""
+        return block.stream * (config.mesh.tp - 1) if config.tensor.sequence_parallel else 0.0
+
+    def _sent_on_bytes(self, block: BlockBytes) -> float:
+        """Return what stays until a stage's backward of what it has sent on."""
+        return block.stream
+
+    def block_bytes(self, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
+        """Return the bytes of one block under a config.
+
+        A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged
+        for tokens are kept together with what attention gave them.
+        """
+        s, shape, job = config, self._layer_shape(config, has_experts=has_experts), self.job
+        is_chunked = s.context.chunk_tokens is not None and not has_experts
+        kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
+        feature = self._feature_bytes(s)
+        mixed = feature * shape.num_heads * shape.head_dim / s.mesh.tp if _is_ulysses(s) else 0.0
+        unread = feature * unread_size(job, s, shape, has_experts=has_experts)
+        # Whole sequences that a recomputation gathers, for attention and feed-forward.
+        num_gathered = 2 - is_chunked if s.tensor.sequence_parallel and s.recompute.mode != "none" else 0
+        stream = feature * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
+        at_rest = self._kept_bytes(kept_shape, s, s.recompute.mode) + (mixed if s.recompute.mode != "full" else 0.0)
+        waiting = _deferred_size(kept_shape, s) if defers_weights(s) else 0.0
+        return BlockBytes(
+            kept=at_rest - (unread if s.recompute.mode == "none" else 0.0),
+            whole=self._kept_bytes(kept_shape, s, "none") + mixed - unread,
+            again=feature * num_gathered * shape.hidden_size,
+            working=stream + self._made_bytes(s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
+            deferred=feature * waiting,
+            stream=stream,
+        )
+
+    def _layer_shape(self, config: ResolvedConfig, *, has_experts: bool) -> LayerShape:
+        """Return the sizes of a block, and what its code keeps."""
+        shape, experts = self.job.shape, self.job.shape.experts if has_experts else None
+        return LayerShape(
+            hidden_size=shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
+            is_gated=shape.ffn == "gated",
+            norm_bytes=self._norm_bytes(config),
+            product_bytes=1.0 if product_dtype(config) in ("fp8", "fp4") else None,
+            num_routed=experts.num_chosen if experts else 0,
+        )
+
+    def _norm_bytes(self, s: ResolvedConfig) -> float:
+        """Return what a norm keeps of each feature beside what ours does.
+
+        Those of transformers (`LlamaRMSNorm` in modeling_llama.py) keep their input in fp32 instead, and for the
+        gradient of their weight what it multiplies.
+        """
+        size = DTYPE_BYTES[param_of(s)]
+        return float(FP32_BYTES - size + size * trains_all(s)) if self.job.is_of_transformers else 0.0
+
+    def _kept_bytes(self, shape: LayerShape, s: ResolvedConfig, recompute: Recompute) -> float:
+        return activation_bytes_per_layer(
+            shape,
+            seq_len=self.job.seq_len,
+            micro_size=s.batch.micro_size,
+            tp=s.mesh.tp,
+            cp=s.mesh.cp,
+            sequence_parallel=s.tensor.sequence_parallel,
+            element_bytes=DTYPE_BYTES[param_of(s)],
+            recompute=recompute,
+        )
+
+    def _feature_bytes(self, s: ResolvedConfig) -> float:
+        """Return the bytes of one feature of all tokens of a micro-batch on a rank."""
+        return self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
+
+    def _made_bytes(self, config: ResolvedConfig, shape: LayerShape, *, is_chunked: bool) -> float:
+        """Return the most bytes that a block's backward makes, beside what was kept and the gradient of the stream.
+
+        The last matrix of the feed-forward makes its own gradient and that of its input; the gradients of two inner
+        tensors follow. A feed-forward in parts makes its inner tensors again, while gradients of weights are summed
+        over the parts. Scores that are kept have two gradients of their own.
+        """
+        s, hidden, ffn, seq_len = config, shape.hidden_size, shape.ffn_size / config.mesh.tp, self.job.seq_len
+        feature, weight = self._feature_bytes(s), self._weight_grad_bytes(s, hidden * ffn)
+        gathered = hidden if s.tensor.sequence_parallel else 0.0
+        num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
+        if is_chunked:
+            chunk_feature = feature * min(1.0, (s.context.chunk_tokens or 1) * s.mesh.cp / seq_len)
+            return feature * hidden + chunk_feature * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
+        scores = 2 * shape.num_heads / s.mesh.tp * seq_len - hidden if shape.score_bytes else 0.0
+        return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
+
+    def _weight_grad_bytes(self, config: ResolvedConfig, numel: float) -> float:
+        """Return what a gradient of so many elements takes before it is added where gradients are stored."""
+        return DTYPE_BYTES[param_of(config)] * numel
+
+    def head_bytes(self, config: ResolvedConfig) -> HeadBytes:
+        """Return the bytes of one micro-batch in the head and its loss.
+
+        Our loss widens some rows of the logits at a time. A head that is split, or that takes some tokens at a time,
+        gives the gradients of its input and weight at once, and they wait for that of the loss. Torch's loss, which
+        transformers takes, has three copies of all logits in fp32: their log-softmax, its gradient and theirs.
+        """
+        s, size, hidden = config, DTYPE_BYTES[param_of(config)], self.job.shape.hidden_size
+        vocab, tokens = math.ceil(self.job.shape.vocab_size / s.mesh.tp), self._feature_bytes(s) / size
+        stream, logits = tokens * size * hidden, tokens * size * vocab
+        weight, device = self._weight_grad_bytes(s, vocab * hidden), self.job.cluster.gpu.run_device
+        if s.mesh.tp == 1 and s.context.chunk_tokens is None:
+            widened = FP32_BYTES * min(tokens * vocab, 2 * logits_at_a_time(device))  # two parts follow each other
+            deferred = stream + logits if defers_weights(s) else 0.0
+            if self.job.is_of_transformers:
+                wide, normed = FP32_BYTES * tokens * vocab, self._norm_bytes(s) * tokens * hidden
+                return HeadBytes(stream + normed, wide, max(2 * wide, stream + weight), weight, deferred)
+            return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
+        most = tokens if s.mesh.tp > 1 else s.context.chunk_tokens or tokens
+        rows = min(tokens, head_tokens_at_a_time(device, vocab), most)
+        made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
+        return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
 
-def block_bytes(job: PlanJob, config: ResolvedConfig, *, has_experts: bool) -> BlockBytes:
-    """Return the bytes of one block under a config.
-
-    A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged for
-    tokens are kept together with what attention gave them.
-
-    Args:
-        job: the model's shape, the sequence length in tokens, the cluster and the framework's traits.
-        config: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
-        has_experts: whether the block's feed-forward is a layer of experts.
-    """
-    s, shape = config, layer_shape(job, config, has_experts)
-    is_chunked = s.context.chunk_tokens is not None and not has_experts
-    kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
-    bytes_kept = partial(
-        activation_bytes_per_layer,
-        seq_len=job.seq_len,
-        micro_size=s.batch.micro_size,
-        tp=s.mesh.tp,
-        cp=s.mesh.cp,
-        sequence_parallel=s.tensor.sequence_parallel,
-        element_bytes=DTYPE_BYTES[param_of(s)],
-    )
-    feature = job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
-    mixed = (
-        feature * shape.num_heads * shape.head_dim / s.mesh.tp
-        if s.mesh.cp > 1 and s.context.transport == "ulysses"
-        else 0.0
-    )
-    drops_scores = s.recompute.mode == "selective" and job.traits.selective == "all-but-scores"
-    at_rest = (
-        bytes_kept(replace(kept_shape, score_bytes=0.0))
-        if drops_scores
-        else bytes_kept(kept_shape, recompute=s.recompute.mode)
-    )
-    unread = feature * unread_size(job, s, shape, has_experts=has_experts)
-    # Whole sequences that a recomputation gathers, for attention and feed-forward.
-    num_gathered = 2 - is_chunked if s.tensor.sequence_parallel and s.recompute.mode != "none" else 0
-    stream = feature * shape.hidden_size / (s.mesh.tp if s.tensor.sequence_parallel else 1)
-    return BlockBytes(
-        kept=at_rest + (mixed if s.recompute.mode != "full" else 0.0) - (unread if s.recompute.mode == "none" else 0.0),
-        whole=bytes_kept(kept_shape) + mixed - unread,
-        again=feature * num_gathered * shape.hidden_size,
-        working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
-        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.mesh.tp)
-        if _defers(s)
-        else 0.0,
-        stream=stream,
-    )
+def _is_ulysses(config: ResolvedConfig) -> bool:
+    return config.mesh.cp > 1 and config.context.transport == "ulysses"
 
 
 def unread_size(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, has_experts: bool) -> float:
@@ -469,95 +545,18 @@ def _unpacked_bytes(job: PlanJob, config: ResolvedConfig, has_experts: bool) -> 
     return float(DTYPE_BYTES[param_of(config)] * max(numels, default=0))
 
 
-def _made_bytes(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, is_chunked: bool) -> float:
-    """Return the most bytes that a block's backward makes, beside what was kept and the gradient of the stream.
-
-    The last matrix of the feed-forward makes its own gradient and that of its input; the gradients of two inner tensors
-    follow. A feed-forward in parts makes its inner tensors again, while gradients of weights are summed over the parts.
-    Scores that are kept have two gradients of their own.
-    """
-    s, hidden, ffn = config, shape.hidden_size, shape.ffn_size / config.mesh.tp
-    feature = job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
-    weight = 0.0 if job.traits.reduces_in_place else DTYPE_BYTES[param_of(s)] * hidden * ffn
-    gathered = hidden if s.tensor.sequence_parallel else 0.0
-    num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
-    if is_chunked:
-        chunk_feature = feature * min(1.0, (s.context.chunk_tokens or 1) * s.mesh.cp / job.seq_len)
-        return feature * hidden + chunk_feature * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
-    scores = 2 * shape.num_heads / s.mesh.tp * job.seq_len - hidden if shape.score_bytes else 0.0
-    return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
-
-
-def _defers(config: ResolvedConfig) -> bool:
+def defers_weights(config: ResolvedConfig) -> bool:
     """Say whether gradients of weights come later than those of inputs."""
     return config.mesh.pp > 1 and recipe_of(config.pipeline.schedule).splits_backward
 
 
-def _deferred_size(shape: LayerShape, config: ResolvedConfig, ffn: float) -> float:
+def _deferred_size(shape: LayerShape, config: ResolvedConfig) -> float:
     """Return the features of a token in inputs and outputs' gradients that wait for a later weight gradient.
 
     Columns that gather a sequence do not wait, and rows wait with whole gradients.
     """
-    s = config
+    s, ffn = config, shape.ffn_size / config.mesh.tp
     mixed, keys = shape.num_heads * shape.head_dim / s.mesh.tp, max(shape.num_kv_heads / s.mesh.tp, 1) * shape.head_dim
     rows = 2 * shape.hidden_size + mixed + ffn
     columns = 2 * shape.hidden_size + mixed + 2 * keys + (2 if shape.is_gated else 1) * ffn
     return rows + (0.0 if s.tensor.sequence_parallel else columns)
-
-
-def _score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
-    """Return the bytes kept of each attention score.
-
-    A fused softmax keeps its output, any other also its output in fp32, and dropout its own output and mask.
-    """
-    if traits.attention == "flash":
-        return 0.0
-    is_widened = traits.attention == "unfused" and element_bytes < FP32_BYTES
-    softmax = element_bytes + (FP32_BYTES if is_widened else 0.0)
-    return softmax + (element_bytes + MASK_BYTES if traits.has_dropout else 0.0)
-
-
-def head_bytes(job: PlanJob, config: ResolvedConfig) -> HeadBytes:
-    """Return the bytes of one micro-batch in the head and its loss.
-
-    Our loss widens some rows of the logits at a time. A head that is split, or that takes some tokens at a time, gives
-    the gradients of its input and weight at once, and they wait for that of the loss.
-    """
-    s, traits, size = config, job.traits, DTYPE_BYTES[param_of(config)]
-    hidden, tokens = job.shape.hidden_size, job.seq_len / s.mesh.cp * s.batch.micro_size
-    vocab = math.ceil(job.shape.vocab_size / (s.mesh.tp if traits.splits_logits else 1))
-    stream, logits = tokens * size * hidden, tokens * size * vocab
-    weight = 0.0 if traits.reduces_in_place else size * vocab * hidden
-    deferred = stream + logits if _defers(s) else 0.0
-    if traits.logits_bytes is not None:
-        made = traits.logits_bytes * vocab * min(tokens, s.context.chunk_tokens or tokens)
-        input_bytes = stream / (s.mesh.tp if s.tensor.sequence_parallel else 1)
-        return HeadBytes(input_bytes, 0.0, max(made, stream + weight), weight, deferred)
-    if s.mesh.tp == 1 and s.context.chunk_tokens is None:
-        widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
-        return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
-    rows = min(
-        tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.mesh.tp > 1 else s.context.chunk_tokens or tokens
-    )
-    made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
-    return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
-
-
-def layer_shape(job: PlanJob, config: ResolvedConfig, has_experts: bool = False) -> LayerShape:
-    """Return the sizes of a block, and what its code keeps."""
-    shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
-    return LayerShape(
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
-        is_gated=shape.ffn == "gated",
-        score_bytes=_score_bytes(traits, DTYPE_BYTES[param_of(config)]),
-        mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
-        norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
-        product_bytes=1.0 if product_dtype(config) in ("fp8", "fp4") else None,
-        fuses_gate=traits.fuses_gate and shape.ffn == "gated",
-        products_share=0.5 if traits.selective == "half" else 1.0,
-        num_routed=experts.num_chosen if experts else 0,
-    )

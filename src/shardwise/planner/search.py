@@ -25,7 +25,7 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.optim.rules import num_states
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
-from shardwise.planner.job import PlanJob, changed, param_of, trains_all
+from shardwise.planner.job import PACKED_BYTES, PlanJob, changed, param_of, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     TIE_SHARE,
@@ -40,7 +40,6 @@ from shardwise.planner.results import (
     simplest,
     usable_bytes,
 )
-from shardwise.planner.stages import PACKED_BYTES
 
 # So many meshes or schedules are wanted beside each other.
 _NUM_KINDS: Final = 5

@@ -20,13 +20,12 @@ from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.folded_layout import FoldedLayouts
+from shardwise.planner.folded_layout import FoldedLayouts, StageLayouts
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.host_time import queued_s
 from shardwise.planner.job import PlanJob, SectionNumbers, product_dtype, trains_all
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
-from shardwise.planner.stages import StageLayouts
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s, least_bubble_share
 from shardwise.schedule.pipelines import recipe_of

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import EngineError
+from shardwise.layout.activation_bytes import head_tokens_at_a_time
 from shardwise.runtime.batch_errors import check_indices
 from shardwise.tensor import collectives
 
@@ -139,7 +140,8 @@ class _ChunkJob:
 
     def chunks(self, hidden: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, _Targets]]:
         """Yield some tokens at a time: which, their hidden states, their targets."""
-        step = min(_num_tokens(self.vocab.num_rows, hidden.device), self.vocab.chunk_tokens or len(targets) or 1)
+        most = head_tokens_at_a_time(hidden.device.type, self.vocab.num_rows)
+        step = min(most, self.vocab.chunk_tokens or len(targets) or 1)
         for start in range(0, len(targets), step):
             part = slice(start, start + step)
             yield part, hidden[part], _Targets.of(targets[part], self)
@@ -303,9 +305,3 @@ def _refuse_second_derivatives() -> None:
 def _of_no_row(logits: Tensor) -> list[Tensor]:
     """Return log-sum-exp and picked logit of a rank that has only padding."""
     return [logits.new_full(logits.shape[:1], -torch.inf), logits.new_zeros(logits.shape[:1])]
-
-
-def _num_tokens(num_rows: int, device: torch.device) -> int:
-    """Return the number of tokens at a time: large enough for few collectives and few reads of the weight."""
-    num_logits, fewest = (2**20, 256) if device.type == "cpu" else (2**26, 1024)
-    return max(fewest, num_logits // num_rows)

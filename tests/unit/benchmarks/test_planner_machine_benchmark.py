@@ -39,10 +39,10 @@ def test_predictions_are_compared_with_real_runs(tmp_path: Path) -> None:
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
     rows = json.loads(kept.read_text())["results"]
-    assert len(rows) == 12
-    assert [row["failure"] for row in rows] == [None] * 12
+    assert len(rows) == 15
+    assert [row["failure"] for row in rows] == [None] * 15
     for row in rows:
         assert row["step_error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
         assert sum(row["parts_s"].values()) == pytest.approx(row["predicted_s"])
         assert min(row["measured_s"], row["measured_peak_bytes"], row["measured_at_rest_bytes"]) > 0
-    assert len(table.read_text().splitlines()) == 14
+    assert len(table.read_text().splitlines()) == 17

@@ -11,7 +11,7 @@ from harness.paths import ROOT
 from planner_eval.cases import Case, read_case
 from planner_eval.models import PublishedPricer, PublishedTimeModel
 from planner_eval.prices import predict
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import PublishedJob, PublishedTraits
 from shardwise.planner.results import Estimate
 
 LLAMA = {
@@ -34,7 +34,7 @@ def case_of(framework: str, model: dict[str, Any] = LLAMA, gpu: str = "H100-SXM5
 def traits_of(*args: Any, **parallel: Any) -> PublishedTraits:
     case = case_of(*args, **parallel)
     assert case.job is not None
-    assert isinstance(case.job.traits, PublishedTraits)
+    assert isinstance(case.job, PublishedJob)
     return case.job.traits
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from planner_eval.cases import read_case
-from planner_eval.models import published_traits
 from planner_eval.prices import is_of_first_rank, memory_gib, memory_kind_of, predict_row
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import PublishedTraits, published_traits
 from shardwise.config.resolve import ResolvedConfig
 
 LLAMA = {
@@ -68,20 +67,20 @@ STAGES = {"pp": 4, "vpp": 2}
 @pytest.mark.parametrize(
     ("name", "given", "value"),
     [
-        ("overlaps_tensor", SPLIT | STAGES, True),
-        ("overlaps_tensor", SPLIT, False),
-        ("overlaps_tensor", SPLIT | {"vpp": 0, "precision": "fp8"}, True),
-        ("overlaps_tensor", SPLIT | {"sequence_parallel": False, "precision": "fp8"}, False),
-        ("overlaps_tensor", SPLIT | {"vpp": 0, "precision": "fp8", "zero_stage": 3}, False),
-        ("overlaps_tensor", SPLIT | {"vpp": 0, "precision": "fp8", "async_tp": False}, False),
-        ("overlaps_tensor", SPLIT | STAGES | {"gpu": "A100"}, False),
-        ("overlaps_tensor", {"tp": 2, "async_tp": True, "gpu": "A100"}, True),
-        ("is_compiled", {"liger": True, "attention_kernel": "flash"}, True),
-        ("is_compiled", {"compile": True, "attention_kernel": "flash"}, True),
-        ("is_compiled", {"tp": 2}, True),
-        ("is_compiled", {"pp": 2}, True),
-        ("is_compiled", {}, False),
-        ("is_compiled", {"tp": 2, "attention_kernel": "flash"}, False),
+        ("tensor.overlap_chunks", SPLIT | STAGES, 4),
+        ("tensor.overlap_chunks", SPLIT, 1),
+        ("tensor.overlap_chunks", SPLIT | {"vpp": 0, "precision": "fp8"}, 4),
+        ("tensor.overlap_chunks", SPLIT | {"sequence_parallel": False, "precision": "fp8"}, 1),
+        ("tensor.overlap_chunks", SPLIT | {"vpp": 0, "precision": "fp8", "zero_stage": 3}, 1),
+        ("tensor.overlap_chunks", SPLIT | {"vpp": 0, "precision": "fp8", "async_tp": False}, 1),
+        ("tensor.overlap_chunks", SPLIT | STAGES | {"gpu": "A100"}, 1),
+        ("tensor.overlap_chunks", {"tp": 2, "async_tp": True, "gpu": "A100"}, 4),
+        ("compile.enabled", {"liger": True, "attention_kernel": "flash"}, True),
+        ("compile.enabled", {"compile": True, "attention_kernel": "flash"}, True),
+        ("compile.enabled", {"tp": 2}, True),
+        ("compile.enabled", {"pp": 2}, True),
+        ("compile.enabled", {}, False),
+        ("compile.enabled", {"tp": 2, "attention_kernel": "flash"}, False),
         ("fuses_gate", {"liger": True}, True),
         ("fuses_gate", {"compile": True}, True),
         ("fuses_gate", {"tp": 2}, False),
@@ -96,13 +95,13 @@ STAGES = {"pp": 4, "vpp": 2}
         ("optimizer_shards", {"zero_stage": 3, "zero_group": 4}, None),
         ("optimizer_shards", {"zero_stage": 0, "zero_group": 4}, None),
         ("optimizer_shards", {"zero_stage": 1, "zero_group": "a node"}, None),
-        ("overlaps_data", {"tp": 2, "zero_stage": 1, "gpu": "A100"}, False),
-        ("overlaps_data", {"pp": 2, "zero_stage": 0, "gpu": "A100"}, False),
-        ("overlaps_data", {"tp": 2, "zero_stage": 2, "gpu": "A100"}, True),
-        ("overlaps_data", {"zero_stage": 1, "gpu": "A100"}, True),
-        ("overlaps_data", {"tp": 2, "zero_stage": 1}, True),
-        ("overlaps_data", OLD_GPT | {"zero_stage": 2}, False),
-        ("overlaps_data", OLD_GPT | {"zero_stage": 2, "attention_kernel": "fused"}, True),
+        ("zero.overlap", {"tp": 2, "zero_stage": 1, "gpu": "A100"}, False),
+        ("zero.overlap", {"pp": 2, "zero_stage": 0, "gpu": "A100"}, False),
+        ("zero.overlap", {"tp": 2, "zero_stage": 2, "gpu": "A100"}, True),
+        ("zero.overlap", {"zero_stage": 1, "gpu": "A100"}, True),
+        ("zero.overlap", {"tp": 2, "zero_stage": 1}, True),
+        ("zero.overlap", OLD_GPT | {"zero_stage": 2}, False),
+        ("zero.overlap", OLD_GPT | {"zero_stage": 2, "attention_kernel": "fused"}, True),
         ("has_dropout", OLD_GPT, True),
         ("has_dropout", OLD_GPT | {"attention_kernel": "fused"}, False),
         ("has_dropout", {"model": GPT}, False),
@@ -143,7 +142,9 @@ STAGES = {"pp": 4, "vpp": 2}
     ],
 )
 def test_how_code_of_its_time_worked(name: str, given: dict[str, Any], value: Any) -> None:
-    assert getattr(known(row(**({"model": LLAMA} | given)))[1], name) == value
+    config, traits = known(row(**({"model": LLAMA} | given)))
+    section, _, leaf = name.rpartition(".")
+    assert getattr(getattr(config, section) if section else traits, leaf) == value
 
 
 @pytest.mark.parametrize(

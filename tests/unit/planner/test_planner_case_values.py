@@ -9,16 +9,16 @@ import pytest
 
 from harness.planner_configs import differences
 from planner_eval.cases import Case, KnownStates, read_case
+from planner_eval.models import PublishedStages
 from planner_eval.prices import predict_row
 from planner_eval.recomputation import recomputation_of
+from planner_eval.traits import published_traits
 from planner_eval.words import gpu_of
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import find_gpu
-from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, changed, param_of
-from shardwise.planner.stages import StageTable
+from shardwise.planner.job import Experts, ModelShape, PlanJob, changed, param_of
 
 # What holds of all published code, whatever it was.
-OTHERS = {"expert_imbalance": 1.0, "is_own": False, "reduces_in_place": True, "selective": "all-but-scores"}
 GPT = {"layers": 30, "hidden": 2304, "heads": 24, "ffn_type": "gelu_mlp", "seq": 1024, "name": "GPT"}
 GPT_SHAPE = ModelShape(
     num_layers=30, hidden_size=2304, num_heads=24, num_kv_heads=24, head_dim=96, ffn_size=9216, vocab_size=51200,
@@ -45,15 +45,16 @@ def known(row: dict[str, Any]) -> tuple[Case, PlanJob, ResolvedConfig]:
 
 
 def layers_of(config: ResolvedConfig, job: PlanJob) -> tuple[int, ...]:
-    return StageTable(job).of(config).layers
+    return PublishedStages(job).of(config).layers
 
 
 def config_of(**parallel: Any) -> ResolvedConfig:
     return known(written(LLAMA, parallel.pop("gpu", "H100"), parallel.pop("num_gpus", 32), **parallel))[2]
 
 
-def facts_of(value: FrameworkTraits) -> dict[str, Any]:
+def facts_of(job: PlanJob) -> dict[str, Any]:
     """What is not as usual."""
+    value = published_traits(job)
     found = {each.name: getattr(value, each.name) for each in fields(value)}
     usual = {each.name: each.default for each in fields(value)}
     return {name: value for name, value in found.items() if value != usual[name]}
@@ -75,10 +76,10 @@ def test_a_run_of_interleaved_stages_in_fp16() -> None:
         "mesh.pp": 4, "mesh.tp": 2, "mesh.dp_shard": 8, "zero.stage": 1, "batch.micro_size": 2,
         "batch.accumulation": 16,
         "pipeline.schedule": "interleaved", "pipeline.virtual_stages": 2, "recompute.mode": "full",
-        "precision.param": "fp16",
+        "precision.param": "fp16", "compile.enabled": True, "zero.overlap": False,
     }  # fmt: skip
-    assert facts_of(job.traits) == OTHERS | {
-        "attention": "fused-softmax", "logits_bytes": 10.0, "is_compiled": True, "overlaps_data": False,
+    assert facts_of(job) == {
+        "attention": "fused-softmax", "logits_bytes": 10.0,
         "defers_gathers": False, "has_dropout": True, "frees_outputs": True,
     }  # fmt: skip
 
@@ -95,10 +96,10 @@ def test_a_run_of_compiled_blocks_in_fp8_with_replicas_of_a_node() -> None:
     assert differences(config) == {
         "mesh.dp_replicate": 4, "mesh.dp_shard": 8, "zero.stage": 3, "batch.micro_size": 2,
         "recompute.mode": "selective",
-        "precision.linears": "fp8",
+        "precision.linears": "fp8", "compile.enabled": True,
     }  # fmt: skip
-    assert facts_of(job.traits) == OTHERS | {
-        "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "is_compiled": True, "is_graphed": True,
+    assert facts_of(job) == {
+        "cached_logits_share": 2 / 12, "is_graphed": True,
         "has_tuned_attention": True, "selective": "half", "fuses_gate": True, "widens_grads": False,
         "unsharded_grad_bytes": 2.0, "recomputation": recomputation_of("per op", ""),
     }  # fmt: skip
@@ -118,11 +119,11 @@ def test_a_run_of_sharded_parameters_on_disks() -> None:
     assert differences(config) == {
         "mesh.dp_replicate": 2, "mesh.dp_shard": 16, "zero.stage": 3, "batch.micro_size": 2, "batch.accumulation": 2,
         "recompute.mode": "full", "tiers.params": "nvme", "tiers.grads": "host", "tiers.optimizer": "nvme",
-        "tiers.activations": "host", "precision.param": "fp16", "precision.accumulate": "param",
+        "tiers.activations": "host", "precision.param": "fp16", "precision.accumulate": "param", "zero.overlap": False,
     }  # fmt: skip
-    assert facts_of(job.traits) == OTHERS | {
-        "attention": "fused-softmax", "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "defers_gathers": False,
-        "moves_tensors": True, "has_dropout": True, "overlaps_data": False,
+    assert facts_of(job) == {
+        "attention": "fused-softmax", "cached_logits_share": 2 / 12, "defers_gathers": False,
+        "moves_tensors": True, "has_dropout": True,
     }  # fmt: skip
 
 
@@ -146,9 +147,10 @@ def test_a_run_of_experts_in_two_pipelines() -> None:
     assert differences(changed(config, {"pipeline.cut": None})) == {
         "mesh.pp": 4, "mesh.dp_shard": 16, "zero.stage": 1, "batch.accumulation": 32, "pipeline.schedule": "zb-v",
         "pipeline.virtual_stages": 2, "precision.accumulate": "param", "precision.linears": "fp8",
+        "compile.enabled": True,
     }  # fmt: skip
-    assert facts_of(job.traits) == OTHERS | {
-        "logits_bytes": 10.0, "is_compiled": True, "fuses_gate": True, "widens_grads": False,
+    assert facts_of(job) == {
+        "logits_bytes": 10.0, "fuses_gate": True, "widens_grads": False,
     }  # fmt: skip
 
 
@@ -167,7 +169,7 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
         "tiers.activations": "host",
         "recompute.mode": "full", "recompute.every": 4, "precision.accumulate": "param", "lora.rank": 16,
     }  # fmt: skip
-    assert facts_of(job.traits) == OTHERS | {
+    assert facts_of(job) == {
         "logits_bytes": 10.0, "optimizer_shards": 2, "unsharded_grad_bytes": 4.0, "defers_gathers": False,
         "reduces_once": True,
         "saves_norm_in_fp32": True, "has_first_flash": True,
@@ -184,10 +186,11 @@ def test_a_run_in_fp8_on_one_domain_of_links() -> None:
     assert (job.cluster.gpus_per_node, job.cluster.gpu.link_domain) == (4, 72)
     assert differences(config) == {
         "mesh.tp": 4, "mesh.dp_shard": 18, "zero.stage": 1, "batch.accumulation": 2, "tensor.sequence_parallel": True,
-        "precision.accumulate": "param", "precision.linears": "fp8",
+        "precision.accumulate": "param", "precision.linears": "fp8", "compile.enabled": True,
+        "tensor.overlap_chunks": 4,
     }  # fmt: skip
-    assert facts_of(job.traits) == OTHERS | {
-        "logits_bytes": 10.0, "is_compiled": True, "overlaps_tensor": True, "has_tuned_attention": True,
+    assert facts_of(job) == {
+        "logits_bytes": 10.0, "has_tuned_attention": True,
         "fuses_gate": True, "widens_grads": False, "params_share": 0.5, "saves_norm_in_fp32": True,
     }  # fmt: skip
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from harness.paths import DATA
 from planner_eval.cases import Case, read_case
+from planner_eval.models import PublishedStages
 from planner_eval.prices import convention_of, flops_per_token, predict
 from shardwise.planner.job import world_size
-from shardwise.planner.stages import StageTable
 
 ROWS: list[dict[str, Any]] = json.loads((DATA / "planner_cases.json").read_text(encoding="utf-8"))["cases"]
 
@@ -36,7 +36,7 @@ def test_a_case_has_as_many_ranks_as_its_cluster_and_all_its_layers(tier: str) -
         assert world_size(case.config) == case.job.cluster.num_gpus, case.id
         assert case.config.batch.global_size == case.job.global_batch, case.id
         assert case.tokens_scale == pytest.approx(1, abs=0.02), case.id
-        layers = StageTable(case.job).of(case.config).layers
+        layers = PublishedStages(case.job).of(case.config).layers
         assert sum(layers) == case.job.shape.num_layers, case.id
         assert min(layers) >= 0, case.id
 
@@ -72,7 +72,7 @@ def test_what_counts_embedding_and_head_as_layers_has_fewer_blocks_at_the_ends()
     case = read_case(row_of("sailor-clariden-GPT-NEO-N32-N32_D8"))
     assert case.config is not None
     assert case.job is not None
-    assert StageTable(case.job).of(case.config).layers == (6, 9, 9, 8)
+    assert PublishedStages(case.job).of(case.config).layers == (6, 9, 9, 8)
     assert case.config.precision.linears == "tf32"
 
 

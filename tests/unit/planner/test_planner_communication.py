@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.context import bytes_of_attention
 from planner_eval.models import PublishedCommModel
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import PublishedTraits, run_by
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.config.resolve import Reduce
 from shardwise.config.sections import Gather
@@ -40,7 +40,7 @@ MODEL = CommTimeModel(JOB)
 
 
 def with_traits(**facts: bool | int) -> CommTimeModel:
-    return PublishedCommModel(replace(JOB, traits=PublishedTraits(**facts)))
+    return PublishedCommModel(run_by(JOB, PublishedTraits(**facts)))
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -119,8 +119,12 @@ def test_experts_exchange_tokens_only_where_they_are_split() -> None:
 def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the_code_sends_it_so() -> None:
     def experts_s(num_chosen: int, **facts: bool) -> float:
         experts = Experts(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
-        job = replace(JOB, shape=replace(JOB.shape, experts=experts), traits=PublishedTraits(**facts), ep=64)  # type: ignore[arg-type]
-        return PublishedCommModel(job).block(changed(BASE, {"mesh.dp_shard": 64})).forward.experts_s
+        job = replace(JOB, shape=replace(JOB.shape, experts=experts), ep=64)
+        return (
+            PublishedCommModel(run_by(job, PublishedTraits(**facts)))
+            .block(changed(BASE, {"mesh.dp_shard": 64}))
+            .forward.experts_s
+        )
 
     tokens_bytes = 2 * 8192 * 4096
     network = DISPATCH_NETWORK
@@ -135,7 +139,7 @@ def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the
 def test_experts_that_are_not_split_are_the_nearest_ranks() -> None:
     job = replace(JOB, shape=replace(JOB.shape, experts=Experts(num_experts=8, num_chosen=2, ffn_size=64)), ep=8)
     split, whole = (
-        PublishedCommModel(replace(job, traits=PublishedTraits(splits_experts=splits, dedups_tokens=False)))
+        PublishedCommModel(run_by(job, PublishedTraits(splits_experts=splits, dedups_tokens=False)))
         .block(changed(BASE, {"mesh.tp": 2, "mesh.dp_shard": 32, "tensor.sequence_parallel": True}))
         .forward.experts_s
         for splits in (True, False)
@@ -290,7 +294,7 @@ def test_wide_reductions_take_longer() -> None:
 
 def test_codes_that_do_not_overlap_wait_for_all() -> None:
     config = changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 3, "batch.accumulation": 2})
-    waiting = with_traits(overlaps_data=False).data(config)
+    waiting = MODEL.data(changed(config, {"zero.overlap": False}))
     assert waiting.exposed_s(10.0, 10.0) == waiting.total_s
     data = MODEL.data(config)
     assert data.exposed_s(0.0, 0.0) == pytest.approx(data.total_s)
@@ -407,7 +411,7 @@ def test_what_overlaps_products_or_attention_is_a_share_of_each() -> None:
     exchange = TokenExchange(tensor_s=4.0, context_s=10.0, experts_s=1.0, hidden_tensor=0.75, hidden_context=1.0)
     # 1 s in the open and a fifth of 3 s; of 10 s what 6 s of attention leave.
     assert exchange.exposed(16.0, 6.0) == pytest.approx({"tensor": 1.6, "context": 4.0, "experts": 1.0})
-    overlapped = with_traits(overlaps_tensor=True).block(changed(BASE, {"mesh.tp": 4})).forward
+    overlapped = MODEL.block(changed(BASE, {"mesh.tp": 4, "tensor.overlap_chunks": 4})).forward
     assert overlapped.hidden_tensor == 0.75
 
 

@@ -14,9 +14,9 @@ from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.configs import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, to_toml, written
+from shardwise.planner.folded_layout import StageTable
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
-from shardwise.planner.stages import StageTable
 from shardwise.schedule import RECIPES
 from shardwise.train.setup import check_job
 
@@ -157,7 +157,7 @@ def test_pins_are_read_as_the_config_reads_them() -> None:
         pins_of(["zero.stage=7"])
 
 
-def test_traits_and_shape_are_those_of_the_config() -> None:
+def test_base_and_shape_are_those_of_the_config() -> None:
     config = Config.from_dict(
         {
             "compile": {"enabled": True},
@@ -170,9 +170,7 @@ def test_traits_and_shape_are_those_of_the_config() -> None:
     )
     cluster = job(1, 1).cluster
     found, usual = job_of(config, cluster), job_of(Config(), cluster)
-    assert (found.traits.is_compiled, usual.traits.is_compiled) == (True, False)
-    assert (found.traits.overlaps_data, usual.traits.overlaps_data) == (False, True)
-    assert (found.traits.overlaps_tensor, usual.traits.overlaps_tensor) == (True, False)
+    assert (found.base.compile.enabled, found.base.zero.overlap, found.base.tensor.overlap_chunks) == (True, False, 4)
     assert (found.base.optimizer.name, found.seq_len) == ("lion", 2048)
     assert found.shape.window == 3 * 64  # of five blocks in a row around a query its own and two before it
     assert usual.shape.window is None

@@ -104,8 +104,6 @@ def folded_of(shape: DecoderConfig) -> FoldedLayouts:
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(shape=decoders(), config=configs())
 def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, config: ResolvedConfig) -> None:
-    # The planner cuts stages by their elements, of which those of Muon's matrices have fewer bytes than the others.
-    assume(config.mesh.pp == 1 or config.optimizer.name != "muon")
     layout = layout_or_none(shape, config)
     assume(layout is not None)
     assert layout is not None

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from planner_eval.models import PublishedComputeModel
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
 from shardwise.planner.host_time import HostTimes, queued_s
-from shardwise.planner.job import BASE, SHARDWISE, Experts, FrameworkTraits, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 
 RATE, FREE = 1e9, 1e30
@@ -65,9 +65,7 @@ def model(
         call_s=1e-30,
     )
     cluster = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9, profile=profile)
-    return ComputeTimeModel(
-        PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, traits=FrameworkTraits(**facts), ep=ep)
-    )
+    return ComputeTimeModel(PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, ep=ep, **facts))
 
 
 def seconds(times: PassTimes) -> tuple[float, float, float, float]:
@@ -195,10 +193,10 @@ def test_what_is_computed_again_is_what_was_not_kept() -> None:
 
 def test_the_loss_reads_and_writes_whole_logits_or_a_rank_s_own() -> None:
     split, whole = changed(BASE, {"mesh.tp": 4}), BASE
-    own, kept = model(stream=RATE), model(stream=RATE, splits_logits=False)
+    own, kept = model(stream=RATE), published(model(stream=RATE), logits_bytes=4.0, splits_logits=False)
     assert own.head(split).forward_s == pytest.approx(own.head(whole).forward_s / 4)
     assert kept.head(split).forward_s == pytest.approx(kept.head(whole).forward_s)
-    widened = model(stream=RATE, logits_bytes=12.0)
+    widened = published(model(stream=RATE), logits_bytes=12.0)
     # 8 bytes of each fp32 logit forward and 16 backward, and a cast of 6 bytes where it is bf16.
     logits = TOKENS * 1000
     assert widened.head(whole).forward_s == pytest.approx((8 + 6) * logits / RATE)
@@ -221,17 +219,19 @@ def test_the_optimizer_moves_its_states_and_what_is_narrower_besides() -> None:
     assert model(stream=RATE).step_s(BASE, 1e6) == pytest.approx(0.030)
 
 
+def published(own: ComputeTimeModel, **facts: Any) -> ComputeTimeModel:
+    return PublishedComputeModel(run_by(own.job, PublishedTraits(**facts)))
+
+
 def unmeasured(shape: ModelShape = SHAPE, gpu: GpuSpec = GPU, **facts: Any) -> ComputeTimeModel:
     cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9)
-    return PublishedComputeModel(
-        PlanJob(shape=shape, seq_len=128, global_batch=8, cluster=cluster, traits=PublishedTraits(**facts))
-    )
+    job = PlanJob(shape=shape, seq_len=128, global_batch=8, cluster=cluster)
+    return published(ComputeTimeModel(job), **facts)
 
 
 def test_the_host_launches_what_a_block_s_code_has_and_a_graph_launches_itself() -> None:
-    eager, compiled, graphed = (
-        unmeasured(**facts).host(BASE) for facts in ({}, {"is_compiled": True}, {"is_graphed": True})
-    )
+    eager, graphed = (unmeasured(is_graphed=each).host(BASE) for each in (False, True))
+    compiled = unmeasured().host(changed(BASE, {"compile.enabled": True}))
     assert (eager.forward_s, eager.backward_s) == pytest.approx((42 * 12e-6, 78 * 10e-6))
     assert (compiled.forward_s, compiled.backward_s) == pytest.approx((14 * 14e-6, 25 * 14e-6))
     assert graphed == HostTimes()
@@ -249,7 +249,7 @@ def test_the_host_launches_what_a_block_s_code_has_and_a_graph_launches_itself()
 
 
 def test_our_own_code_around_a_block_costs_by_stage_and_parameter() -> None:
-    own = ComputeTimeModel(replace(unmeasured().job, traits=SHARDWISE))
+    own = ComputeTimeModel(unmeasured().job)
     plain = unmeasured().host(BASE)
     for stage, around_s in ((0, 51e-6), (2, 51e-6 + 9 * 6e-6), (3, 81e-6 + 9 * 6e-6)):
         host = own.host(changed(BASE, {"mesh.dp_shard": 8, "zero.stage": stage}))

@@ -15,14 +15,17 @@ from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.configs import job_of, to_toml
 from shardwise.planner.folded_layout import FoldedLayouts
-from shardwise.planner.hardware import Cluster, parse_cluster
+from shardwise.planner.hardware import Cluster, cluster_of, parse_cluster
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.memory import MemoryModel
 from shardwise.planner.plan import plan
+from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.render import job_rows
 from shardwise.planner.step_time import TimeModel
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train import job_model
 from shardwise.train.job_model import HuggingFaceModel
+from shardwise.verify.finalists import peak_of
 
 EIGHT: Cluster = parse_cluster("a100-80gb:8")
 SIZES = {
@@ -78,6 +81,25 @@ def test_states_are_those_of_the_model_that_trains(
     built = layout.bytes_at_rest()
     assert priced == pytest.approx(built, rel=0.02)
     assert built["optimizer"] < built["param"]
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_the_peak_of_a_hugging_face_model_is_nearly_the_engine_s_own(tmp_path: Path, rank: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    sizes = SIZES | {"hidden_size": 384, "num_hidden_layers": 5, "vocab_size": 2003, "intermediate_size": 1000}
+    transformers.LlamaConfig(**sizes).save_pretrained(tmp_path)
+    config = Config.from_dict(
+        {
+            "model": {"path": str(tmp_path)}, "lora": {"rank": rank}, "zero": {"stage": 3}, "run": {"device": "cpu"},
+            "data": {"seq_len": 64}, "batch": {"micro_size": 16}, "precision": {"param": "bf16"},
+        }
+    )  # fmt: skip
+    product = MatmulTime(dtype="bf16", m=1, n=1, k=1, seconds=1e-9)
+    machine = Profile(device="cpu", num_ranks=2, num_threads=1, memory_bytes=1e10, matmuls=(product,))
+    estimate = MemoryModel(job_of(config, cluster_of(machine))).estimate(config.resolve(2))
+    simulated = peak_of(config.model_dump_json(), num_ranks=2, rank=0)
+    assert estimate.worst.peak_bytes == pytest.approx(sum(simulated.values()), rel=0.03)
 
 
 def test_70b_with_adapters_fits_where_all_weights_do_not() -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from harness.engine_memory import job_of
 from planner_eval.models import PublishedMemoryModel
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.models import DecoderConfig
-from shardwise.planner.job import BASE, FrameworkTraits, PlanJob, changed
-from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, MemoryModel, block_bytes
+from shardwise.planner.job import BASE, PlanJob, changed
+from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, MemoryModel
 from shardwise.planner.results import RankMemory
 
 SHAPE = DecoderConfig(
@@ -53,10 +53,8 @@ def test_less_is_held_with_more_recomputation_and_smaller_micro_batches() -> Non
 @pytest.mark.parametrize("param", ["bf16", "fp32"])
 def test_scores_that_are_kept_grow_with_the_square_of_the_sequence(param: Any) -> None:
     flash, fused = (
-        block_bytes(
-            replace(job(), traits=PublishedTraits(attention=attention)),
-            changed(BASE, {"precision.param": param}),
-            has_experts=False,
+        PublishedMemoryModel(run_by(job(), PublishedTraits(attention=attention))).block_bytes(
+            changed(BASE, {"precision.param": param}), has_experts=False
         )
         for attention in ("flash", "fused-softmax")  # type: ignore[arg-type]
     )
@@ -64,8 +62,8 @@ def test_scores_that_are_kept_grow_with_the_square_of_the_sequence(param: Any) -
     assert fused.kept - flash.kept == SHAPE.num_heads * SEQ_LEN * each
 
 
-def of_traits(traits: FrameworkTraits, config: ResolvedConfig, name: str = "h100") -> RankMemory:
-    return PublishedMemoryModel(replace(job(name), traits=traits)).estimate(config).ranks[0]
+def of_traits(traits: PublishedTraits, config: ResolvedConfig, name: str = "h100") -> RankMemory:
+    return PublishedMemoryModel(run_by(job(name), traits)).estimate(config).ranks[0]
 
 
 @pytest.mark.parametrize("param", ["bf16", "fp32"])
@@ -82,10 +80,7 @@ def test_scores_are_kept_in_the_dtype_of_the_softmax(param: Any) -> None:
 
 def test_outputs_that_are_freed_are_those_of_the_micro_batches_in_flight() -> None:
     config = changed(BASE, {"mesh.pp": 2, "batch.accumulation": 4})
-    kept, freed = (
-        of_traits(PublishedTraits(frees_outputs=each, is_own=False), config).peak["activations"]
-        for each in (False, True)
-    )
+    kept, freed = (of_traits(PublishedTraits(frees_outputs=each), config).peak["activations"] for each in (False, True))
     assert kept - freed == 2 * SEQ_LEN * SHAPE.hidden_size * DTYPE_BYTES["bf16"]
 
 
@@ -218,7 +213,7 @@ def test_more_ranks_of_a_model_and_later_stages_store_no_more(config: ResolvedCo
 @given(configs())
 def test_more_recomputation_keeps_no_more(config: ResolvedConfig) -> None:
     kept = [
-        block_bytes(job(), changed(config, {"recompute.mode": mode}), has_experts=False).kept
+        MemoryModel(job()).block_bytes(changed(config, {"recompute.mode": mode}), has_experts=False).kept
         for mode in ("full", "selective", "none")
     ]
     assert kept == sorted(kept)

@@ -78,10 +78,9 @@ def test_measured_products_and_attention_of_their_own_dtype_count():
 
 def test_what_is_compiled_is_not_corrected_by_what_was_not():
     plain = job(*SHAPES[0], 128)
-    compiled = replace(plain, traits=replace(plain.traits, is_compiled=True))
-    kernels = replace(compiled, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
-    config = changed(BASE, {"precision.param": "fp32"})
-    assert ComputeTimeModel(compiled).block(config) == ComputeTimeModel(kernels).block(config)
+    kernels = replace(plain, cluster=cluster_of(replace(PROFILE, blocks=(), heads=())))
+    config = changed(BASE, {"precision.param": "fp32", "compile.enabled": True})
+    assert ComputeTimeModel(plain).block(config) == ComputeTimeModel(kernels).block(config)
 
 
 def test_what_a_machine_does_not_hide_shows():

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner_eval.models import PublishedComputeModel
-from planner_eval.traits import PublishedTraits
+from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import exposed_s
 from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, shape_share
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import BASE, Experts, FrameworkTraits, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.step_time import STRAGGLING, TimeModel, quick_bubble_s
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
@@ -109,7 +109,7 @@ def test_a_faster_device_is_no_slower(field: str) -> None:
 
 def test_scores_that_are_written_out_cost_time() -> None:
     times = [
-        PublishedComputeModel(replace(JOB, traits=PublishedTraits(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
+        PublishedComputeModel(run_by(JOB, PublishedTraits(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
         for kernel in ("flash", "fused-softmax", "unfused")
     ]
     assert times == sorted(times)
@@ -153,7 +153,7 @@ def test_rows_begin_where_vectors_do() -> None:
 
 def test_the_first_flash_attention_is_about_half_as_fast() -> None:
     first, second = (
-        PublishedComputeModel(replace(JOB, traits=PublishedTraits(has_first_flash=is_first))).attention(PLAIN)
+        PublishedComputeModel(run_by(JOB, PublishedTraits(has_first_flash=is_first))).attention(PLAIN)
         for is_first in (True, False)
     )
     assert 0.45 < second.total_s / first.total_s < 0.55
@@ -162,7 +162,7 @@ def test_the_first_flash_attention_is_about_half_as_fast() -> None:
 def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_products() -> None:
     long = replace(JOB, seq_len=32768)
     plain, tuned = (
-        PublishedComputeModel(replace(long, traits=PublishedTraits(has_tuned_attention=is_tuned))).attention(PLAIN)
+        PublishedComputeModel(run_by(long, PublishedTraits(has_tuned_attention=is_tuned))).attention(PLAIN)
         for is_tuned in (False, True)
     )
     assert plain.forward_s > 1.3 * tuned.forward_s
@@ -173,7 +173,7 @@ def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_pr
 def test_adding_up_a_gradient_costs_more_where_it_is_a_kernel_of_its_own() -> None:
     several = changed(PLAIN, {"batch.micro_size": 1, "batch.accumulation": 4})
     eager, fused = (
-        ComputeTimeModel(replace(JOB, traits=FrameworkTraits(is_compiled=is_fused))).block(several).backward_weight_s
+        ComputeTimeModel(JOB).block(changed(several, {"compile.enabled": is_fused})).backward_weight_s
         for is_fused in (False, True)
     )
     assert eager > 1.05 * fused
