@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 FP32_BYTES = 4
+CPU_LOGITS, KERNEL_LOGITS = 2**18, 2**26
+"""How many logits our loss widens at a time: they fit a core's cache, or are enough for an accelerator's kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +124,6 @@ def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float,
         kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
     scales = 2 * FP32_BYTES * stream / shape.hidden_size
     return kept + scales + 2 * (shape.mask_bytes + shape.norm_bytes) * stream
-
-
-def logits_at_a_time(device: str) -> int:
-    """Return how many logits our loss widens at a time: they fit a core's cache, or are enough for a kernel.
-
-    Args:
-        device: its type, such as cpu or cuda.
-    """
-    return 2**18 if device == "cpu" else 2**26
 
 
 def head_tokens_at_a_time(device: str, vocab_size: int) -> int:

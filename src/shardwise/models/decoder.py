@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.config.errors import ConfigError, EngineError
-from shardwise.layout.activation_bytes import logits_at_a_time
+from shardwise.layout.activation_bytes import CPU_LOGITS, KERNEL_LOGITS
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of
@@ -372,7 +372,8 @@ def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     Of fake tensors two whole parts and the last stand for all, of which there are thousands in a large vocabulary: a
     part is freed when the next one is there.
     """
-    num_rows = max(1, logits_at_a_time(logits.device.type) // logits.shape[-1])
+    num_logits = CPU_LOGITS if logits.device.type == "cpu" else KERNEL_LOGITS
+    num_rows = max(1, num_logits // logits.shape[-1])
     starts: Sequence[int] = range(0, logits.shape[0], num_rows)
     if is_fake(logits):
         starts = (*starts[:2], *starts[2:][-1:])

@@ -138,7 +138,7 @@ class StageTable:
         Only the ratios of what elements take decide, so that placements of states seldom need a cut of their own.
         """
         shape, num_bytes, section = self.job.shape, bytes_per_element(config), config.pipeline
-        of_kind = {kind: tuple(entries_of(shape, config, kind, kind)) for kind in get_args(UnitKind)}
+        of_kind = {name: tuple(entries_of(shape, config, name, name)) for name in get_args(UnitKind)}
         sizes = [num_bytes(entry) for entries in of_kind.values() for entry in entries]
         ratios = tuple(round(size / sizes[0], 9) for size in sizes)
         key = (placement, section.balance, section.cut, self._numbers.of(config.lora), ratios)
@@ -167,10 +167,10 @@ def _stage_units(shape: ModelShape, of_kind: Mapping[UnitKind, tuple[ParamEntry,
     """Yield the units between which a pipeline may be cut, with the FLOPs of their products for a token."""
     yield StageUnit("embed", ("embed",), of_kind["tokens"] + of_kind["positions"], is_cut_allowed_before=True)
     for index in range(shape.num_layers):
-        kind: UnitKind = "dense" if index < shape.num_layers - shape.num_expert_layers else "experts"
+        of_block: UnitKind = "dense" if index < shape.num_layers - shape.num_expert_layers else "experts"
         is_allowed = index > 0 or not shape.num_positions
-        name, flops = f"blocks.{index}", 2.0 * shape.matmul_numel(kind)
-        yield StageUnit(name, (name,), of_kind[kind], is_allowed, flops)
+        name, flops = f"blocks.{index}", 2.0 * shape.matmul_numel(of_block)
+        yield StageUnit(name, (name,), of_kind[of_block], is_allowed, flops)
     yield StageUnit("norm", ("norm",), of_kind["norm"], is_cut_allowed_before=True)
     yield StageUnit("head", ("head",), of_kind["head"], True, 2.0 * shape.matmul_numel("head"))
 

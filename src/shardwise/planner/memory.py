@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import (
+    CPU_LOGITS,
     FP32_BYTES,
+    KERNEL_LOGITS,
     LayerShape,
     activation_bytes_per_layer,
     head_tokens_at_a_time,
-    logits_at_a_time,
 )
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
@@ -507,7 +508,9 @@ class MemoryModel:
         stream, logits = tokens * size * hidden, tokens * size * vocab
         weight, device = self._weight_grad_bytes(s, vocab * hidden), self.job.cluster.gpu.run_device
         if s.mesh.tp == 1 and s.context.chunk_tokens is None:
-            widened = FP32_BYTES * min(tokens * vocab, 2 * logits_at_a_time(device))  # two parts follow each other
+            widened = FP32_BYTES * min(
+                tokens * vocab, 2 * (CPU_LOGITS if device == "cpu" else KERNEL_LOGITS)
+            )  # two parts follow each other
             deferred = stream + logits if defers_weights(s) else 0.0
             if self.job.is_of_transformers:
                 wide, normed = FP32_BYTES * tokens * vocab, self._norm_bytes(s) * tokens * hidden
