@@ -285,14 +285,6 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `args` and `kwargs` of the op `func` by their names in its schema, those at their defaults too."""
-    return {
-        argument.name: args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-        for index, argument in enumerate(func._schema.arguments)
-    }
-
-
 def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
     """Return the result of an op that writes `written` in place: nothing, the one tensor, or all."""
     if not func._schema.returns:

@@ -34,7 +34,6 @@ from shardwise.runtime.torch_private import (
     is_fake,
     is_plain,
     is_transformed,
-    named_arguments,
     named_backend,
     on_backward_end,
     parameter_class,
@@ -270,11 +269,6 @@ def test_written_tensors_are_those_an_op_changes_and_maybe_returns() -> None:
         assert [id(each) for each in found] == [id(each) for each in written]
         if found:
             assert returned(func, found) is result
-
-
-def test_arguments_of_an_op_have_names_and_defaults() -> None:
-    x = torch.zeros(2)
-    assert named_arguments(torch.ops.aten.softmax.int, (x,), {"dim": 0}) == {"self": x, "dim": 0, "dtype": None}
 
 
 def test_uncompiled_runs_as_it_is_inside_compiled_code_and_outside() -> None:
