@@ -103,6 +103,13 @@ def test_narrow_dtypes_round_and_no_more(
     assert_equal(found, gradients_of(wide, reference, lambda *given: plain_experts(family, wide, *given)), tolerance)
 
 
+def test_a_router_in_float32_leaves_the_result_as_narrow_as_the_tokens(dispatch: ExpertDispatch) -> None:
+    experts, tokens = make_experts("mixtral", torch.bfloat16), make_tokens("plain", dtype=torch.bfloat16)
+    tokens.weights = tokens.weights.detach().float().requires_grad_()
+    found = gradients_of(experts, tokens, lambda *given: dispatch.forward(experts, *given, "layer"))
+    assert (found["out"].dtype, found["weights"].dtype) == (torch.bfloat16, torch.float32)
+
+
 def test_autocast_narrows_products_and_not_the_result(dispatch: ExpertDispatch) -> None:
     experts = make_experts("mixtral", torch.float32)
     tokens = make_tokens("plain", dtype=torch.float32)
