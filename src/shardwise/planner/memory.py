@@ -508,9 +508,8 @@ class MemoryModel:
         stream, logits = tokens * size * hidden, tokens * size * vocab
         weight, device = self._weight_grad_bytes(s, vocab * hidden), self.job.cluster.gpu.run_device
         if s.mesh.tp == 1 and s.context.chunk_tokens is None:
-            widened = FP32_BYTES * min(
-                tokens * vocab, 2 * (CPU_LOGITS if device == "cpu" else KERNEL_LOGITS)
-            )  # two parts follow each other
+            at_a_time = CPU_LOGITS if device == "cpu" else KERNEL_LOGITS
+            widened = FP32_BYTES * min(tokens * vocab, 2 * at_a_time)  # two parts follow each other
             deferred = stream + logits if defers_weights(s) else 0.0
             if self.job.is_of_transformers:
                 wide, normed = FP32_BYTES * tokens * vocab, self._norm_bytes(s) * tokens * hidden
