@@ -41,16 +41,16 @@ def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | N
     Args:
         modules: all of a model's, by every name.
     """
-    found: dict[str, ExpertDim | None] = {}
+    dims: dict[str, ExpertDim | None] = {}
     for prefix, module in modules.items():
         if not is_experts(module):
             continue
         num_experts = num_experts_of(module)
         stacks = {name: ExpertDim(num_experts) for name in stack_names(module)}
-        own = f"{prefix}.".removeprefix(".")
-        found |= {own + name: stacks.get(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-        found |= _adapters(prefix, modules, num_experts)
-    return found
+        start = f"{prefix}.".removeprefix(".")
+        dims |= {start + name: stacks.get(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+        dims |= _adapters(prefix, modules, num_experts)
+    return dims
 
 
 def _adapters(prefix: str, modules: Mapping[str, nn.Module], num_experts: int) -> Iterator[tuple[str, ExpertDim]]:
@@ -66,8 +66,8 @@ def _adapters(prefix: str, modules: Mapping[str, nn.Module], num_experts: int) -
 
 def wrappers_of(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Return PEFT's wrappers around a module of experts, by name."""
-    found = {}
+    wrappers = {}
     while name.endswith(".base_layer"):
         name = name.removesuffix(".base_layer")
-        found[name] = modules[name]
-    return found
+        wrappers[name] = modules[name]
+    return wrappers

@@ -452,7 +452,8 @@ def _end_step(parts: EngineParts) -> None:
     parts.state.begin_again()
     parts.losses.plain.begin_step()
     parts.draws.forget()
-    parts.experts.forget()
+    if parts.experts is not None:
+        parts.experts.forget()
     parts.sharding.end_step()
     parts.losses.clear()
     parts.timeline.close_step()

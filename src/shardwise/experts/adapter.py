@@ -6,7 +6,7 @@ Where ranks of tp have the same tokens, each dispatches an equal part of them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.mesh import CommGroups
 from shardwise.construction.experts import is_experts, num_experts_of, wrappers_of
 from shardwise.experts.dispatch import ExpertDispatch
 from shardwise.layout.layout import Layout
@@ -34,32 +33,30 @@ class ExpertLayer:
 
     def __call__(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return what the experts make of the tokens, as the module's own forward does."""
-        whole, comm = hidden, self.same_tokens
+        num_tokens, comm = len(hidden), self.same_tokens
         if comm is not None:
-            hidden, index, weights = (_own_rows(each, comm) for each in (hidden, index, weights))
+            hidden, index, weights = (_own_rows(rows, comm) for rows in (hidden, index, weights))
         computed = self.dispatch.forward(experts, hidden, index, weights, self.name)
-        return computed if comm is None else _all_rows(computed, comm, len(whole))
+        return computed if comm is None else _all_rows(computed, comm, num_tokens)
 
 
 class ExpertLayers:
     """Alters the modules of a model's experts; `close` puts them back.
 
     Args:
-        layout: says whether experts have a mesh of their own. Where they have none, nothing is altered.
+        tensor: the ranks of tp, which have the same tokens where no sequence is split.
+        tokens: the ranks that hold different experts.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, comms: CommGroups) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, tensor: Comm, tokens: Comm) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._dispatch: ExpertDispatch | None = None
-        if comms.tokens is None:
-            return
-        self._dispatch = dispatch = ExpertDispatch(comms.tokens)
+        self._dispatch = ExpertDispatch(tokens)
         modules = dict(model.named_modules(remove_duplicate=False))
-        found: Mapping[str, nn.Module] = {name: each for name, each in modules.items() if is_experts(each)}
-        for name, module in {id(module): (name, module) for name, module in found.items()}.values():
+        layers = {id(module): (name, module) for name, module in modules.items() if is_experts(module)}
+        for name, module in layers.values():
             has_part = _has_part_of_sequence(layout, name)
-            same_tokens = None if has_part or comms.tensor.world_size == 1 else comms.tensor
-            layer = ExpertLayer(name, dispatch, same_tokens)
+            same_tokens = None if has_part or tensor.world_size == 1 else tensor
+            layer = ExpertLayer(name, self._dispatch, same_tokens)
             self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
             for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
                 num_local = num_experts_of(module) // layout.mesh.ep
@@ -67,16 +64,14 @@ class ExpertLayers:
 
     def forget(self) -> None:
         """Drop what recomputations of the forwards so far would need."""
-        if self._dispatch is not None:
-            self._dispatch.forget()
+        self._dispatch.forget()
 
     def close(self) -> None:
         """Give the modules their own forwards again."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        if self._dispatch is not None:
-            self._dispatch.close()
+        self._dispatch.close()
 
 
 class _DispatchedExperts(nn.Module):
@@ -99,8 +94,8 @@ def _has_part_of_sequence(layout: Layout, name: str) -> bool:
 
 def _own_rows(rows: Tensor, comm: Comm) -> Tensor:
     """Return this rank's part of rows that all ranks have; its gradient is that of all rows."""
-    own: Tensor = _OwnRows.apply(rows, comm) if rows.is_floating_point() else _cut(rows, comm)
-    return own
+    part: Tensor = _OwnRows.apply(rows, comm) if rows.is_floating_point() else _cut(rows, comm)
+    return part
 
 
 def _all_rows(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
