@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from harness.combinations import cover
+from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.tensor import CLIP_NORM, mixture, train_on_mesh, train_plainly
@@ -78,8 +81,33 @@ def test_replicas_of_divided_experts_equal_one_process(ranks: WorkerPool) -> Non
     check_parity(merge_ranks(traces), reference((), 4, 1))
 
 
-ROUTINGS = {
-    "all to one expert": {"num_experts_per_tok": 1, "biased_to": 0},
-    "an expert without tokens": {"num_experts_per_tok": 1, "biased_to": 3},
-    "every expert for each token": {"num_experts_per_tok": 16},
-}
+def adapted() -> ModelCase:
+    """The mixture with PEFT's adapters on its stacks of experts, which are as large as random weights."""
+    from peft import LoraConfig, get_peft_model
+
+    case = mixture()
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=targets, task_type="CAUSAL_LM"
+    )
+
+    def make() -> nn.Module:
+        model = get_peft_model(case.make(), adapters)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        return model
+
+    return replace(case, make=make)
+
+
+def train_adapted(rank: int, world_size: int, num_micro_batches: int, overrides: Any) -> Trace:
+    return train_on_mesh(rank, adapted(), overrides, None, num_micro_batches, NUM_STEPS)
+
+
+@pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_adapters_of_divided_experts_equal_one_process(ranks: WorkerPool, mesh: dict[str, int]) -> None:
+    pytest.importorskip("peft")
+    traces = ranks(2).run(train_adapted, 1, {"mesh": mesh, "zero": {"stage": 3}})
+    expected = train_plainly(adapted(), 2 // mesh.get("tp", 1), 1, NUM_STEPS, CLIP_NORM)
+    check_parity(merge_ranks(traces), expected)
