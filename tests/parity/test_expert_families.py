@@ -1,0 +1,53 @@
+"""Mixtures of experts of Hugging Face's families, unmodified, over ep and tp equal one plain process, in float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from harness.moe_models import MOE_FAMILIES, OTHER_FAMILIES, build_moe, moe_case
+from harness.pool import WorkerPool
+from harness.reference import Trace, check_parity
+from harness.refusals import refused
+from harness.tensor import CLIP_NORM, train_on_mesh, train_plainly
+from harness.training import Overrides, merge_ranks
+from shardwise import Config, plan_layout
+
+pytest.importorskip("transformers")
+
+NUM_STEPS = 2
+MESHES = {"ep": ({"ep": 2}, 3), "tp x ep": ({"tp": 2, "ep": 2}, 2), "tp": ({"tp": 2}, 2)}
+WITHOUT_PLAN = {"zaya"}
+
+
+def train(rank: int, world_size: int, family: str, overrides: Overrides) -> Trace:
+    return train_on_mesh(rank, moe_case(family), overrides, None, 1, NUM_STEPS)
+
+
+@functools.cache
+def reference(family: str, num_data_ranks: int) -> Trace:
+    return train_plainly(moe_case(family), num_data_ranks, 1, NUM_STEPS, CLIP_NORM)
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_families_equal_one_process(ranks: WorkerPool, family: str, axes: str) -> None:
+    mesh, stage = MESHES[axes]
+    overrides = {"mesh": mesh, "zero": {"stage": stage}}
+    if "tp" in mesh and family in WITHOUT_PLAN:
+        with refused("tp-no-plan", "propose_plan"):
+            plan_layout(build_moe(family), Config.from_dict(overrides).resolve(world_size=2))
+        return
+    traces = ranks(2).run(train, family, overrides)
+    check_parity(merge_ranks(traces), reference(family, 2 // mesh.get("tp", 1)))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_families_are_refused_and_train_as_the_refusal_says(ranks: WorkerPool, family: str) -> None:
+    with refused("ep-without-experts", "mesh.ep=2", type(build_moe(family)).__name__, "mesh.ep=1", "zero.stage=3"):
+        plan_layout(build_moe(family), Config.from_dict({"mesh": {"ep": 2}}).resolve(world_size=2))
+    traces = ranks(2).run(train, family, {"mesh": {"ep": 1}, "zero": {"stage": 3}})
+    check_parity(merge_ranks(traces), reference(family, 2))
