@@ -75,15 +75,19 @@ MOE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 1},
         "afmoe": {"num_dense_layers": 1, **_ONE_OF_EACH},
         "aria_text": {},
-        "bailing_hybrid": _LATENT_HEADS | {"layer_group_size": 2},
-        "cohere2_moe": _ONE_OF_EACH | _SECOND_IS_SPARSE,
+        "bailing_hybrid": {**_LATENT_HEADS, "layer_group_size": 2},
+        "cohere2_moe": {**_ONE_OF_EACH, **_SECOND_IS_SPARSE},
         "deepseek_v2": _LATENT_HEADS,
         "dots1": {"layer_types": ["full_attention"] * 2},
-        "exaone_moe": _ONE_OF_EACH | _SECOND_IS_SPARSE,
+        "exaone_moe": {**_ONE_OF_EACH, **_SECOND_IS_SPARSE},
         "flex_olmo": {},
-        "gemma4_text": _ONE_OF_EACH
-        | {"enable_moe_block": True, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCAB_SIZE},
-        "glm4_moe_lite": _LATENT_HEADS | _SECOND_IS_SPARSE,
+        "gemma4_text": {
+            **_ONE_OF_EACH,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+        "glm4_moe_lite": {**_LATENT_HEADS, **_SECOND_IS_SPARSE},
         "granitemoe_swa": _ONE_OF_EACH,
         "granitemoehybrid": {
             "layer_types": ["mamba", "attention"],
@@ -94,13 +98,17 @@ MOE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "granitemoeshared": {},
         "hunyuan_v1_moe": {},
         "hy_v3": _SECOND_IS_SPARSE,
-        "kimi_linear": _LATENT_HEADS
-        | _SECOND_IS_SPARSE
-        | {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 4, "linear_num_heads": 4},
+        "kimi_linear": {
+            **_LATENT_HEADS,
+            **_SECOND_IS_SPARSE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_head_dim": 4,
+            "linear_num_heads": 4,
+        },
         "laguna": _SECOND_IS_SPARSE,
         "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
         "mellum": _ONE_OF_EACH,
-        "mimo_v2_flash": _ONE_OF_EACH | _SECOND_IS_SPARSE,
+        "mimo_v2_flash": {**_ONE_OF_EACH, **_SECOND_IS_SPARSE, "v_head_dim": 2},
         "minimax": {"layer_types": ["linear_attention", "full_attention"]},
         "minimax_m2": {},
         "nemotron_h": {

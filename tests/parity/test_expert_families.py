@@ -17,8 +17,30 @@ from shardwise import Config, plan_layout
 pytest.importorskip("transformers")
 
 NUM_STEPS = 2
-MESHES = {"ep": ({"ep": 2}, 3), "tp x ep": ({"tp": 2, "ep": 2}, 2), "tp": ({"tp": 2}, 2)}
+MESHES: dict[str, tuple[dict[str, int], int]] = {
+    "ep": ({"ep": 2}, 3),
+    "tp x ep": ({"tp": 2, "ep": 2}, 2),
+    "tp": ({"tp": 2}, 2),
+}
 WITHOUT_PLAN = {"zaya"}
+# Whose plans split attention, so that the sequence may be split beside it.
+WITH_STACKS = (
+    "aria_text",
+    "cohere2_moe",
+    "deepseek_v2",
+    "dots1",
+    "ernie4_5_moe",  # it calls shared experts with samples and sequence in one dim, as two others do
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hy_v3",
+    "laguna",
+    "mellum",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "solar_open",
+)
 
 
 def train(rank: int, world_size: int, family: str, overrides: Overrides) -> Trace:
@@ -31,11 +53,11 @@ def reference(family: str, num_data_ranks: int) -> Trace:
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("axes", MESHES)
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("axes", sorted(MESHES))
+@pytest.mark.parametrize("family", sorted(MOE_FAMILIES))
 def test_families_equal_one_process(ranks: WorkerPool, family: str, axes: str) -> None:
     mesh, stage = MESHES[axes]
-    overrides = {"mesh": mesh, "zero": {"stage": stage}}
+    overrides: Overrides = {"mesh": mesh, "zero": {"stage": stage}}
     if "tp" in mesh and family in WITHOUT_PLAN:
         with refused("tp-no-plan", "propose_plan"):
             plan_layout(build_moe(family), Config.from_dict(overrides).resolve(world_size=2))
@@ -44,8 +66,15 @@ def test_families_equal_one_process(ranks: WorkerPool, family: str, axes: str) -
     check_parity(merge_ranks(traces), reference(family, 2 // mesh.get("tp", 1)))
 
 
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("family", WITH_STACKS)
+def test_families_with_a_split_sequence_equal_one_process(ranks: WorkerPool, family: str) -> None:
+    overrides = {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}, "tensor": {"sequence_parallel": True}}
+    check_parity(merge_ranks(ranks(2).run(train, family, overrides)), reference(family, 1))
+
+
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", sorted(OTHER_FAMILIES))
 def test_other_families_are_refused_and_train_as_the_refusal_says(ranks: WorkerPool, family: str) -> None:
     with refused("ep-without-experts", "mesh.ep=2", type(build_moe(family)).__name__, "mesh.ep=1", "zero.stage=3"):
         plan_layout(build_moe(family), Config.from_dict({"mesh": {"ep": 2}}).resolve(world_size=2))

@@ -199,12 +199,16 @@ def _split_latent_attention(draft: PlanBuilder, region: str, inside: Styles) -> 
 
 
 def _heads(draft: PlanBuilder, region: str, inside: Styles) -> HeadSplit:
-    dim = _head_dim(draft.modules[region]) or 1
+    module: Any = draft.modules[region]
+    dim = _head_dim(module) or 1
+    value_dim = getattr(module, "v_head_dim", None) or dim
     rows = [name for name, style in inside.items() if style.kind == "row"]
     keys = [name for name in inside if _KEY_OR_VALUE.search(name.removeprefix(f"{region}."))]
     keys = [name for name in keys if inside[name].kind == "column"]
-    query = split_size(draft.modules[rows[0]], rows[0], "row") // dim
-    kv = min((split_size(draft.modules[name], name, "column") // dim for name in keys), default=query)
+    query = split_size(draft.modules[rows[0]], rows[0], "row") // value_dim
+    dims = [value_dim if name.rpartition(".")[2].startswith("v") else dim for name in keys]
+    sizes = [split_size(draft.modules[name], name, "column") for name in keys]
+    kv = min((size // each for size, each in zip(sizes, dims, strict=True)), default=query)
     if not kv or query % kv:
         raise ConfigError(
             "kv-heads-divide-heads",
