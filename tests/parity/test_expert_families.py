@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from harness.models import ModelCase
 from harness.moe_models import MOE_FAMILIES, OTHER_FAMILIES, build_moe, moe_case
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.refusals import refused
 from harness.tensor import CLIP_NORM, train_on_mesh, train_plainly
 from harness.training import Overrides, merge_ranks
-from shardwise import Config, plan_layout
+from shardwise import Config, plan_layout, propose_plan
 
 pytest.importorskip("transformers")
 
@@ -43,8 +49,16 @@ WITH_STACKS = (
 )
 
 
-def train(rank: int, world_size: int, family: str, overrides: Overrides) -> Trace:
-    return train_on_mesh(rank, moe_case(family), overrides, None, 1, NUM_STEPS)
+def train(rank: int, world_size: int, family: str, overrides: Overrides, proposed: bool = False) -> Trace:
+    case = moe_case(family)
+    case = replace(case, make=partial(with_proposed_plan, case)) if proposed else case
+    return train_on_mesh(rank, case, overrides, None, 1, NUM_STEPS)
+
+
+def with_proposed_plan(case: ModelCase) -> nn.Module:
+    model: Any = case.make()
+    model.tensor_plan = propose_plan(model, case.batch(0, 2, torch.float32), tp=2)
+    return model
 
 
 @functools.cache
@@ -58,11 +72,11 @@ def reference(family: str, num_data_ranks: int) -> Trace:
 def test_families_equal_one_process(ranks: WorkerPool, family: str, axes: str) -> None:
     mesh, stage = MESHES[axes]
     overrides: Overrides = {"mesh": mesh, "zero": {"stage": stage}}
-    if "tp" in mesh and family in WITHOUT_PLAN:
+    proposed = "tp" in mesh and family in WITHOUT_PLAN
+    if proposed:
         with refused("tp-no-plan", "propose_plan"):
             plan_layout(build_moe(family), Config.from_dict(overrides).resolve(world_size=2))
-        return
-    traces = ranks(2).run(train, family, overrides)
+    traces = ranks(2).run(train, family, overrides, proposed)
     check_parity(merge_ranks(traces), reference(family, 2 // mesh.get("tp", 1)))
 
 
