@@ -78,7 +78,7 @@ def make_case(name: str) -> ModelCase:
     family = FAMILIES[name]
 
     def batch(seed: int, num_samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        return _lengthened(family.batch(seed, num_samples, dtype))
+        return lengthened(family.batch(seed, num_samples, dtype))
 
     return ModelCase(name, lambda: build_model(name, **options), batch, None)
 
@@ -88,7 +88,7 @@ def mixture(**options: Any) -> ModelCase:
     options = {"output_router_logits": False, **options}
 
     def batch(seed: int, num_samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        return _lengthened(FAMILIES["mixtral"].batch(seed, num_samples, dtype))
+        return lengthened(FAMILIES["mixtral"].batch(seed, num_samples, dtype))
 
     return ModelCase("mixtral", lambda: build_model("mixtral", **options), batch, None)
 
@@ -217,7 +217,7 @@ def _given(case: ModelCase) -> nn.Module:
 
 def _decoder_batch(seed: int, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens and the next ones, both [B, S]."""
-    batch = _lengthened(FAMILIES["llama"].batch(seed, num_samples, dtype))
+    batch = lengthened(FAMILIES["llama"].batch(seed, num_samples, dtype))
     return batch["input_ids"], F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
@@ -225,7 +225,7 @@ def _decoder_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return lm_loss(logits, batch[1])
 
 
-def _lengthened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def lengthened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The batch with its sequences padded to a length that tp divides; lengths still differ between batches."""
     values = {"labels": IGNORED, "attention_mask": 0, "input_ids": PAD}
     return {

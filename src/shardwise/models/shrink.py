@@ -142,11 +142,15 @@ _MORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "max_seq_len": ("n_ctx",),
     }
 )
-_EXPERTS: Final[Mapping[str, int]] = MappingProxyType(
+_MOST: Final[Mapping[str, int]] = MappingProxyType(
     {
         **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), SMALL_NUM_EXPERTS),
         **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
-        **dict.fromkeys(("n_group", "topk_group"), 1),
+        **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2 * _HEAD_DIM),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "linear_head_dim"), _HEAD_DIM),
+        **dict.fromkeys(("attn_layer_period", "expert_layer_period"), 2),
+        **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
     }
 )
 _TOKENS: Final[Mapping[str, int]] = MappingProxyType({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
@@ -172,11 +176,12 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
         for key in (*_NAMES[field.name], *_MORE_NAMES.get(field.name, ())):
             if isinstance(values.get(key), int):
                 shrunk[key] = _shrink_key(field.name, key, values[key], sizes, small, scale)
-    for key, most in _EXPERTS.items():
+    for key, most in _MOST.items():
         if isinstance(values.get(key), int):
             shrunk[key] = min(values[key], most)
-    if isinstance(values.get("layer_types"), list):
-        shrunk["layer_types"] = values["layer_types"][: small.num_layers]
+    for key, each in values.items():
+        if isinstance(each, list) and len(each) == sizes.num_layers > 1 and key.endswith("layer_types"):
+            shrunk[key] = _spread(each, small.num_layers)
     if isinstance(rotary, dict) and isinstance(axes, list):
         section_dim = small.head_dim // 2 // max(1, len(axes))
         first = small.head_dim // 2 - section_dim * (len(axes) - 1)
@@ -230,6 +235,11 @@ def _shrink_key(name: str, key: str, value: int, sizes: ModelSizes, small: Model
         )
     result: int = getattr(small, name)
     return result
+
+
+def _spread(kinds: list[Any], number: int) -> list[Any]:
+    """Return as many kinds of layers, from the first to the last, so that few of many are still of all kinds."""
+    return [kinds[round(index * (len(kinds) - 1) / max(1, number - 1))] for index in range(number)]
 
 
 def _small_tokens(values: Mapping[str, Any], vocab_size: int) -> Iterator[tuple[str, Any]]:

@@ -70,6 +70,8 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
         inside = {name: style for name, style in styles.items() if name.startswith(f"{region}.")}
         if _is_attention(draft, region) and not any(style.splits_input for style in inside.values()):
             _split_attention(draft, region, inside)
+        elif hasattr(draft.modules[region], "kv_lora_rank"):
+            _split_latent_attention(draft, region, inside)
         else:
             if not _split_features(draft, region, inside):
                 continue
@@ -91,21 +93,30 @@ def _their_plan(model: nn.Module) -> dict[str, str]:
 
 def _styles(draft: PlanBuilder, words: dict[str, str]) -> Styles:
     """Return style by module, in module order; a later pattern wins."""
-    names = (*draft.modules, *(name for name, _ in draft.model.named_parameters()))
     styles: Styles = {}
-    experts = _experts(draft)  # which mesh.ep divides, whatever the plan says of them
+    passed_over = [*_experts(draft), *_with_bare_parameters(draft, words)]  # mesh.ep divides experts, whatever it says
     for pattern, word in words.items():
-        matching = [name for name in names if _regex(pattern).fullmatch(name) and not is_within(name, experts)]
+        matching = [name for name in draft.modules if _regex(pattern).fullmatch(name)]
+        matching = [name for name in matching if not is_within(name, passed_over)]
         style = HUGGING_FACE_WORDS.get(word)
-        if matching and (style is None or matching[0] not in draft.modules):
-            what = "a style" if style is None else "on a bare parameter"
+        if matching and style is None:
             raise ConfigError(
                 "tp-plan-style",
-                f"{type(draft.model).__name__} splits {pattern!r} by {word!r}, {what} that Shardwise does not know: it "
-                f"splits dense layers, and experts of Hugging Face's interface; {_OWN_TABLE}",
+                f"{type(draft.model).__name__} splits {pattern!r} by {word!r}, a style that Shardwise does not know: "
+                f"it splits dense layers, and experts of Hugging Face's interface; {_OWN_TABLE}",
             )
         styles |= {name: style for name in matching if style is not None}
     return {name: styles[name] for name in draft.modules if name in styles}
+
+
+def _with_bare_parameters(draft: PlanBuilder, words: dict[str, str]) -> list[str]:
+    """Return the modules that stay whole as their plan splits parameters of theirs that are no layers (sinks)."""
+    experts, bare = _experts(draft), [_regex(pattern) for pattern in words]
+    names = [name for name, _ in draft.model.named_parameters() if any(each.fullmatch(name) for each in bare)]
+    names = [name for name in names if name not in draft.modules and not is_within(name, experts)]
+    for place in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names):
+        draft.notes.append(f"{place.rpartition('.')[0]} whole: its plan splits {place}, which is no layer")
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
 
 def _experts(draft: PlanBuilder) -> list[str]:
@@ -172,13 +183,32 @@ def _split_attention(draft: PlanBuilder, region: str, inside: Styles) -> None:
     draft.local_heads(region, heads, has_dropout=_drops_heads(draft, region))
 
 
+def _split_latent_attention(draft: PlanBuilder, region: str, inside: Styles) -> None:
+    """Split an attention module whose heads are made from latent states; what makes these is whole on every rank.
+
+    Each rank uses the latent states for its own heads, so the gradients of what makes them are parts of sums.
+    """
+    module: Any = draft.modules[region]
+    heads = HeadSplit(module.num_heads, module.num_heads, module.v_head_dim)
+    heads.check(draft.degree, "num_attention_heads", "num_attention_heads")
+    split = {name: style for name, style in inside.items() if style.kind in ("column", "row")}
+    for name, style in split.items():
+        draft.layer(name, style, FusedPart(split_size(draft.modules[name], name, style.kind), heads.query))
+    draft.partial += [name for name, _ in _unsplit(draft, region, split)]
+    draft.local_heads(region, heads, has_dropout=_drops_heads(draft, region))
+
+
 def _heads(draft: PlanBuilder, region: str, inside: Styles) -> HeadSplit:
-    dim = _head_dim(draft.modules[region]) or 1
+    module: Any = draft.modules[region]
+    dim = _head_dim(module) or 1
+    value_dim = getattr(module, "v_head_dim", None) or dim
     rows = [name for name, style in inside.items() if style.kind == "row"]
     keys = [name for name in inside if _KEY_OR_VALUE.search(name.removeprefix(f"{region}."))]
     keys = [name for name in keys if inside[name].kind == "column"]
-    query = split_size(draft.modules[rows[0]], rows[0], "row") // dim
-    kv = min((split_size(draft.modules[name], name, "column") // dim for name in keys), default=query)
+    query = split_size(draft.modules[rows[0]], rows[0], "row") // value_dim
+    dims = [value_dim if name.rpartition(".")[2].startswith("v") else dim for name in keys]
+    sizes = [split_size(draft.modules[name], name, "column") for name in keys]
+    kv = min((size // each for size, each in zip(sizes, dims, strict=True)), default=query)
     if not kv or query % kv:
         raise ConfigError(
             "kv-heads-divide-heads",

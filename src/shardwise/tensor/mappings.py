@@ -133,6 +133,8 @@ class TpMappings:
         """Return the whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
         if self.keeps_whole():
             return x
+        if x.dim() == 2:  # tokens in one dim, as shared experts get them; their order is that of the ranks
+            return self.gather_sequence(x.unsqueeze(0), name).squeeze(0)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._gather_sequence(x, name, None)
         regather = _Regather(self.comm, self._recomputed, name)
@@ -183,8 +185,10 @@ class TpMappings:
             x: [..., in / tp], whole sequences; the weight is [out, in / tp], the bias [out] or None.
             is_sequence: whether each rank gets only its slice along dim 1.
         """
-        later = DeferredWeightGrad.of(x, weight)
         is_sequence = is_sequence and not self.keeps_whole()
+        if is_sequence and x.dim() == 2:
+            return self.row(x.unsqueeze(0), weight, bias, is_sequence, name).squeeze(0)
+        later = DeferredWeightGrad.of(x, weight)
         return self._row(x, weight if later is None else None, bias, is_sequence, name, later)
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

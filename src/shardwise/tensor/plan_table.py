@@ -560,6 +560,7 @@ HUGGING_FACE_WORDS: Mapping[str, StyleRule] = {
     "embedding_rowwise": StyleRule("vocab"),
     # Theirs gathers the output, with the same values as a vocabulary split by rows, which also suits a tied head.
     "embedding_colwise": StyleRule("vocab"),
-    "replicated_with_grad_allreduce": StyleRule("partial"),
-    "replicate": StyleRule("replicate"),
+    **dict.fromkeys(("replicated_with_grad_allreduce", "mla_kv_a_proj"), StyleRule("partial")),
+    # What theirs does for parameters that are no layers' is done by the split of the module's heads, or not at all.
+    **dict.fromkeys(("replicate", "local_params"), StyleRule("replicate")),
 }
