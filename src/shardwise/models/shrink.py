@@ -179,9 +179,9 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
     for key, most in _MOST.items():
         if isinstance(values.get(key), int):
             shrunk[key] = min(values[key], most)
-    for key, each in values.items():
-        if isinstance(each, list) and len(each) == sizes.num_layers > 1 and key.endswith("layer_types"):
-            shrunk[key] = _spread(each, small.num_layers)
+    for key, kinds in values.items():
+        if isinstance(kinds, list) and len(kinds) == sizes.num_layers > 1 and key.endswith("layer_types"):
+            shrunk[key] = _spread(kinds, small.num_layers)
     if isinstance(rotary, dict) and isinstance(axes, list):
         section_dim = small.head_dim // 2 // max(1, len(axes))
         first = small.head_dim // 2 - section_dim * (len(axes) - 1)

@@ -111,8 +111,8 @@ def _styles(draft: PlanBuilder, words: dict[str, str]) -> Styles:
 
 def _with_bare_parameters(draft: PlanBuilder, words: dict[str, str]) -> list[str]:
     """Return the modules that stay whole as their plan splits parameters of theirs that are no layers (sinks)."""
-    experts, bare = _experts(draft), [_regex(pattern) for pattern in words]
-    names = [name for name, _ in draft.model.named_parameters() if any(each.fullmatch(name) for each in bare)]
+    experts, patterns = _experts(draft), [_regex(pattern) for pattern in words]
+    names = [name for name, _ in draft.model.named_parameters() if any(p.fullmatch(name) for p in patterns)]
     names = [name for name in names if name not in draft.modules and not is_within(name, experts)]
     for place in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names):
         draft.notes.append(f"{place.rpartition('.')[0]} whole: its plan splits {place}, which is no layer")
@@ -194,7 +194,7 @@ def _split_latent_attention(draft: PlanBuilder, region: str, inside: Styles) -> 
     split = {name: style for name, style in inside.items() if style.kind in ("column", "row")}
     for name, style in split.items():
         draft.layer(name, style, FusedPart(split_size(draft.modules[name], name, style.kind), heads.query))
-    draft.partial += [name for name, _ in _unsplit(draft, region, split)]
+    draft.partial.extend(name for name, _ in _unsplit(draft, region, split))
     draft.local_heads(region, heads, has_dropout=_drops_heads(draft, region))
 
 
@@ -208,7 +208,7 @@ def _heads(draft: PlanBuilder, region: str, inside: Styles) -> HeadSplit:
     query = split_size(draft.modules[rows[0]], rows[0], "row") // value_dim
     dims = [value_dim if name.rpartition(".")[2].startswith("v") else dim for name in keys]
     sizes = [split_size(draft.modules[name], name, "column") for name in keys]
-    kv = min((size // each for size, each in zip(sizes, dims, strict=True)), default=query)
+    kv = min((size // head_dim for size, head_dim in zip(sizes, dims, strict=True)), default=query)
     if not kv or query % kv:
         raise ConfigError(
             "kv-heads-divide-heads",
