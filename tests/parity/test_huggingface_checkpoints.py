@@ -516,22 +516,21 @@ def train_and_save(rank: int, world_size: int, name: str, layout: LayoutSpec, ro
         return parameters_of(engine), logits_of(engine)
 
 
-def load_values(
-    rank: int, world_size: int, name: str, layout: LayoutSpec, root: Path
+def import_values(
+    rank: int, world_size: int, name: str, layout: LayoutSpec, folder: Path, again: Path
 ) -> tuple[dict[str, Values], Tensor]:
     with make_engine(make_model(name, seed=1), layout, "bf16") as engine:
-        report = engine.load(root)
-        if (report.step, report.missing, report.skipped) != (0, (), ()):
-            raise RuntimeError(f"not all was loaded: {report}")
+        engine.import_weights(folder)
+        engine.export_weights(again)
         return {state: parameters_of(engine, state) for state in ("param", "master")}, logits_of(engine)
 
 
 @pytest.mark.parametrize("name", ["decoder", "decoder tied", "qwen2 tied", "mixtral"])
 def test_a_checkpoint_goes_out_as_a_folder_and_comes_back(ranks: WorkerPool, name: str, tmp_path: Path) -> None:
-    """Trained, saved, exported by the command, loaded by transformers, imported by the command, loaded: the same."""
+    """Trained, saved, exported by the command, loaded by transformers, imported: the same."""
     from transformers import AutoModelForCausalLM
 
-    root, folder, back = (tmp_path / each for each in ("run", "hf", "back"))
+    root, folder, again = (tmp_path / each for each in ("run", "hf", "again"))
     layout = LayoutSpec(2, 1, 1 if name == "mixtral" else 2, 3)
     values, logits = ranks(layout.num_ranks).run(train_and_save, name, layout, root)[0]
     assert cli.main(["checkpoint", "export", str(root), str(folder)]) == 0
@@ -543,20 +542,14 @@ def test_a_checkpoint_goes_out_as_a_folder_and_comes_back(ranks: WorkerPool, nam
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(TOKENS).logits, logits, rtol=0, atol=0.1)
 
-    options = ["--files", "3", *(["--decoder"] if "decoder" in name else [])]
-    assert cli.main(["checkpoint", "import", str(folder), str(back), *options]) == 0
-    assert cli.main(["checkpoint", "verify", str(back)]) == 0
-    assert len(list(back.glob("step-00000000/*.safetensors"))) == 3
-    states, logits_back = ranks(1).run(load_values, name, LONE, back)[0]
+    states, logits_back = ranks(1).run(import_values, name, LONE, folder, again)[0]
     for key, value in values.items():
         assert torch.equal(states["param"][key], value), key
         assert torch.equal(states["master"][key], value.float()), key
     torch.testing.assert_close(logits_back, logits, rtol=0, atol=0.1)
 
     # What was imported goes out again as it came; and in another dtype.
-    assert cli.main(["checkpoint", "export", str(back), str(tmp_path / "again")]) == 0
-    weights = "model.safetensors"
-    assert contents(tmp_path / "again")[weights] == contents(folder)[weights]
+    assert contents(again)["model.safetensors"] == contents(folder)["model.safetensors"]
     assert cli.main(["checkpoint", "export", str(root), str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
     wide = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
     assert wide.dtype == torch.float32
