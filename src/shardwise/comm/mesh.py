@@ -199,7 +199,7 @@ def connect(
     is_in_stream_order = kind_of(device).is_in_stream_order
     # On NCCL one communicator would run gathers and reductions one after the other.
     reduce: Final = "reduce" if is_in_stream_order else "gather"
-    over, cell = _Lines(comm_factory, shape, resources), (*GRADIENT_AXES, *TENSOR_AXES)
+    over, cell = _MeshComms(comm_factory, shape, resources), (*GRADIENT_AXES, *TENSOR_AXES)
     comms = CommGroups(
         data=over(GRADIENT_AXES),
         shards=over(SHARD_AXES),
@@ -217,7 +217,7 @@ def connect(
     )
     if layout is None or not any(group.is_experts for group in layout.model_groups):
         return comms
-    over = _Lines(comm_factory.on_mesh(shape.experts), shape.experts, resources, {"dp_shard": "edp", "tp": "ep"})
+    over = _MeshComms(comm_factory.on_mesh(shape.experts), shape.experts, resources, {"dp_shard": "edp", "tp": "ep"})
     experts = replace(
         comms,
         data=over(GRADIENT_AXES),
@@ -231,7 +231,7 @@ def connect(
     return replace(comms, experts=experts, tokens=over(TENSOR_AXES, "tokens"))
 
 
-class _Lines:
+class _MeshComms:
     """Makes the communicators of a mesh, each once.
 
     Args:
@@ -259,7 +259,7 @@ class _Lines:
         return self._made[live, use]
 
 
-def _connect_holders(over: _Lines, layout: Layout) -> dict[tuple[int, ...], Comm]:
+def _connect_holders(over: _MeshComms, layout: Layout) -> dict[tuple[int, ...], Comm]:
     """Connect the ranks of the pipeline that hold a parameter together; all ranks make these groups, in one order."""
     tied: dict[tuple[int, ...], Comm] = {}
     for holders in sorted(layout.ties):
