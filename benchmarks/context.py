@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import shardwise
@@ -31,13 +30,13 @@ from shardwise.runtime.memory_tracker import Category
 from step_time import (
     Records,
     keep_results,
-    machine,
     measure,
     names,
     parse_known_systems,
     parser_of,
     ratio,
     results_table,
+    start_report,
 )
 
 MEMORY_AIM = 0.10  # how far a rank's activations may be from 1 / cp of one process's
@@ -115,9 +114,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Print the memory, then measure each length; print its table, and write the file."""
     options = parse_options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    content: dict[str, Any] = {"machine": machine(), "arguments": arguments, "results": []}
-    console.print(", ".join(f"{key} {value}" for key, value in content["machine"].items()), highlight=False)
+    console, content = start_report(arguments)
     table, content["memory"] = memory_table(options)
     console.print(table)
     for seq_len in map(int, options.lengths):

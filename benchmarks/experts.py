@@ -14,21 +14,17 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from expert_peers import EXPERT_PEERS, ExpertWorkload
 from step_time import (
     Records,
-    keep_results,
-    machine,
     measure,
     names,
     parse_known_systems,
     parser_of,
     ratio,
-    results_table,
+    report,
+    start_report,
 )
 
 AIM = 0.9  # of the fastest other system's time, at most
@@ -66,18 +62,11 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Measure each workload; print its table and the aim, and write the file."""
     options = parse_options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    content: dict[str, Any] = {"machine": machine(), "arguments": arguments, "results": []}
-    console.print(", ".join(f"{key} {value}" for key, value in content["machine"].items()), highlight=False)
+    console, content = start_report(arguments)
     for num_experts, seq_len in itertools.product(map(int, options.experts), map(int, options.seqs)):
         workload = ExpertWorkload("mixtral", "fp32", seq_len, options.micro_batch, num_experts=num_experts)
         records = measure(workload, options.systems, options, console)
-        console.print(results_table(workload, records, options.versus))
-        console.print(aim_line(records), highlight=False)
-        for record in records.values():
-            if record.failure is not None:
-                console.print(f"{record.system} failed: {record.failure}", highlight=False, markup=False)
-        keep_results(content, workload, records, options)
+        report(workload, records, options, [aim_line(records)], content, console)
 
 
 if __name__ == "__main__":

@@ -16,22 +16,18 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from pipeline_peers import PIPELINE_PEERS, SHARDWISE_SCHEDULES, PipelineWorkload, cut_of
 from step_time import (
     Records,
     is_installed,
-    keep_results,
-    machine,
     measure,
     names,
     parse_known_systems,
     parser_of,
     ratio,
-    results_table,
+    report,
+    start_report,
 )
 
 SHAPES = {4: (2, 256), 16: (1, 128)}  # micro-batch and tokens a sequence, by micro-batches a step
@@ -87,9 +83,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Measure each workload in turn; print its cut, its table and the aims, and write the file."""
     options = parse_options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    content: dict[str, Any] = {"machine": machine(), "arguments": arguments, "results": []}
-    console.print(", ".join(f"{key} {value}" for key, value in content["machine"].items()), highlight=False)
+    console, content = start_report(arguments)
     systems = [name for name in options.systems if is_installed(PIPELINE_PEERS[name].package)]
     for name in sorted(set(options.systems) - set(systems)):
         console.print(f"skipped {name}: {PIPELINE_PEERS[name].package} is not installed")
@@ -98,13 +92,7 @@ def main(arguments: Sequence[str]) -> None:
         workload = PipelineWorkload(name, "fp32", options.seq or seq_len, micro_size, options.clip, count)
         records = measure(workload, systems, options, console)
         console.print(f"two stages begin with {', '.join(units[0] for units in cut_of(workload, '1f1b'))}")
-        console.print(results_table(workload, records, options.versus))
-        for line in aim_lines(records):
-            console.print(line, highlight=False)
-        for record in records.values():
-            if record.failure is not None:
-                console.print(f"{record.system} failed: {record.failure}", highlight=False, markup=False)
-        keep_results(content, workload, records, options)
+        report(workload, records, options, aim_lines(records), content, console)
 
 
 if __name__ == "__main__":

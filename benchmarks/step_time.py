@@ -19,7 +19,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,12 +233,36 @@ def keep_results(content: dict[str, Any], workload: Any, records: Records, optio
         options.json.write_text(json.dumps(content, indent=1))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure each workload in turn; print its table and the aims, and write the file."""
-    options = parse_options(arguments)
+def start_report(arguments: Sequence[str]) -> tuple[Console, dict[str, Any]]:
+    """Print the machine; return where to print, and the content of the file."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     content: dict[str, Any] = {"machine": machine(), "arguments": arguments, "results": []}
     console.print(", ".join(f"{key} {value}" for key, value in content["machine"].items()), highlight=False)
+    return console, content
+
+
+def report(
+    workload: Workload,
+    records: Records,
+    options: argparse.Namespace,
+    lines: Iterable[str],
+    content: dict[str, Any],
+    console: Console,
+) -> None:
+    """Print a workload's table, the lines beside it and what has failed, and keep its results."""
+    console.print(results_table(workload, records, options.versus))
+    for line in lines:
+        console.print(line, highlight=False)
+    for record in records.values():
+        if record.failure is not None:
+            console.print(f"{record.system} failed: {record.failure}", highlight=False, markup=False)
+    keep_results(content, workload, records, options)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure each workload in turn; print its table and the aims, and write the file."""
+    options = parse_options(arguments)
+    console, content = start_report(arguments)
     systems = runnable(options.systems, console)
     for name, dtype, seq_len in itertools.product(options.models, options.dtypes, map(int, options.seqs)):
         workload = Workload(name, dtype, seq_len, options.micro_batch, options.clip)

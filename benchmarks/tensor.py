@@ -13,20 +13,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from step_time import (
     Records,
-    keep_results,
-    machine,
     measure,
     names,
     parse_known_systems,
     parser_of,
     ratio,
-    results_table,
+    report,
+    start_report,
 )
 from tensor_peers import TENSOR_PEERS, TensorWorkload
 
@@ -65,21 +61,13 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     """Measure both workloads; print their tables and the aims, and write the file."""
     options = parse_options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    content: dict[str, Any] = {"machine": machine(), "arguments": arguments, "results": []}
-    console.print(", ".join(f"{key} {value}" for key, value in content["machine"].items()), highlight=False)
+    console, content = start_report(arguments)
     for micro_size, seq_len in (LARGE, SMALL):
         workload = TensorWorkload("12 x 512", options.dtype, seq_len, micro_size)
         num_steps = options.steps * (10 if (micro_size, seq_len) == SMALL else 1)
         turns = argparse.Namespace(**{**vars(options), "steps": num_steps})
         records = measure(workload, options.systems, turns, console)
-        console.print(results_table(workload, records, options.versus))
-        for line in aim_lines(workload, records):
-            console.print(line, highlight=False)
-        for record in records.values():
-            if record.failure is not None:
-                console.print(f"{record.system} failed: {record.failure}", highlight=False, markup=False)
-        keep_results(content, workload, records, options)
+        report(workload, records, options, aim_lines(workload, records), content, console)
 
 
 if __name__ == "__main__":
