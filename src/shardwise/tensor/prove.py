@@ -100,7 +100,7 @@ def in_float64(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     return whole, pytree.tree_map(_widened, batch)
 
 
-class Dropped(NamedTuple):
+class SeenDropout(NamedTuple):
     """Is what a dropout, or attention with dropout, got in a module; `is_functional` if this is no dropout itself."""
 
     module: str
@@ -121,7 +121,7 @@ class Difference:
 
     wrong: str
     summed: tuple[str, ...] = ()
-    dropped: Sequence[Sequence[Dropped]] = ()
+    dropped: Sequence[Sequence[SeenDropout]] = ()
 
 
 class WholeRun:
@@ -233,7 +233,7 @@ class _Dropouts(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.dropped: list[Dropped] = []
+        self.dropped: list[SeenDropout] = []
         self._stack: list[tuple[str, bool]] = []
         self._calls = watch_calls(model, self._before, self._after) if model.training else nullcontext()
 
@@ -260,7 +260,7 @@ class _Dropouts(TorchFunctionMode):
             rate = given.get("dropout_p", 0.0) if is_attention else given.get("p", 0.5)
             if rate and given.get("training", True):
                 x = given["query"] if is_attention else given["input"]
-                self.dropped.append(Dropped(*self._stack[-1], x.detach().clone()))
+                self.dropped.append(SeenDropout(*self._stack[-1], x.detach().clone()))
         return func(*args, **(kwargs or {}))
 
 
@@ -271,7 +271,7 @@ _DROPOUT_ARGUMENTS: Final[Mapping[Any, tuple[str, ...]]] = {
 }
 
 
-def split_dropouts(whole: Sequence[Dropped], ranks: Sequence[Sequence[Dropped]]) -> tuple[SplitDropout, ...]:
+def split_dropouts(whole: Sequence[SeenDropout], ranks: Sequence[Sequence[SeenDropout]]) -> tuple[SplitDropout, ...]:
     """Return the dropouts that get a part on each rank, in order, of what they get in the whole model.
 
     Raises:
@@ -354,7 +354,7 @@ class _ThreadGroup:
 
     def run(
         self, rank: int, model: nn.Module, plan: TensorPlan, splits: Mapping[str, ParamSplit], batch: Any
-    ) -> tuple[float, list[Dropped]]:
+    ) -> tuple[float, list[SeenDropout]]:
         """Return the loss of one rank and what its dropouts got, with its gradients left in its parameters.
 
         Args:
@@ -419,7 +419,7 @@ def plain_output(output: Any) -> Any:
     return vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output
 
 
-def _run(model: nn.Module, batch: Any) -> tuple[float, list[Dropped]]:
+def _run(model: nn.Module, batch: Any) -> tuple[float, list[SeenDropout]]:
     """Return a number that depends on everything that the model returns, after its backward, and what dropouts got."""
     with _Dropouts(model) as seen:
         output = call_model(model, batch)
