@@ -334,10 +334,8 @@ class ProcessGroupFactory:
         along = self._mesh.shape.ranks_along(axes, self.rank)
         return process_group_comm(group, axis, resources, tuple(along[index] for index in indices))
 
-    def on_mesh(self, shape: MeshShape) -> Self:
-        other = copy(self)
-        other._mesh = self._mesh.reshaped(shape)
-        return other
+    def on_mesh(self, shape: MeshShape) -> ProcessGroupFactory:
+        return ProcessGroupFactory(self._mesh.reshaped(shape), self.store)
 
     def close(self) -> None:
         """Destroy the process groups, and end the thread that asks the store."""

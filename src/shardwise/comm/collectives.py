@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,7 @@ class CommFactory(Protocol):
             axis: the name in counts and messages.
         """
 
-    def on_mesh(self, shape: MeshShape) -> Self:
+    def on_mesh(self, shape: MeshShape) -> CommFactory:
         """Return the factory for the same ranks on a mesh of another shape; what either makes, both have."""
 
     def close(self) -> None:

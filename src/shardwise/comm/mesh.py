@@ -10,10 +10,8 @@ with rank 3 over (1, 3), and sums scalars over all four.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -46,17 +44,20 @@ UP: Final = "up"
 # The axis, in counts and messages, of the ranks that share secondary shards.
 SECONDARY: Final = "secondary"
 _CPU: Final = torch.device("cpu")
-_OWN: Final[Mapping[str, str]] = MappingProxyType({})
+Groups = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]  # by their ranks, and by use
 
 
 class Mesh:
     """Holds a mesh shape with its process groups.
 
+    Args:
+        groups: those of another shape of the same ranks, which both then share; None for none yet.
+
     Raises:
         ConfigError: the shape does not hold as many ranks as the world.
     """
 
-    def __init__(self, shape: MeshShape, timeout_s: float) -> None:
+    def __init__(self, shape: MeshShape, timeout_s: float, groups: Groups | None = None) -> None:
         if shape.world_size != dist.get_world_size():
             raise ConfigError(
                 "mesh-world-size",
@@ -66,7 +67,7 @@ class Mesh:
         self.shape = shape
         self.rank = dist.get_rank()
         self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._groups = {} if groups is None else groups
 
     # [Note: A communicator for each use]
     # A communicator matches collectives by their order, and NCCL runs those of one communicator one after the other. So
@@ -113,9 +114,7 @@ class Mesh:
 
     def reshaped(self, shape: MeshShape) -> Mesh:
         """Return the mesh of the same ranks in another shape; groups of the same ranks and use are the same."""
-        other = copy(self)
-        other.shape = shape
-        return other
+        return Mesh(shape, self._timeout.total_seconds(), self._groups)
 
     def close(self) -> None:
         """Destroy the groups, except that of the world, which is not the mesh's."""
@@ -199,7 +198,7 @@ def connect(
     is_in_stream_order = kind_of(device).is_in_stream_order
     # On NCCL one communicator would run gathers and reductions one after the other.
     reduce: Final = "reduce" if is_in_stream_order else "gather"
-    over, cell = _MeshComms(comm_factory, shape, resources), (*GRADIENT_AXES, *TENSOR_AXES)
+    over, cell = _MeshComms(comm_factory, shape, resources, {}), (*GRADIENT_AXES, *TENSOR_AXES)
     comms = CommGroups(
         data=over(GRADIENT_AXES),
         shards=over(SHARD_AXES),
@@ -239,7 +238,7 @@ class _MeshComms:
     """
 
     def __init__(
-        self, comm_factory: CommFactory, shape: MeshShape, resources: CommResources, names: Mapping[str, str] = _OWN
+        self, comm_factory: CommFactory, shape: MeshShape, resources: CommResources, names: Mapping[str, str]
     ) -> None:
         self.comm_factory = comm_factory
         self.shape = shape
