@@ -15,7 +15,7 @@ from harness.models import ModelCase
 from harness.moe_models import MOE_FAMILIES, OTHER_FAMILIES, build_moe, moe_case
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
-from harness.refusals import refused
+from harness.refusals import refusal_of, refused
 from harness.tensor import CLIP_NORM, train_on_mesh, train_plainly
 from harness.training import Overrides, merge_ranks
 from shardwise import Config, plan_layout, propose_plan
@@ -28,6 +28,7 @@ MESHES: dict[str, tuple[dict[str, int], int]] = {
     "tp x ep": ({"tp": 2, "ep": 2}, 2),
     "tp": ({"tp": 2}, 2),
 }
+SPLIT_SEQUENCE = {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}, "tensor": {"sequence_parallel": True}}
 WITHOUT_PLAN = {"zaya"}
 # Whose plans split attention, so that the sequence may be split beside it.
 WITH_STACKS = (
@@ -83,8 +84,24 @@ def test_families_equal_one_process(ranks: WorkerPool, family: str, axes: str) -
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("family", WITH_STACKS)
 def test_families_with_a_split_sequence_equal_one_process(ranks: WorkerPool, family: str) -> None:
-    overrides = {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}, "tensor": {"sequence_parallel": True}}
-    check_parity(merge_ranks(ranks(2).run(train, family, overrides)), reference(family, 1))
+    check_parity(merge_ranks(ranks(2).run(train, family, SPLIT_SEQUENCE)), reference(family, 1))
+
+
+def train_gemma4(rank: int, world_size: int, size_per_layer: int) -> Trace | tuple[str, str]:
+    case = moe_case("gemma4_text", hidden_size_per_layer_input=size_per_layer)
+    traces: list[Trace] = []
+    refusal = refusal_of(lambda: traces.append(train_on_mesh(rank, case, SPLIT_SEQUENCE, None, 1, NUM_STEPS)))
+    return traces[0] if traces else refusal
+
+
+def test_gemma4_may_split_sequences_unless_its_blocks_are_given_numbers_of_each_token(ranks: WorkerPool) -> None:
+    """Its blocks then multiply by what the model has made of all tokens before the first block."""
+    case = moe_case("gemma4_text", hidden_size_per_layer_input=0)
+    traces = ranks(2).run(train_gemma4, 0)
+    check_parity(merge_ranks(traces), train_plainly(case, 1, 1, NUM_STEPS, CLIP_NORM))
+    for code, message in ranks(2).run(train_gemma4, 4):
+        assert code == "tp-tokens-apart"
+        assert "Gemma4ForCausalLM" in message
 
 
 @pytest.mark.quick(2)

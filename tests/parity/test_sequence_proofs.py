@@ -140,7 +140,8 @@ def prove_model(model: nn.Module, *sizes: tuple[int, int], masks: bool = False, 
     plan = find_plan(model, 2, PLAN, True)
     config = Config.from_dict({"mesh": {"tp": 2, **mesh}, "tensor": {"sequence_parallel": True}})
     splits = param_splits(scanned(model).params, plan, 2, True)
-    prove_sequences(model, TensorLayout(plan, splits, 2, True), config)
+    shapes = {name: split.global_shape for name, split in splits.items()}
+    prove_sequences(model, TensorLayout(plan, splits, 2, True), config, shapes)
 
     def end(*_: Any) -> None:
         raise ProvedError

@@ -261,17 +261,23 @@ def _runs(
     rule = splitting.rule
     with _mode_of(copied, is_training), splitting.all_runs(copied, is_training):
         for attempt, inputs in enumerate(attempts):
+            runs: list[_Run] = []
             try:
                 with torch.no_grad(), float64_throughout():
-                    return [
-                        _run(copied, arguments, splitting.one_run(arguments, part), weight, is_watched)
-                        for part, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights))
-                    ]
+                    for part, (arguments, weight) in enumerate(zip_longest(inputs, loss_weights)):
+                        runs.append(_run(copied, arguments, splitting.one_run(arguments, part), weight, is_watched))
+                    return runs
             except ConfigError as error:
                 raise ConfigError(
                     error.code, f"{rule.key} is not for {type(copied).__name__}: {error}; or {rule.fix}"
                 ) from error
             except Exception as error:
+                if attempt == len(attempts) - 1 and runs and isinstance(error, RuntimeError):
+                    raise ConfigError(
+                        rule.apart_code,
+                        f"{rule.key} splits sequences, and {type(copied).__name__} runs on all tokens but fails on a "
+                        f"rank's part of them: {error}; {rule.fix}",
+                    ) from error
                 if attempt == len(attempts) - 1:
                     warn_unproved(copied, error, rule)
     return []

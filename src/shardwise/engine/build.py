@@ -273,7 +273,7 @@ def _alter_modules(
     places = [place for group in layout.model_groups for place in group.params if place.over_tp is not None]
     shapes = {name: place.global_shape for place in places for name in (place.name, *place.aliases)}
     if tensor is not None and not resources.comms.all.is_simulated:
-        _undo_at_end(cleanup, prove_sequences(model, tensor, config))
+        _undo_at_end(cleanup, prove_sequences(model, tensor, config, shapes))
     context, shifts_labels = resources.comms.context, layout.facts.shifts_labels
     sequences, undo_context = apply_context_parallel(model, config, context, shifts_labels, shapes)
     _undo_at_end(cleanup, undo_context)

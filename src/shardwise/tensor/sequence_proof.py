@@ -36,7 +36,7 @@ from shardwise.context.length_proof import (
     signature_of,
     sizes_of,
 )
-from shardwise.context.locality import Inputs, SplitRule, attend_alone, copy_for_proof, is_close
+from shardwise.context.locality import Inputs, Shapes, SplitRule, attend_alone, copy_for_proof, is_close
 from shardwise.dropout.still import StillFunctions
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within
 from shardwise.runtime.module_calls import call_before_forward, change_inputs, change_outputs
@@ -55,18 +55,18 @@ SEQUENCE_RULE: Final = SplitRule(
 )
 
 
-def prove_sequences(model: nn.Module, tensor: TensorLayout, config: Config) -> list[Callable[[], None]]:
+def prove_sequences(model: nn.Module, tensor: TensorLayout, config: Config, shapes: Shapes) -> list[Callable[[], None]]:
     """Prove each new length before the first forward of a model that has it; call this before its modules change.
 
     Args:
         tensor: by which the model is split.
+        shapes: of whole parameters, by name, where this rank has parts of them.
 
     Returns:
         functions that end this.
     """
     if not (config.tensor.sequence_parallel and tensor.degree > 1 and tensor.plan.stacks):
         return []
-    shapes = {name: split.global_shape for name, split in tensor.splits.items()}
     is_cut = config.mesh.cp > 1
     is_plain = is_huggingface(model) and not is_cut  # its own attention takes its own masks
     copied = (copy_for_proof if is_plain else copy_alone)(model, SEQUENCE_RULE, shapes)
@@ -155,6 +155,7 @@ class _Crossings:
     _num_crossed: int = field(default=0, init=False)
     _wrong_place: str = field(default="", init=False)
     _keeps_whole: bool = field(default=False, init=False)
+    _num_samples: int = field(default=1, init=False)
 
     @contextmanager
     def all_runs(self, copied: nn.Module, is_training: bool) -> Iterator[None]:
@@ -180,13 +181,15 @@ class _Crossings:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return a rank's slice of a whole sequence, where a stack begins."""
-        self._keeps_whole = x.shape[1] % self.degree != 0
+        self._keeps_whole, self._num_samples = x.shape[1] % self.degree != 0, x.shape[0]
         return self.split(x)
 
     def split(self, x: Tensor) -> Tensor:
         """Return a rank's slice of a whole sequence."""
         if self._part == 0 or self._keeps_whole:
             return x
+        if x.dim() == 2:  # tokens in one dim, as shared experts get them
+            return self.split(x.unflatten(0, (self._num_samples, -1))).flatten(0, 1)
         size = x.shape[1] // self.degree
         return x.narrow(1, (self._part - 1) * size, size)
 
@@ -194,6 +197,8 @@ class _Crossings:
         """Return the whole sequence of a slice, for a module of a name."""
         if self._keeps_whole:
             return x
+        if x.dim() == 2:
+            return self.gather(x.unflatten(0, (self._num_samples, -1)), name).flatten(0, 1)
         number, self._num_crossed = self._num_crossed, self._num_crossed + 1
         if self._part == 0:
             self.wholes.append((name, x.clone()))  # code may write to it
