@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from harness.combinations import cover
 from harness.models import ModelCase
@@ -65,6 +66,80 @@ def test_divided_experts_equal_one_process(ranks: WorkerPool, options: dict[str,
     num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
     traces = ranks(4).run(train, {}, options["accumulation"], overrides)
     check_parity(merge_ranks(traces), reference((), num_data_ranks, options["accumulation"]))
+
+
+ROUTINGS: dict[str, tuple[int, tuple[int, ...]]] = {  # experts of a token, and those that no token goes to
+    "all experts": (4, ()),
+    "an expert without": (2, (2,)),
+    "one expert": (1, (0, 1, 3)),
+    "ranks without": (2, (0, 1)),
+}
+ROUTED_FACTORS = {
+    "routing": sorted(ROUTINGS),
+    "ep": [1, 2, 4],
+    "stage": [0, 2, 3],
+    "num_ranks": [2, 4],
+    "tp": [1, 2],
+    "cp": [1, 2],
+    "pp": [1, 2],
+}
+
+
+def routed(routing: str) -> ModelCase:
+    """The mixture with routers that never choose some experts, whatever their weights."""
+    case = mixture()
+    num_chosen, without = ROUTINGS[routing]
+
+    def make() -> nn.Module:
+        model = case.make()
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                module.__class__ = biased_router()
+                module.top_k, module.without = num_chosen, list(without)  # type: ignore[assignment]
+        return model
+
+    return replace(case, make=make)
+
+
+@functools.cache
+def biased_router() -> type[nn.Module]:
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    class BiasedRouter(MixtralTopKRouter):
+        def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits, *_ = super().forward(hidden_states)
+            allowed = logits.index_fill(1, torch.tensor(self.without, dtype=torch.long), -math.inf)
+            weights, index = allowed.softmax(-1).topk(self.top_k, -1)
+            return logits, weights / weights.sum(-1, keepdim=True), index
+
+    return BiasedRouter
+
+
+def train_routed(rank: int, world_size: int, routing: str, overrides: Any) -> Trace:
+    return train_on_mesh(rank, routed(routing), overrides, None, 1, 2)
+
+
+@functools.cache
+def routed_reference(routing: str, num_data_ranks: int) -> Trace:
+    return train_plainly(routed(routing), num_data_ranks, 1, 2, CLIP_NORM)
+
+
+def has_ranks(options: dict[str, Any]) -> bool:
+    num_ranks = options["num_ranks"] // options["pp"]
+    is_legal = options["tp"] * options["cp"] <= num_ranks and num_ranks % options["ep"] == 0
+    return is_legal and options["ep"] * options["tp"] > 1 and (options["ep"] > 1 or options["routing"][0] != "r")
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("options", cover(ROUTED_FACTORS, has_ranks))
+def test_any_routing_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
+    """All tokens go to one expert or to all; an expert, or all experts of a rank, get none."""
+    mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
+    traces = ranks(options["num_ranks"]).run(
+        train_routed, options["routing"], {"mesh": mesh, "zero": {"stage": options["stage"]}}
+    )
+    num_data_ranks = options["num_ranks"] // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
+    check_parity(merge_ranks(traces), routed_reference(options["routing"], num_data_ranks))
 
 
 @pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 2}, {"pp": 2, "ep": 2}], ids=str)

@@ -238,6 +238,10 @@ class Comm(ABC):
         """Return torch's group of these ranks, for programs that ask for it."""
         return self._group
 
+    def register_token_exchange(self, exchange: TokenExchange | None) -> None:
+        """Let a function move rows between ranks in the place of c10d; None for c10d again."""
+        self.token_exchange = exchange
+
     @abstractmethod
     def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
         """Fill `full` [n * s] with every rank's slice; this rank's own slice is in it already.

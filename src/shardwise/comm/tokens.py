@@ -19,7 +19,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.records import Collective, CommError
 
 # Takes rows [n, h], how many go to each rank and how many come from each, and the group of these ranks; returns those
-# that came, by rank, for use on the current stream. `Comm.token_exchange` is where another one than c10d's is set.
+# that came, by rank, for use on the current stream. `Engine.register_token_exchange` sets another one than c10d's.
 TokenExchange = Callable[[Tensor, Sequence[int], Sequence[int], dist.ProcessGroup | None], Tensor]
 
 

@@ -17,6 +17,7 @@ from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
 from shardwise.comm.loss import LossSum
+from shardwise.comm.tokens import TokenExchange
 from shardwise.config.arguments import FOLDER_NAME, checked
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Dtype
@@ -87,6 +88,24 @@ class Engine:
         Call it on the main thread of all ranks. Once `preempted`, save and end with an exit code other than 0.
         """
         self.parts.state.stops.is_asked = watch_signals(signals).__bool__
+
+    @checked
+    def register_token_exchange(self, exchange: TokenExchange | None) -> None:
+        """Let a function move rows of tokens between the ranks of `mesh.ep`; None for the exchange of torch again.
+
+        All ranks call it, between steps. docs/experts.md says what the function is called with and must do.
+
+        Raises:
+            ConfigError: no rank needs experts of another one.
+        """
+        tokens = self.parts.comms.tokens
+        if tokens is None or tokens.world_size == 1:
+            raise ConfigError(
+                "no-token-exchange",
+                f"mesh.ep={self.config.mesh.ep}: no rank sends tokens to another one's experts; set mesh.ep=2 or more, "
+                "or register no exchange",
+            )
+        tokens.register_token_exchange(exchange)
 
     @property
     def timeline(self) -> tuple[Any, ...]:
