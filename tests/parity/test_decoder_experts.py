@@ -1,4 +1,4 @@
-"""Our decoder's mixtures of experts, and lists of feed-forwards that are stacked, equal one plain process in float64."""
+"""Our decoder with experts, and lists of feed-forwards that are stacked, equal one plain process, in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.combinations import cover
+from harness.combinations import combination_id, pairwise
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.tensor import CLIP_NORM, expert_decoder, train_on_mesh, train_plainly
@@ -48,7 +48,7 @@ def reference(options: tuple[tuple[str, Any], ...], num_data_ranks: int, num_mic
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("options", cover(FACTORS, fits))
+@pytest.mark.parametrize("options", pairwise(FACTORS, fits), ids=combination_id)
 def test_our_decoders_experts_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
     overrides = {

@@ -25,7 +25,6 @@ from shardwise.config.resolve import AttentionConfig, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
 from shardwise.schedule.formulas import training_flops_per_token
 
-
 EXPERT_FIELDS: Final = ("num_experts", "num_chosen", "expert_size", "num_shared_experts", "router_bias")
 
 
@@ -311,8 +310,8 @@ def num_params(config: DecoderConfig) -> int:
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     """Return the model FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
 
-    Of experts those count that a token is sent to. Dense attention counts in full, although the causal mask saves half of it; block-sparse attention counts the
-    pairs of tokens that are visible, exactly.
+    Of experts, those count that a token is sent to. Dense attention counts in full, although the causal mask saves half
+    of it; block-sparse attention counts the pairs of tokens that are visible, exactly.
     """
     block = _block_matmul_params(config, config.num_chosen)
     matmul_params = config.num_layers * block + config.vocab_size * config.hidden_size
