@@ -193,7 +193,23 @@ def train_plainly(
     return replace(trace, gradients={})
 
 
-def _decoder(num_layers: int = 3, tie_embeddings: bool = False, attention: AttentionConfig | None = None) -> Decoder:
+def expert_decoder(**options: Any) -> ModelCase:
+    """Our decoder with experts, whose routers' biases change choices; `options` are of its config."""
+    options = {"num_experts": 4, "expert_size": 12, "router_bias": True, **options}
+
+    def make() -> nn.Module:
+        model = _decoder(**options)
+        for name, buffer in model.named_buffers():
+            assert name.endswith("e_score_correction_bias")
+            buffer.copy_(torch.linspace(-0.01, 0.01, len(buffer)))
+        return model
+
+    return ModelCase("experts", make, _decoder_batch, _decoder_loss)
+
+
+def _decoder(
+    num_layers: int = 3, tie_embeddings: bool = False, attention: AttentionConfig | None = None, **options: Any
+) -> Decoder:
     config = DecoderConfig(
         vocab_size=VOCAB_SIZE,
         num_layers=num_layers,
@@ -205,6 +221,7 @@ def _decoder(num_layers: int = 3, tie_embeddings: bool = False, attention: Atten
         max_seq_len=32,
         tie_embeddings=tie_embeddings,
         attention=attention or AttentionConfig(),
+        **options,
     )
     return Decoder(config)
 

@@ -95,6 +95,16 @@ class ModelConfig(Section):
     """Rows of the embedding; at least the tokenizer's size."""
     tie_embeddings: bool | None = None
     """Whether the output head shares the embedding's weight."""
+    num_experts: NotNegative | None = None
+    """Experts of every feed-forward layer; 0 makes it dense."""
+    num_chosen: Positive | None = None
+    """Experts that a token is sent to."""
+    expert_size: Width | None = None
+    """Inner width of an expert; ffn_size where neither this nor the preset gives it."""
+    num_shared_experts: NotNegative | None = None
+    """Further experts that all tokens pass, as one feed-forward layer beside the others."""
+    router_bias: bool | None = None
+    """Whether each router has a bias that balances its experts; no gradient reaches it."""
 
 
 # The keys of a model that are no part of its shape.

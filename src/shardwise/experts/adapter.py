@@ -19,6 +19,7 @@ from shardwise.experts.dispatch import ExpertDispatch
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
 from shardwise.runtime.class_swap import set_attribute, subclass_module
+from shardwise.runtime.torch_private import unseen_by_op_modes
 
 _LAYER: Final = "_shardwise_experts"
 
@@ -135,5 +136,7 @@ def _gathered(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
     size = -(-num_rows // comm.world_size)  # of the last ranks' parts an end is padding
     full = own.new_zeros((comm.world_size * size, *own.shape[1:]))
     full[comm.rank * size :][: len(own)] = own
-    comm.all_gather(full.view(-1), "rows of experts").wait()
+    # Selective recomputation keeps what ops of collectives return, which is not what this one fills: it is run again.
+    with unseen_by_op_modes():
+        comm.all_gather(full.view(-1), "rows of experts").wait()
     return full[:num_rows]

@@ -113,7 +113,7 @@ def _expert_splits(facts: ModelFacts, mesh: MeshShape, *, is_compiled: bool) -> 
         raise ConfigError(
             "ep-without-experts",
             f"mesh.ep={mesh.ep} divides experts, and {facts.kind} has none with Hugging Face's interface of experts; "
-            "set mesh.ep=1, and shard the model by zero.stage=3",
+            "stack lists of them by shardwise.models.Experts.stacked, or set mesh.ep=1 and zero.stage=3",
         )
     if not mesh.divides_experts:
         return {}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from shardwise.models.decoder import Decoder, DecoderBlock, generate, lm_loss
+    from shardwise.models.decoder_experts import Experts
     from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, flops_per_token, num_params, preset
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Decoder",
     "DecoderBlock",
     "DecoderConfig",
+    "Experts",
     "decoder_config",
     "flops_per_token",
     "generate",
@@ -29,7 +31,13 @@ __all__ = [
 ]
 
 _MODULES: Final[Mapping[str, str]] = MappingProxyType(
-    {"Decoder": "decoder", "DecoderBlock": "decoder", "generate": "decoder", "lm_loss": "decoder"}
+    {
+        "Decoder": "decoder",
+        "DecoderBlock": "decoder",
+        "Experts": "decoder_experts",
+        "generate": "decoder",
+        "lm_loss": "decoder",
+    }
 )
 
 

@@ -34,12 +34,19 @@ from shardwise.layout.activation_bytes import CPU_LOGITS, KERNEL_LOGITS
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of
+from shardwise.models.decoder_experts import (
+    INIT_STD,
+    DrawnExperts,
+    MixtureOfExperts,
+    Router,
+    draw_normal,
+    wide_dtype,
+)
 from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.device import number_dtype
 from shardwise.runtime.torch_private import is_fake
 
 IGNORED_TARGET = -100
-INIT_STD = 0.02
 
 
 class DecoderLinear(nn.Linear):
@@ -55,14 +62,14 @@ class DecoderLinear(nn.Linear):
         super().__init__(num_in, num_out, bias=False, **factory)
 
     def reset_parameters(self) -> None:
-        _draw_normal(self.weight, self.init_std)
+        draw_normal(self.weight, self.init_std)
 
 
 class DecoderEmbedding(nn.Embedding):
     """Is an embedding drawn from normal(0, 0.02): small enough to serve as the head too."""
 
     def reset_parameters(self) -> None:
-        _draw_normal(self.weight, INIT_STD)
+        draw_normal(self.weight, INIT_STD)
 
 
 class RMSNorm(nn.Module):
@@ -94,7 +101,7 @@ class _RMSNormProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., E], [E]
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(wide_dtype(x.dtype))
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [..., 1]
         scale = torch.rsqrt(norm.square() / x.shape[-1] + eps)
         ctx.save_for_backward(x, weight, scale)
@@ -151,13 +158,13 @@ class DecoderAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Computes SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """Computes SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020), `ffn_size` features wide."""
 
-    def __init__(self, config: DecoderConfig, **factory: Any) -> None:
+    def __init__(self, config: DecoderConfig, ffn_size: int, **factory: Any) -> None:
         super().__init__()
-        self.gate = DecoderLinear(config.hidden_size, config.ffn_size, **factory)
-        self.up = DecoderLinear(config.hidden_size, config.ffn_size, **factory)
-        self.down = DecoderLinear(config.ffn_size, config.hidden_size, _residual_std(config), **factory)
+        self.gate = DecoderLinear(config.hidden_size, ffn_size, **factory)
+        self.up = DecoderLinear(config.hidden_size, ffn_size, **factory)
+        self.down = DecoderLinear(ffn_size, config.hidden_size, _residual_std(config), **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -177,7 +184,7 @@ class DecoderBlock(nn.Module):
         attend = attend or attend_of(config.attention, config.num_heads)
         self.attention = DecoderAttention(config, attend, **factory)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, **factory)
-        self.ffn = FeedForward(config, **factory)
+        self.ffn = _feed_forward(config, **factory)
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
         """Run the layer on the residual stream x [B, S, E], with the `rope` of `rope_tables`.
@@ -266,7 +273,7 @@ def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, positio
     angle = torch.outer(positions.to(wide), theta**-exponent)  # [S, D/2]
     cos, sin = angle.cos(), angle.sin()
     tables = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))  # [2, S, D]
-    return tables.unsqueeze(2).to(_wide(like.dtype))
+    return tables.unsqueeze(2).to(wide_dtype(like.dtype))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -313,7 +320,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> Tensor:  # [N, V], [N]
-        wide = _wide(logits.dtype)
+        wide = wide_dtype(logits.dtype)
         log_total = logits.new_empty(logits.shape[0], dtype=wide)  # [N]
         for rows, out in _parts(logits, log_total):
             torch.logsumexp(rows.to(wide), -1, out=out)
@@ -349,21 +356,20 @@ class _CrossEntropySum(torch.autograd.Function):
         return grad, None, None, None
 
 
+def _feed_forward(config: DecoderConfig, **factory: Any) -> nn.Module:
+    if not config.num_experts:
+        return FeedForward(config, config.ffn_size, **factory)
+    shared = FeedForward(config, config.shared_size, **factory) if config.shared_size else None
+    experts = DrawnExperts(config, _residual_std(config), **factory)
+    return MixtureOfExperts(Router(config, **factory), experts, shared)
+
+
 def _residual_std(config: DecoderConfig) -> float:
     """Return the standard deviation for the 2 L projections that add to the residual stream.
 
     It is smaller so that the variance of the stream does not grow with L.
     """
     return INIT_STD / math.sqrt(2 * config.num_layers)
-
-
-def _draw_normal(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # on meta torch would import its compiler, 0.9 s, without drawing
-        nn.init.normal_(weight, std=std)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
@@ -387,15 +393,17 @@ def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:
         degree: ranks of the tensor-parallel group; where there are fewer KV heads, neighbouring ranks share one.
 
     Raises:
-        ConfigError: heads, KV heads or `ffn_size` do not divide by `degree`.
+        ConfigError: heads, KV heads, or the features that every token passes do not divide by `degree`.
     """
     query = FusedPart(config.num_heads * config.head_dim, config.num_heads)
     kv = FusedPart(config.num_kv_heads * config.head_dim, config.num_kv_heads)
-    ffn = FusedPart(config.ffn_size)
+    # Experts are whole; those that are shared are split as a dense feed-forward is.
+    name, size = ("ffn.shared", config.shared_size) if config.num_experts else ("ffn", config.ffn_size)
+    ffn, regions = FusedPart(size), ("attention", *([name] if size else []))
     vocab = FusedPart(config.vocab_size, is_padded=True)
     check_divides(degree, config.num_heads, "num_heads")
     kv.check(degree, "num_kv_heads")
-    check_divides(degree, config.ffn_size, "ffn_size")
+    check_divides(degree, size, "num_shared_experts * expert_size" if config.num_experts else "ffn_size")
 
     blocks = [f"blocks.{index}" for index in range(config.num_layers)]
     layers = [LayerSplit("embed", "vocab", (vocab,)), LayerSplit("head", "head", (vocab,))]
@@ -403,11 +411,12 @@ def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:
         layers += [LayerSplit(f"{block}.attention.query", "column", (query,))]
         layers += [LayerSplit(f"{block}.attention.{name}", "column", (kv,)) for name in ("key", "value")]
         layers += [LayerSplit(f"{block}.attention.out", "row", (query,))]
-        layers += [LayerSplit(f"{block}.ffn.{name}", "column", (ffn,)) for name in ("gate", "up")]
-        layers += [LayerSplit(f"{block}.ffn.down", "row", (ffn,))]
+        if size:
+            layers += [LayerSplit(f"{block}.{name}.{part}", "column", (ffn,)) for part in ("gate", "up")]
+            layers += [LayerSplit(f"{block}.{name}.down", "row", (ffn,))]
     return TensorPlan(
         layers=tuple(layers),
-        regions=tuple(SharedInput(f"{block}.{name}", ("x",)) for block in blocks for name in ("attention", "ffn")),
+        regions=tuple(SharedInput(f"{block}.{name}", ("x",)) for block in blocks for name in regions),
         stacks=(SequenceStack(blocks[0], "x", "norm", (*blocks, "norm")),),
         attributes=tuple((f"{block}.attention", "first_head", FusedPart(config.num_heads)) for block in blocks),
     )

@@ -17,13 +17,15 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import AttentionConfig, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
 from shardwise.schedule.formulas import training_flops_per_token
+
+EXPERT_FIELDS: Final = ("num_experts", "num_chosen", "expert_size", "num_shared_experts", "router_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +34,15 @@ class DecoderConfig:
 
     `attention` defines which keys before it each query sees, in every layer; no parameter depends on it.
 
+    Attributes:
+        num_experts: of every feed-forward, `num_chosen` of which each token is sent to; 0 for dense ones.
+        expert_size: inner width of an expert; None for `ffn_size`.
+        num_shared_experts: further experts, which all tokens pass.
+        router_bias: whether routers have a bias that balances their experts.
+
     Raises:
-        ConfigError: a size is not positive, `head_dim` is odd, `num_kv_heads` does not divide `num_heads`, or there is
-            no such attention.
+        ConfigError: a size is not positive, `head_dim` is odd, `num_kv_heads` does not divide `num_heads`, more experts
+            are chosen than there are, or there is no such attention.
     """
 
     vocab_size: int
@@ -49,11 +57,17 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    num_experts: int = 0
+    num_chosen: int = 2
+    expert_size: int | None = None
+    num_shared_experts: int = 0
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
-            if option.name in ("tie_embeddings", "attention"):
+            is_left_out = value == option.default and option.name in EXPERT_FIELDS
+            if is_left_out or option.name in ("tie_embeddings", "attention", "router_bias"):
                 continue
             kinds, most = ((int, float), 2.0**63) if option.name in ("rope_theta", "norm_eps") else ((int,), 2**31)
             if isinstance(value, bool) or not isinstance(value, kinds) or value >= most:
@@ -74,11 +88,31 @@ class DecoderConfig:
                 "kv-heads-divide-heads",
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}",
             )
+        if self.num_experts and self.num_chosen > self.num_experts:
+            raise ConfigError(
+                "chosen-exceed-experts",
+                f"num_chosen={self.num_chosen} is more than num_experts={self.num_experts}; give at most that",
+            )
         structure_of(self.attention, self.num_heads)  # raises if there is no such attention
 
+    @property
+    def size_of_expert(self) -> int:
+        """Return the inner width of an expert."""
+        return self.ffn_size if self.expert_size is None else self.expert_size
+
+    @property
+    def shared_size(self) -> int:
+        """Return the inner width of the shared experts together; 0 where there are none."""
+        return self.num_shared_experts * self.size_of_expert if self.num_experts else 0
+
     def values(self) -> dict[str, Any]:
-        """Return all fields as JSON values, for `from_values`; `attention` is left out where it is dense."""
+        """Return the fields as JSON values, for `from_values`, without dense attention, and experts if there are none.
+
+        So what is no mixture is described as it was before there were any.
+        """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if not self.num_experts:
+            values = {name: value for name, value in values.items() if name not in EXPERT_FIELDS}
         if self.attention.kind == "dense":
             del values["attention"]
         else:
@@ -183,6 +217,12 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         # Jiang et al. 2023; v0.2, whose attention has no window.
         "mistral-7b": replace(_LLAMA_7B, num_kv_heads=8, ffn_size=14_336, max_seq_len=32_768, rope_theta=1_000_000.0),
         "gpt-3-175b": _GPT_3_175B,
+        # 16.3 M parameters, of which a token passes as many as in "tiny".
+        "tiny-moe": replace(_TINY, num_experts=8, expert_size=448),
+        # Jiang et al. 2024, Mixtral of experts.
+        "mixtral-8x7b": replace(
+            _LLAMA_7B, num_kv_heads=8, ffn_size=14_336, max_seq_len=32_768, rope_theta=1_000_000.0, num_experts=8
+        ),
     }
 )
 
@@ -241,6 +281,12 @@ def decoder_config(
                 f"nearest legal hidden_size: {', '.join(map(str, nearest))}",
             )
         changes["head_dim"] = hidden // heads
+    unused = [key for key in EXPERT_FIELDS[1:] if changes.get(key)]
+    if unused and not changes.get("num_experts", shape.num_experts):
+        raise ConfigError(
+            "expert-keys-unused",
+            f"model.{unused[0]}={changes[unused[0]]} is of experts, and the model has none; set model.num_experts=8",
+        )
     if vocab_size is not None and changes.setdefault("vocab_size", vocab_size) < vocab_size:
         raise ConfigError(
             "vocabulary-too-small",
@@ -258,24 +304,27 @@ def num_params(config: DecoderConfig) -> int:
     """
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     norms = (2 * config.num_layers + 1) * config.hidden_size
-    return embeddings + norms + config.num_layers * _block_matmul_params(config)
+    return embeddings + norms + config.num_layers * _block_matmul_params(config, config.num_experts)
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
     """Return the model FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
 
-    Dense attention counts in full, although the causal mask saves half of it; block-sparse attention counts the
-    pairs of tokens that are visible, exactly.
+    Of experts, those count that a token is sent to. Dense attention counts in full, although the causal mask saves half
+    of it; block-sparse attention counts the pairs of tokens that are visible, exactly.
     """
-    matmul_params = config.num_layers * _block_matmul_params(config) + config.vocab_size * config.hidden_size
+    block = _block_matmul_params(config, config.num_chosen)
+    matmul_params = config.num_layers * block + config.vocab_size * config.hidden_size
     num_keys = seq_len * _attention_density(config.attention, config.num_heads, seq_len)
     width = config.num_layers * config.num_heads * config.head_dim
     return round(training_flops_per_token(matmul_params, width, num_keys))
 
 
-def _block_matmul_params(config: DecoderConfig) -> int:
+def _block_matmul_params(config: DecoderConfig, num_experts: int) -> int:
+    """Return the elements of a block's matrices, of its experts those of so many."""
     attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
-    return attention + 3 * config.hidden_size * config.ffn_size
+    inner = num_experts * config.size_of_expert + config.shared_size if config.num_experts else config.ffn_size
+    return attention + config.hidden_size * (3 * inner + config.num_experts)
 
 
 def _attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:

@@ -115,8 +115,16 @@ def shrink_decoder(shape: DecoderConfig, scale: Scale) -> DecoderConfig:
     attention = shape.attention
     if attention.kind != "dense":
         attention = attention.model_copy(update={"block": _BLOCK})
+    # The shared experts have as many features as the dense layer, so that tp divides either.
+    experts: dict[str, Any] = {"expert_size": None, "num_shared_experts": min(shape.num_shared_experts, 1)}
+    if shape.num_experts:
+        num_experts = min(shape.num_experts, SMALL_NUM_EXPERTS)
+        experts |= {"num_experts": num_experts, "num_chosen": min(shape.num_chosen, 2, num_experts)}
     return replace(
-        shape, attention=attention, **{field.name: getattr(small, field.name) for field in fields(ModelSizes)}
+        shape,
+        attention=attention,
+        **experts,
+        **{field.name: getattr(small, field.name) for field in fields(ModelSizes)},
     )
 
 

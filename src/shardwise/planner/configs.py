@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, ModelConfig, ResolvedConfig
-from shardwise.config.sections import MODEL_SOURCE_KEYS
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.candidates import PLANNED
 from shardwise.planner.hardware import Cluster
@@ -41,7 +40,7 @@ ALWAYS_WRITTEN: Final = frozenset(
 )
 """Keys that a planned config always has, even at their defaults: `shardwise train` has its own defaults for some."""
 
-_SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in (*MODEL_SOURCE_KEYS, "tie_embeddings"))
+_SHAPE_KEYS: Final = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size")
 
 
 def base_of(config: Config) -> ResolvedConfig:
@@ -120,7 +119,7 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
         ConfigError: our decoder cannot have that shape.
     """
     foreign = {
-        "experts": shape.experts is not None,
+        "dense layers before its experts": bool(shape.experts and shape.experts.num_dense_layers),
         "a feed-forward of two matrices": shape.ffn != "gated",
         "biases": shape.has_biases,
         "learned positions": shape.num_positions > 0,
@@ -128,9 +127,8 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
     used_keys = [what for what, is_there in foreign.items() if is_there]
     wanted, sections = replace(shape, name="", window=None), [base]
     for name, preset in PRESETS.items():
-        changes = {key: getattr(wanted, key) for key in _SHAPE_KEYS if getattr(wanted, key) != getattr(preset, key)}
-        if wanted.is_tied != preset.tie_embeddings:
-            changes["tie_embeddings"] = wanted.is_tied
+        own = _section_values(ModelShape.of_decoder(preset))
+        changes = {key: value for key, value in _section_values(wanted).items() if value != own.get(key)}
         if not used_keys and shape.hidden_size % shape.num_heads == 0:
             sections.append(ModelConfig(preset=name, **changes))
     same = [section for section in sections if ModelShape.of_decoder(decoder_config(section), name="") == wanted]
@@ -142,6 +140,16 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
     if same[0] is base:
         return base
     return min(same, key=lambda each: (len(each.model_dump(exclude_none=True)), each.preset != shape.name))
+
+
+def _section_values(shape: ModelShape) -> dict[str, Any]:
+    """Return the keys of a `model` section that describe a shape."""
+    values = {key: getattr(shape, key) for key in _SHAPE_KEYS} | {"tie_embeddings": shape.is_tied, "num_experts": 0}
+    experts = shape.experts
+    if experts is not None:
+        values |= {"num_experts": experts.num_experts, "num_chosen": experts.num_chosen}
+        values |= {"expert_size": experts.ffn_size, "num_shared_experts": experts.num_shared}
+    return values
 
 
 def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:

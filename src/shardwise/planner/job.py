@@ -116,6 +116,12 @@ class ModelShape:
     @classmethod
     def of_decoder(cls, config: DecoderConfig, name: str = "decoder") -> ModelShape:
         """Return the shape of our own decoder."""
+        experts = Experts(
+            num_experts=config.num_experts,
+            num_chosen=config.num_chosen,
+            ffn_size=config.size_of_expert,
+            num_shared=config.num_shared_experts,
+        )
         return cls(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -125,6 +131,7 @@ class ModelShape:
             ffn_size=config.ffn_size,
             vocab_size=config.vocab_size,
             is_tied=config.tie_embeddings,
+            experts=experts if config.num_experts else None,
             name=name,
         )
 

@@ -17,8 +17,9 @@ PUBLISHED = {
     "llama-3-70b": 70_553_706_496,
     "llama-405b": 405_853_388_800,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
 }
-NAMED = {"tiny": 6e6, "25m": 25e6, "100m": 100e6, "350m": 350e6, "gpt-3-175b": 175e9}
+NAMED = {"tiny": 6e6, "25m": 25e6, "100m": 100e6, "350m": 350e6, "tiny-moe": 16e6, "gpt-3-175b": 175e9}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -30,6 +30,7 @@ from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, number_kind
 from shardwise.checkpoint.match import WantedState
 from shardwise.models import Decoder, DecoderConfig
+from shardwise.models.presets import EXPERT_FIELDS
 from shardwise.runtime.torch_private import persistent_buffers
 
 log = logging.getLogger("shardwise")
@@ -87,7 +88,9 @@ def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
     decoder, values = decoder_config(described), described.get("config", {})
     if decoder is not None:
         if decoder.attention.kind != "dense":
-            log.warning("config.json is a Llama's, whose attention is dense; here it is %s", decoder.attention.kind)
+            log.warning(
+                "config.json is that of a model whose attention is dense; here it is %s", decoder.attention.kind
+            )
         return {CONFIG_NAME: _text(hf_config_of(decoder, dtype))}
     if "model_type" not in values:
         return {}
@@ -102,7 +105,7 @@ def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
     """Return the config of our decoder, if that is the described model; else None."""
     values = described.get("config", {})
     names = {field.name for field in fields(DecoderConfig)}
-    if described.get("class") != _DECODER or values.keys() | {"attention"} != names:
+    if described.get("class") != _DECODER or values.keys() | {"attention", *EXPERT_FIELDS} != names:
         return None
     try:
         return DecoderConfig.from_values(values)

@@ -1,4 +1,4 @@
-"""Converts our decoder's config to a Hugging Face Llama's, and has the name rules of model families.
+"""Converts our decoder's config to that of Hugging Face's Llama or Mixtral, and has the name rules of model families.
 
 >>> decoder_names().stored_names("blocks.1.ffn.down.weight")
 ('model.layers.1.mlp.down_proj.weight',)
@@ -21,7 +21,7 @@ from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import DecoderConfig
 from shardwise.runtime.torch_private import view_base
 
-_DECODER: Final[Mapping[str, str]] = MappingProxyType(
+_DECODER: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "embed.weight": "model.embed_tokens.weight",
         "blocks.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
@@ -33,6 +33,12 @@ _DECODER: Final[Mapping[str, str]] = MappingProxyType(
         "blocks.*.ffn.gate.weight": "model.layers.*.mlp.gate_proj.weight",
         "blocks.*.ffn.up.weight": "model.layers.*.mlp.up_proj.weight",
         "blocks.*.ffn.down.weight": "model.layers.*.mlp.down_proj.weight",
+        "blocks.*.ffn.router.weight": "model.layers.*.block_sparse_moe.gate.weight",
+        "blocks.*.ffn.experts.gate_up_proj": {
+            "stored": tuple(f"model.layers.*.block_sparse_moe.experts.#.{name}.weight" for name in ("w1", "w3")),
+            "dim": 1,
+        },
+        "blocks.*.ffn.experts.down_proj": "model.layers.*.block_sparse_moe.experts.#.w2.weight",
         "norm.weight": "model.norm.weight",
         "head.weight": "lm_head.weight",
     }
@@ -68,7 +74,7 @@ TORCH_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def decoder_names() -> NameMap:
-    """Return the rules for the names of our decoder's tensors in a Llama's folder."""
+    """Return the rules for the names of our decoder's tensors in a folder of Llama's or Mixtral's."""
     return NameMap.of(_DECODER)
 
 
@@ -194,17 +200,30 @@ _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Return the config.json with which transformers reads an exported decoder as a Llama; it has dense attention.
+    """Return the config.json with which transformers reads an exported decoder; it has dense attention.
+
+    That is a Llama, or with experts a Mixtral.
 
     Args:
         dtype: safetensors' name of the weights' dtype.
+
+    Raises:
+        CheckpointError: no model of transformers has such experts.
     """
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    if config.shared_size or (config.num_experts and config.router_bias):
+        raise CheckpointError(
+            "export-experts",
+            f"the decoder has num_shared_experts={config.num_shared_experts} and router_bias={config.router_bias}, and "
+            "a folder is of Mixtral's experts, which have neither; save a checkpoint of Shardwise's own",
+        )
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
+    if config.num_experts:
+        kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+        kind |= {"num_local_experts": config.num_experts, "num_experts_per_tok": config.num_chosen}
+    return kind | {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
+        "intermediate_size": config.size_of_expert if config.num_experts else config.ffn_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -214,8 +233,6 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         # The tokenizer says which tokens these are; the family's own would be 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
