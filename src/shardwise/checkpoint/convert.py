@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from shardwise.checkpoint.commit import read_manifest
-from shardwise.checkpoint.hf.config_files import config_files, names_of
+from shardwise.checkpoint.hf.config_files import config_files, decoder_config, described_names
 from shardwise.checkpoint.hf.exporter import (
     ExportPlan,
     ExportTensor,
@@ -25,8 +25,6 @@ from shardwise.checkpoint.hf.exporter import (
     refuse_taken,
     write_export,
 )
-from shardwise.checkpoint.hf.families import family_names
-from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.hf.packer import Weights, pack_folder
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.offline import ByteMeter, Progress, stored_shards
@@ -100,7 +98,9 @@ def export_checkpoint(
         for stored in [each.states[PARAM].dtype]
     ]
     main_dtype = _named(wanted) or (exported[0].dtype if exported else "F32")
-    others, names = _described(manifest, source, main_dtype, hf_config)
+    shapes = {name: each.shape for each in tensors for name in (each.name, *each.aliases)}
+    others, described = _described(manifest, source, main_dtype, hf_config)
+    names = described_names(described, shapes, str(source))
     plan = plan_export(in_order(exported), names)
     begin_export(plan, folder, {**others, **_tokenizer_files(tokenizer)})
     try:
@@ -151,21 +151,21 @@ def export_packed(
 
 def _described(
     manifest: Manifest, source: Path, dtype: str, hf_config: Path | None
-) -> tuple[Mapping[str, bytes | Path], NameMap]:
-    """Return the files beside the weights, and the rules for names."""
-    names = names_of(manifest.model)
-    if hf_config is None:
-        others = config_files(manifest.model, dtype)
-        if not others:
-            raise CheckpointError(
-                "model-class-unknown",
-                f"{source} is of {manifest.model.get('class', 'a model')}, and does not say how transformers would "
-                "build it; give the config.json of that model: --hf-config",
-            )
-        return dict(others), names
-    values = _read_config_file(hf_config)
-    architecture, *_ = values.get("architectures") or [manifest.model.get("class", "")]
-    return dict(config_files({"class": architecture, "config": values}, dtype)), names.then(family_names(values))
+) -> tuple[dict[str, bytes], Mapping[str, Any]]:
+    """Return the files beside the weights, and the description of the model by which it has names."""
+    own, described = decoder_config(manifest.model) is not None, manifest.model
+    if hf_config is not None:
+        values = _read_config_file(hf_config)
+        kind, *_ = values.get("architectures") or [manifest.model.get("class", "")]
+        described = {"class": kind, "config": values}
+    others = config_files(described, dtype)
+    if not others:
+        raise CheckpointError(
+            "model-class-unknown",
+            f"{source} is of {manifest.model.get('class', 'a model')}, and does not say how transformers would "
+            "build it; give the config.json of that model: --hf-config",
+        )
+    return others, manifest.model if own else described
 
 
 def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardwise.checkpoint.hf.config_files import config_files, describe, names_of, wanted_of
+from shardwise.checkpoint.hf.config_files import config_files, describe, folder_names, wanted_of
 from shardwise.checkpoint.hf.exporter import ExportRequest, export_jointly
-from shardwise.checkpoint.hf.families import converted_names
 from shardwise.checkpoint.hf.importer import open_folder
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.load import LoadReport
@@ -128,4 +127,4 @@ def _rules(model: nn.Module, names: Names | None, weights: Iterable[StateShard |
         for each in weights
         for name in (each.name, *each.aliases)
     }
-    return NameMap.of(names).then(converted_names(model, shapes)).then(names_of(describe(model)))
+    return NameMap.of(names).then(folder_names(model, shapes))

@@ -68,6 +68,27 @@ def build_model(config: Any, name: str, *, trusts_code: bool = False) -> nn.Modu
         return model
 
 
+def skeleton(kind: str, values: Mapping[str, Any], name: str) -> nn.Module | None:
+    """Return a model on meta of one of transformers' own classes, by its config; None where it has no such class.
+
+    Args:
+        name: as in `open_config`.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    import transformers
+
+    found: Any = getattr(transformers, kind, None)
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        return None
+    what = f"{name} has a config of which transformers builds no {kind}"
+    with _one_line("model-not-buildable", what, _FIX, values, trusts_code=False), torch.device("meta"):
+        config: Any = found.config_class
+        model: nn.Module = found(config.from_dict(dict(values)))
+        return model
+
+
 def load_model(folder: Path, config: Any, name: str, *, trusts_code: bool = False, **how: Any) -> nn.Module:
     """Return the causal model of a folder with its weights.
 

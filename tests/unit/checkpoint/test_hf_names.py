@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.checkpoint.hf.families import decoder_names, family_names
+from shardwise.checkpoint.hf.families import decoder_names
 from shardwise.checkpoint.hf.key_map import NameMap, Rule, WeightPart
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import Decoder, DecoderConfig
@@ -113,15 +113,3 @@ def test_each_tensor_of_our_decoder_has_a_name_of_its_own_in_a_folder() -> None:
     stored = [decoder_names().stored_names(name)[0] for name in own]
     assert len(set(stored)) == len(own)
     assert all(name.startswith(("model.", "lm_head.")) for name in stored)
-
-
-def test_only_mixtures_of_experts_need_rules_of_their_family() -> None:
-    assert family_names({"model_type": "llama"}) == NameMap()
-    mixtral = family_names({"model_type": "mixtral"})
-    parts = mixtral.split("model.layers.1.mlp.experts.gate_up_proj", (2, 6, 4))
-    assert [(part.stored.removeprefix("model.layers.1.block_sparse_moe."), str(part.rect)) for part in parts] == [
-        ("experts.0.w1.weight", "[0:1, 0:3, 0:4]"),
-        ("experts.0.w3.weight", "[0:1, 3:6, 0:4]"),
-        ("experts.1.w1.weight", "[1:2, 0:3, 0:4]"),
-        ("experts.1.w3.weight", "[1:2, 3:6, 0:4]"),
-    ]

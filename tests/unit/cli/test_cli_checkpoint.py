@@ -218,7 +218,8 @@ def test_many_files_and_sparse_manifests_are_shown():
     assert "saved at an unknown time" in text
 
 
-LLAMA = {"class": "LlamaForCausalLM", "config": {"model_type": "llama", "dtype": "float32", "hidden_size": 16}}
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
+LLAMA = {"class": "LlamaForCausalLM", "config": {"model_type": "llama", "dtype": "float32", **SIZES}}
 
 
 def test_export_writes_a_folder_that_other_libraries_read(root, capsys):
@@ -233,7 +234,7 @@ def test_export_writes_a_folder_that_other_libraries_read(root, capsys):
         assert torch.equal(tensors[name], expected[name, "param"].bfloat16()), name
     config = json.loads(Path("hf/config.json").read_text())
     added = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
-    assert config == {"model_type": "llama", "hidden_size": 16} | added
+    assert config == {"model_type": "llama", **SIZES} | added
 
 
 def test_export_says_what_is_wrong_and_leaves_nothing(root, capsys):

@@ -3,7 +3,11 @@
 The result is the same from a live model and from a checkpoint's manifest, which keeps the description.
 
 >>> import json
->>> from shardwise.models import Decoder, DecoderConfig
+>>> from shardwise.config.errors import ConfigError
+from shardwise.config.model_files import check_model_config
+from shardwise.config.untrusted_files import UntrustedFileError
+from shardwise.layout.slicing import Shape
+from shardwise.models import Decoder, DecoderConfig, pretrained
 >>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
 ...                        head_dim=4, ffn_size=48, max_seq_len=32)
 >>> described = describe(Decoder(config))
@@ -20,16 +24,21 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
+from importlib.util import find_spec
 from typing import Any, Final
 
 from torch import nn
 
-from shardwise.checkpoint.hf.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
+from shardwise.checkpoint.hf.families import TORCH_NAMES, converted_names, decoder_names, hf_config_of
 from shardwise.checkpoint.hf.importer import CONFIG_NAME
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, number_kind
 from shardwise.checkpoint.match import WantedState
-from shardwise.models import Decoder, DecoderConfig
+from shardwise.config.errors import ConfigError
+from shardwise.config.model_files import check_model_config
+from shardwise.config.untrusted_files import UntrustedFileError
+from shardwise.layout.slicing import Shape
+from shardwise.models import Decoder, DecoderConfig, pretrained
 from shardwise.models.presets import EXPERT_FIELDS
 from shardwise.runtime.torch_private import persistent_buffers
 
@@ -59,11 +68,44 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return described
 
 
-def names_of(described: Mapping[str, Any]) -> NameMap:
-    """Return the rules for the names of a described model in a folder."""
+def folder_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
+    """Return the rules for the names of a model's tensors in a folder: those by which transformers saves and loads it.
+
+    Args:
+        model: any, also one on meta, or one of which ranks hold parts.
+        shapes: of its parameters and persistent buffers, whole, by all their names.
+
+    Raises:
+        CheckpointError: as in `converted_names`.
+    """
+    return converted_names(model, shapes) if decoder_config(describe(model)) is None else decoder_names()
+
+
+def described_names(described: Mapping[str, Any], shapes: Mapping[str, Shape], name: str) -> NameMap:
+    """Return what `folder_names` returns, of a model that `describe` described; none where its class is not known.
+
+    Args:
+        shapes: as in `folder_names`.
+        name: what the description is of, for messages.
+
+    Raises:
+        CheckpointError: as in `folder_names`; or transformers is missing, or does not build the model.
+    """
     if decoder_config(described) is not None:
         return decoder_names()
-    return family_names(described.get("config", {}))
+    values = described.get("config", {})
+    if "model_type" not in values:
+        return NameMap()
+    if find_spec("transformers") is None:
+        raise CheckpointError(
+            "extra-missing", f"transformers knows the names of {name} in a folder; pip install 'shardwise[hf]'"
+        )
+    try:
+        check_model_config(values, name)
+        model = pretrained.skeleton(str(described.get("class")), values, name)
+    except (ConfigError, UntrustedFileError) as error:
+        raise CheckpointError(error.code, str(error)) from None
+    return NameMap() if model is None else converted_names(model, shapes)
 
 
 def wanted_of(model: nn.Module) -> list[WantedState]:

@@ -44,30 +44,6 @@ _DECODER: Final[Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-# The models of transformers from version 5 on have one tensor of all experts; the folders have one for each expert.
-_MIXTRAL: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "**.mlp.experts.gate_up_proj": {
-            "stored": ("**.block_sparse_moe.experts.#.w1.weight", "**.block_sparse_moe.experts.#.w3.weight"),
-            "dim": 1,
-        },
-        "**.mlp.experts.down_proj": "**.block_sparse_moe.experts.#.w2.weight",
-        "**.mlp.gate.weight": "**.block_sparse_moe.gate.weight",
-    }
-)
-_QWEN_MOE: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "**.mlp.experts.gate_up_proj": {
-            "stored": ("**.mlp.experts.#.gate_proj.weight", "**.mlp.experts.#.up_proj.weight"),
-            "dim": 1,
-        },
-        "**.mlp.experts.down_proj": "**.mlp.experts.#.down_proj.weight",
-    }
-)
-_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {"mixtral": _MIXTRAL, "qwen2_moe": _QWEN_MOE, "qwen3_moe": _QWEN_MOE, "olmoe": _QWEN_MOE}
-)
-
 TORCH_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 )
@@ -78,20 +54,26 @@ def decoder_names() -> NameMap:
     return NameMap.of(_DECODER)
 
 
-def family_names(config: Mapping[str, Any]) -> NameMap:
-    """Return the rules for an unmodified model of transformers, by its config.json; none where the names are the same.
-
-    A model whose names for tensors differ from its folder's needs them in import and export: mixtures of experts.
-    """
-    return NameMap.of(_FAMILIES.get(str(config.get("model_type")), {}))
-
-
 class _Tracked(Tensor):
     """Stays a view of the tensor that it is cut from where other code asks for contiguous memory."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else super().__torch_function__(func, types, args, kwargs)
+
+
+class _Whole:
+    """Answers as a model whose parameters have their whole shapes, where ranks hold parts of them."""
+
+    def __init__(self, model: nn.Module, wholes: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._wholes = wholes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._wholes[name]
 
 
 def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
@@ -119,12 +101,12 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
     parts: dict[str, list[WeightPart]] = {}
     unknown, reverted = [], dict[str, Tensor]()
     try:
-        reverted = revert_weight_conversion(cast(Any, model), given)
+        reverted = revert_weight_conversion(cast(Any, _Whole(model, wholes)), given)
     except (AttributeError, KeyError, ValueError) as error:  # it asks for what a split or quantized model lacks
         unknown.append(f"a weight ({error})")
     for stored, tensor in reverted.items():
         name = owners.get(id(view_base(tensor)))
-        part = None if name is None else _part_of(stored, tensor, shapes[name])
+        part = None if name is None else _part_of(stored, tensor.as_subclass(Tensor), shapes[name])
         if part is None or name is None:
             unknown.append(stored)
         else:
@@ -146,12 +128,12 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
 def _part_of(stored: str, view: Tensor, shape: Shape) -> WeightPart | None:
     """Return the rectangle of a tensor of some shape that a view of it is; None if it is none."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start, remaining = [], view.storage_offset()
+    start, remaining, all_sizes, all_steps = [], view.storage_offset(), list(view.shape), list(view.stride())
     for stride in strides:
         start.append(remaining // max(stride, 1))
         remaining %= max(stride, 1)
     for is_stacked, is_transposed in ((False, False), (True, False), (False, True)):
-        sizes, steps = list(view.shape), list(view.stride())
+        sizes, steps = all_sizes, all_steps
         if is_transposed:
             sizes, steps = sizes[::-1], steps[::-1]
         if is_stacked:

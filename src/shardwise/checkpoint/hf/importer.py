@@ -21,7 +21,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from shardwise.checkpoint.hf.families import family_names
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
 from shardwise.checkpoint.manifest import (
     CheckpointError,
@@ -57,7 +56,7 @@ def open_folder(
     Args:
         folder: with `model.safetensors`, or with the index and files of a sharded model.
         model_names: the aliases of each tensor of the model's state dict, by its first name.
-        names: rules for names that differ; see `NameMap.of`. Those of the family, by config.json, apply after them.
+        names: rules for names that differ; see `NameMap.of`.
 
     Returns:
         The model's tensors that the folder has, in the model's order, with the folder's shapes; then those left over,
@@ -68,15 +67,14 @@ def open_folder(
         DamagedError: a file is missing or torn.
         CheckpointError: the folder has no safetensors; its weights are quantized; the model ties tensors that differ.
     """
-    config = read_config(folder)
-    quantization = config.get("quantization_config")
+    quantization = read_config(folder).get("quantization_config")
     if quantization:
         method = quantization.get("quant_method")
         raise CheckpointError(
             "weights-quantized",
             f"{folder} has weights quantized by {method}, which cannot be trained; give one without",
         )
-    rules = NameMap.of(names).then(family_names(config))
+    rules = NameMap.of(names)
     wanted = {
         kind
         for name, aliases in model_names.items()
