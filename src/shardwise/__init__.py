@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.param_guard import ReleasedParameterError
     from shardwise.tensor.plan_layout import plan_layout, prove_plan
     from shardwise.tensor.propose import propose_plan
+    from shardwise.tensor.token_log_probs import TokenLogProbs, token_log_probs
     from shardwise.train.loaders import data_loader, stream_loader
     from shardwise.train.recorder import progress
     from shardwise.train.recording import save_timeline
@@ -62,6 +63,7 @@ __all__ = [
     "ReleasedParameterError",
     "Simulation",
     "StepResult",
+    "TokenLogProbs",
     "backward",
     "block_sparse_attention",
     "build_layout",
@@ -81,6 +83,7 @@ __all__ = [
     "sparse_sdpa",
     "sparse_sdpa_module",
     "stream_loader",
+    "token_log_probs",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -101,6 +104,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "ReleasedParameterError": "runtime.param_guard",
     "Simulation": "verify.simulate",
     "StepResult": "engine.types",
+    "TokenLogProbs": "tensor.token_log_probs",
     "backward": "engine.engine",
     "block_sparse_attention": "attention.api",
     "build_layout": "construction.scan",
@@ -120,6 +124,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "sparse_sdpa": "attention.sdpa_patch",
     "sparse_sdpa_module": "attention.sdpa_patch",
     "stream_loader": "train.loaders",
+    "token_log_probs": "tensor.token_log_probs",
 }
 
 

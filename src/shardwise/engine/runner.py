@@ -116,8 +116,10 @@ class RankBatch:
         cp, whole = parts.layout.mesh.cp, parts.split_values
         if whole is not None:
             output = whole.results.take(output)
-        if share.is_new_length and parts.state.loss_fn is not None:
-            check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
+        if parts.sequences is not None and parts.state.loss_fn is not None:
+            num_tokens = main_input(share.inputs).shape[1]
+            if parts.state.take_length(num_tokens):
+                check_loss_by_token(parts.state.loss_fn, output, share.batch, num_tokens, cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             return read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
 
@@ -139,7 +141,7 @@ def _own_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
     share = parts.sequences.share(_with_dicts(batch), has_more)
     tensors = share.batch, share.inputs, share.loss_weight, share.num_targets
     moved, inputs, weight, num_targets = to_device(tensors, parts.device)
-    return TokenShard(moved, inputs, share.tokens, weight, num_targets, share.is_new_length)
+    return TokenShard(moved, inputs, share.tokens, weight, num_targets)
 
 
 def _num_samples(inputs: Any) -> int:
