@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.propose import propose_plan
     from shardwise.tensor.token_log_probs import TokenLogProbs, token_log_probs
     from shardwise.train.loaders import data_loader, stream_loader
+    from shardwise.train.metrics import token_mult_prob_error
     from shardwise.train.recorder import progress
     from shardwise.train.recording import save_timeline
     from shardwise.verify.simulate import Simulation, simulate
@@ -84,6 +85,7 @@ __all__ = [
     "sparse_sdpa_module",
     "stream_loader",
     "token_log_probs",
+    "token_mult_prob_error",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -125,6 +127,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "sparse_sdpa_module": "attention.sdpa_patch",
     "stream_loader": "train.loaders",
     "token_log_probs": "tensor.token_log_probs",
+    "token_mult_prob_error": "train.metrics",
 }
 
 

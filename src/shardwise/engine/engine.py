@@ -23,8 +23,7 @@ from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights
-from shardwise.engine.log_probs import engine_log_probs
-from shardwise.engine.runner import evaluate, forward_plain, micro_batches
+from shardwise.engine.runner import evaluate, forward_plain, log_probs, micro_batches
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, update, zero_grad
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
@@ -197,7 +196,7 @@ class Engine:
             entropy: also return the entropy at each place.
         """
         with self.parts.failures_explained():
-            return engine_log_probs(self.parts, self.runner, batch, temperature, entropy)
+            return log_probs(self.parts, self.runner, batch, temperature, entropy)
 
     @checked
     @contextmanager

@@ -216,8 +216,8 @@ def deferred_head(model: nn.Module, layout: Layout) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in reversed(undo):
-            each()
+        for restore in reversed(undo):
+            restore()
 
 
 def _defer(name: str, head: nn.Linear, chunk_tokens: int | None) -> list[Undo]:

@@ -80,8 +80,6 @@ class TokenLossTerms:
         ignore_index: the target of tokens that do not count.
         label_smoothing: the share of the target's probability that is spread over the whole vocabulary.
         z_loss: weight of the squared log-sum-exp that is added.
-        temperature: by which logits are divided.
-        has_entropy: whether entropies are computed too.
     """
 
     ignore_index: int = -100

@@ -77,9 +77,9 @@ def _logits_of(output: Any) -> Tensor:
     Raises:
         ConfigError: it has none.
     """
-    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if isinstance(found, tuple | list) and found:
-        found = found[0]
-    if not isinstance(found, Tensor) or found.dim() < 2:
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if isinstance(logits, tuple | list) and logits:
+        logits = logits[0]
+    if not isinstance(logits, Tensor) or logits.dim() < 2:
         raise ConfigError("log-probs-shape", f"a {type(output).__name__} has no logits [B, S, V]; give them")
-    return found
+    return logits
