@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from shardwise.runtime.param_guard import ReleasedParameterError
     from shardwise.tensor.plan_layout import plan_layout, prove_plan
     from shardwise.tensor.propose import propose_plan
+    from shardwise.tensor.token_log_probs import TokenLogProbs, token_log_probs
     from shardwise.train.loaders import data_loader, stream_loader
+    from shardwise.train.metrics import token_mult_prob_error
     from shardwise.train.recorder import progress
     from shardwise.train.recording import save_timeline
     from shardwise.verify.simulate import Simulation, simulate
@@ -62,6 +64,7 @@ __all__ = [
     "ReleasedParameterError",
     "Simulation",
     "StepResult",
+    "TokenLogProbs",
     "backward",
     "block_sparse_attention",
     "build_layout",
@@ -81,6 +84,8 @@ __all__ = [
     "sparse_sdpa",
     "sparse_sdpa_module",
     "stream_loader",
+    "token_log_probs",
+    "token_mult_prob_error",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -101,6 +106,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "ReleasedParameterError": "runtime.param_guard",
     "Simulation": "verify.simulate",
     "StepResult": "engine.types",
+    "TokenLogProbs": "tensor.token_log_probs",
     "backward": "engine.engine",
     "block_sparse_attention": "attention.api",
     "build_layout": "construction.scan",
@@ -120,6 +126,8 @@ _MODULES: Final[Mapping[str, str]] = {
     "sparse_sdpa": "attention.sdpa_patch",
     "sparse_sdpa_module": "attention.sdpa_patch",
     "stream_loader": "train.loaders",
+    "token_log_probs": "tensor.token_log_probs",
+    "token_mult_prob_error": "train.metrics",
 }
 
 

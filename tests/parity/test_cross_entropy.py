@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,15 @@ TERMS = [
     TokenLossTerms(label_smoothing=0.1),
     TokenLossTerms(z_loss=0.01),
     TokenLossTerms(ignore_index=3, label_smoothing=0.3, z_loss=0.1),
+    TokenLossTerms(ignore_index=3, temperature=0.7, has_entropy=True),
+    TokenLossTerms(label_smoothing=0.3, z_loss=0.1, temperature=1.3, has_entropy=True),
 ]
 Loss = Callable[..., Tensor]
 Case = tuple[Tensor, Tensor, Tensor | None, Tensor]
+
+
+def token_losses(*args: Any, **kwargs: Any) -> Tensor:
+    return cross_entropy(*args, **kwargs)[0]
 
 
 def make_comm() -> Comm:
@@ -58,11 +65,14 @@ def expected(case: Case, terms: TokenLossTerms, per_token: bool) -> list[Tensor]
     """The loss and the gradients by hidden states, weight and bias, by torch's own cross entropy."""
     hidden, weight, bias, targets = case
     leaves = [each.detach().requires_grad_() for each in (hidden, weight, bias) if each is not None]
-    logits = F.linear(*leaves)
+    logits = F.linear(*leaves) / terms.temperature
     kwargs = {"ignore_index": terms.ignore_index, "label_smoothing": terms.label_smoothing}
     losses = F.cross_entropy(logits, targets, reduction="none", **kwargs)
     losses = losses + terms.z_loss * (logits.logsumexp(-1) ** 2).where(targets != terms.ignore_index, 0)
     loss = losses if per_token else losses.sum()
+    if per_token and terms.has_entropy:
+        entropies = torch.distributions.Categorical(logits=logits).entropy().where(targets != terms.ignore_index, 0)
+        loss = losses + 3 * entropies
     return [loss.detach(), *torch.autograd.grad(loss, leaves, factors(per_token).to(loss.dtype))]
 
 
@@ -86,8 +96,11 @@ def run_each(world_size: int, vocab_size: int) -> list[list[Tensor]]:
         hidden, weight, bias, targets = make_case(vocab_size, has_bias)
         hidden.requires_grad_()
         rows, own_bias = local_rows(weight, vocab), None if bias is None else local_rows(bias, vocab)
-        function = cross_entropy if per_token else cross_entropy_sum
-        loss = function(hidden, rows, own_bias, targets, vocab, terms)
+        if per_token:
+            losses, entropies = cross_entropy(hidden, rows, own_bias, targets, vocab, terms)
+            loss = losses + 3 * entropies
+        else:
+            loss = cross_entropy_sum(hidden, rows, own_bias, targets, vocab, terms)
         loss.backward(factors(per_token))
         gradients = [each.grad for each in (hidden, rows, own_bias) if each is not None]
         dist.all_reduce(gradients[0])
@@ -125,7 +138,7 @@ def test_one_collective_a_chunk_and_none_in_backward(ranks: WorkerPool) -> None:
     assert ranks(2).run(count_calls) == [3, 3]  # 11 tokens, 4 at a time
 
 
-@pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
+@pytest.mark.parametrize("function", [cross_entropy_sum, token_losses])
 def test_a_backward_may_run_twice(function: Loss) -> None:
     hidden, weight, _, targets = make_case(8, False)
     hidden.requires_grad_()
@@ -142,7 +155,7 @@ def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
         cross_entropy_sum(hidden, weight, None, targets, VocabSplit(8))
 
 
-@pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
+@pytest.mark.parametrize("function", [cross_entropy_sum, token_losses])
 def test_bf16_gradients_are_summed_over_chunks_in_fp32(monkeypatch: pytest.MonkeyPatch, function: Loss) -> None:
     monkeypatch.setattr(module, "head_tokens_at_a_time", lambda device, vocab_size: 2)
     hidden = torch.ones(2048, 2, dtype=torch.bfloat16)
@@ -172,7 +185,7 @@ def peak_bytes(function: Loss, num_tokens: int, num_vocab: int) -> int:
     return live.peak_bytes()
 
 
-@pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
+@pytest.mark.parametrize("function", [cross_entropy_sum, token_losses])
 def test_full_logits_never_exist(function: Loss) -> None:
     num_tokens, num_vocab = 4096, 4096
     logits_bytes = num_tokens * num_vocab * 4
@@ -201,7 +214,7 @@ def test_lm_loss_of_plain_logits_knows_the_same_terms(terms: TokenLossTerms, dty
     assert count == (targets != -100).sum()
 
 
-@pytest.mark.parametrize("function", [cross_entropy_sum, cross_entropy])
+@pytest.mark.parametrize("function", [cross_entropy_sum, token_losses])
 def test_second_derivatives_are_refused(function: Callable[..., Tensor]) -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     loss = function(hidden, weight, None, torch.arange(3), VocabSplit(5)).sum()

@@ -147,7 +147,8 @@ def train_own(rank: int, world_size: int, folder: str, num_steps: int, slow: str
             if slow == "forward" and rank == 1:
                 engine.model.num_left = 2 if engine.num_steps == 11 else -1
             result = engine.train_step(batches)
-            run.log(result, eval_loss=engine.eval_step(batches).loss if result.step % 5 == 0 else None)
+            eval_loss = engine.eval_step(batches).loss if result.step % 5 == 0 else None
+            run.log(result, eval_loss=eval_loss, values={"reward": result.step / 16})
     steps = engine.num_steps
     engine.close()
     return shown.getvalue(), steps
@@ -166,6 +167,8 @@ def test_a_loop_is_shown_and_kept_and_its_slow_rank_is_named(ranks, tmp_path, sl
     assert [line["step"] for line in lines] == list(range(1, 15))
     assert [line["step"] for line in lines if "eval_loss" in line] == [5, 10]
     assert [line["step"] for line in lines if "peak_bytes" in line] == [1, 2]
+    assert lines[3]["values"] == {"reward": 0.25}
+    assert "reward 0.8750" in shown
     found = [line["slow"] for line in lines if line.get("slow", {}).get("extra_s", 0) > 0.5]
     assert [(each["rank"], each["part"]) for each in found] == [(1, slow)]
     assert f"rank 1, {found[0]['extra_s'] * 1000:.0f} ms longer in {slow}" in shown

@@ -373,7 +373,6 @@ class HuggingFaceSequences:
         self._names = list(inspect.signature(model.forward).parameters)
         self._rank = rank
         self._split_of = split_of
-        self._lengths: set[int] = set()
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
         """Return the tokens of this rank: `batch` and `has_more` are those of `BatchSharder.share`.
@@ -390,10 +389,8 @@ class HuggingFaceSequences:
         if self._limits.prove is not None:
             self._limits.prove(inputs)
         main = main_input(inputs)
-        is_new = main.shape[1] not in self._lengths
-        self._lengths.add(main.shape[1])
         cut, num_targets = cut_batch(batch, main, own.tokens), count_targets(inputs, self._shifts_labels)
-        return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets, is_new)
+        return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets)
 
 
 def _own_splits(model: nn.Module, config: ResolvedConfig) -> TokenSplits[int]:

@@ -44,7 +44,6 @@ class TokenShard:
             number of ranks.
         num_targets: the number of targets of the batch over which the model's own loss is a mean, 0-d; None where it
             is not known.
-        is_new_length: whether sequences are split, and none before had their length.
     """
 
     batch: Any
@@ -52,7 +51,6 @@ class TokenShard:
     tokens: Runs | None = None
     loss_weight: Tensor | None = None
     num_targets: Tensor | None = None
-    is_new_length: bool = False
 
 
 class BatchSharder(Protocol):
@@ -91,7 +89,6 @@ class TokenShardedBatch:
         self._check_length: Callable[[int], None] = getattr(model, "check_length", _any_length)
         self._rank = rank
         self._split_of = split_of
-        self._lengths: set[int] = set()
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
         """Return the tokens of this rank: `batch` and `has_more` are those of `BatchSharder.share`.
@@ -114,10 +111,8 @@ class TokenShardedBatch:
                 "cp-own-positions",
                 "the batch gives positions, which under mesh.cp the engine gives the model; leave them out",
             )
-        is_new = length not in self._lengths
-        self._lengths.add(length)
         placed = {**given, POSITIONS: positions_of(tokens, main.device)}
-        return TokenShard(own, placed, tokens, is_new_length=is_new)
+        return TokenShard(own, placed, tokens)
 
 
 def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:

@@ -24,13 +24,14 @@ from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights
-from shardwise.engine.runner import evaluate, forward_plain, micro_batches
+from shardwise.engine.runner import evaluate, forward_plain, log_probs, micro_batches
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, update, zero_grad
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
 from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
 from shardwise.runtime.optimizer_probe import check_scheduler
+from shardwise.tensor.token_log_probs import Temperature, TokenLogProbs
 from shardwise.zero import state_access
 from shardwise.zero.memory_release import ReleaseTarget, Target
 
@@ -200,6 +201,21 @@ class Engine:
         """Return the mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
         with self.parts.failures_explained():
             return evaluate(self.parts, self.runner, batches)
+
+    @checked
+    def log_probs(self, batch: Any, *, temperature: Temperature = 1.0, entropy: bool = False) -> TokenLogProbs:
+        """Return the log-probability of each token of whole sequences, without a graph and without whole logits.
+
+        All ranks call it, each data rank with a batch of its own. In a loss, call `shardwise.token_log_probs`.
+
+        Args:
+            batch: (inputs, targets), targets as there; or inputs alone, whose next tokens are the targets: a tensor of
+                tokens [B, S], or `input_ids` by name, with `attention_mask` or `labels` that say which count.
+            temperature: by which logits are divided, as they are when tokens are sampled.
+            entropy: also return the entropy at each place.
+        """
+        with self.parts.failures_explained():
+            return log_probs(self.parts, self.runner, batch, temperature, entropy)
 
     @checked
     @contextmanager

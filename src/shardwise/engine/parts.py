@@ -190,6 +190,7 @@ class StepState:
         syncs: whether gradients are summed over ranks: not inside `without_sync`.
         before_update: called after the last backward of a step, such as to measure.
         is_aliased: the user has views of parameters on some rank: updates on the host come at once.
+        tried_lengths: of the parts of sequences for which `loss_fn` was tried; None where it needs no trial.
     """
 
     config: ResolvedConfig
@@ -205,6 +206,7 @@ class StepState:
     is_aliased: bool = False
     before_update: Callable[[], None] | None = None
     stops: StopRequests = field(default_factory=StopRequests)
+    tried_lengths: set[int] | None = field(default_factory=set)
 
     def take_forward(self, num_samples: int, is_training: bool) -> tuple[int, int]:
         """Count a forward; return how many samples of this step this rank has before it, and its number from 0.
@@ -239,6 +241,23 @@ class StepState:
     def continue_from(self, num_steps: int) -> None:
         """Go on after a checkpoint's step."""
         self.num_steps = num_steps
+
+    def take_length(self, num_tokens: int) -> bool:
+        """Say whether the loss must be tried on parts of sequences of so many tokens, and note that it was."""
+        if self.tried_lengths is None or num_tokens in self.tried_lengths:
+            return False
+        self.tried_lengths.add(num_tokens)
+        return True
+
+    @contextmanager
+    def with_own_loss(self, loss_fn: LossFn) -> Iterator[None]:
+        """Take the loss of the forwards inside from a function of the library, which needs no trial."""
+        before = self.loss_fn, self.tried_lengths
+        self.loss_fn, self.tried_lengths = loss_fn, None
+        try:
+            yield
+        finally:
+            self.loss_fn, self.tried_lengths = before
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:

@@ -32,6 +32,9 @@ TIMELINE_NAME: Final = "timeline.json"
 PREDICTION_NAME: Final = "prediction.json"
 _QUICK_CELLS: Final = 5_000
 _METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
+OWN_VALUES: Final = "values/"  # before the names of a script's own numbers
+_MOST_COLUMNS: Final = 24
+_MOST_KEY_CHARS: Final = 64
 _CHARS_A_VALUE: Final = 5.0
 _MAX_JSON_BYTES: Final = 2**26
 # A line has some 600 bytes, and a dozen brackets; a larger one is none that a run wrote.
@@ -64,6 +67,13 @@ class _Steps:
             raise ValueError("the step is none")
         for name, column in self.columns.items():
             column.append(_number(line.get(name)))
+        values = line.get("values")
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            key = f"{OWN_VALUES}{name}"[:_MOST_KEY_CHARS]
+            if key not in self.columns and len(self.columns) < _MOST_COLUMNS:
+                self.columns[key] = array("d", [math.nan]) * len(self.columns["step"])
+            if key in self.columns:
+                self.columns[key][-1] = _number(value)
         self.step_s.append(_number(line.get("step_s")))
         if "eval_loss" in line:
             self.held_out[0].append(_number(line.get("step")))
@@ -224,7 +234,7 @@ def _within(value: Mapping[str, Any], key: str, inner: str) -> Any:
 def _curves(steps: _Steps, max_chars: float) -> dict[str, Any]:
     if not steps.num:
         return absent("no step was taken yet, or the folder has no metrics.jsonl; a later page shows them")
-    present = [name for name in _METRICS if any(map(math.isfinite, steps.columns[name]))]
+    present = [name for name in list(steps.columns)[1:] if any(map(math.isfinite, steps.columns[name]))]
     most = max_chars / _CHARS_A_VALUE
     # A bucket of one step is one value, of several it is three.
     is_whole = steps.num * (len(present) + 1) <= most

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -199,21 +200,43 @@ def _unfit(state: ChunkState, does: str, values: list[Any]) -> ConfigError:
 
 def _let_head_wait(model: nn.Module, layout: Layout, chunk_tokens: int) -> list[Undo]:
     """Make a head that is not split return logits that are not computed yet."""
-    name, head = _find_head(model)
-    if isinstance(head, layers.VocabParallelHead):
-        return []  # a split head's logits are deferred already
-    reason = ""
+    name, head, reason = _deferrable_head(model, layout)
     if head is None:
-        reason = "the model names none (get_output_embeddings)"
-    elif not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        reason = f"{name} is a {type(head).__name__} with a forward of its own"
-    elif is_within(name, layout.units):
-        reason = f"{name} is part of a block"
-    if reason or not isinstance(head, nn.Linear):
-        _LOG.warning("context.chunk_tokens=%d: logits exist whole, as %s", chunk_tokens, reason)
+        if reason:
+            _LOG.warning("context.chunk_tokens=%d: logits exist whole, as %s", chunk_tokens, reason)
         return []
+    return _defer(name, head, chunk_tokens)
+
+
+@contextmanager
+def deferred_head(model: nn.Module, layout: Layout) -> Iterator[None]:
+    """Defer the logits of calls inside, where the head can: it takes as many tokens at a time as suit the device."""
+    name, head, _ = _deferrable_head(model, layout)
+    undo = [] if head is None else _defer(name, head, None)
+    try:
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _defer(name: str, head: nn.Linear, chunk_tokens: int | None) -> list[Undo]:
     vocab = VocabSplit(head.weight.shape[0], chunk_tokens=chunk_tokens)
     return [subclass_module(head, DeferredHead), set_attribute(head, HEAD_STATE, LazyLogitsHead(vocab, name))]
+
+
+def _deferrable_head(model: nn.Module, layout: Layout) -> tuple[str, nn.Linear | None, str]:
+    """Return a head whose logits can be deferred, and its name; or None, and why it cannot, empty where they are."""
+    name, head = _find_head(model)
+    if isinstance(head, layers.VocabParallelHead | DeferredHead):
+        return name, None, ""
+    if head is None:
+        return name, None, "the model names none (get_output_embeddings)"
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return name, None, f"{name} is a {type(head).__name__} with a forward of its own"
+    if is_within(name, layout.units):
+        return name, None, f"{name} is part of a block"
+    return name, head, ""
 
 
 def _find_head(model: nn.Module) -> tuple[str, nn.Module | None]:

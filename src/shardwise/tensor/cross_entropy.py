@@ -7,8 +7,10 @@ x the logits, y the target, e the label smoothing (as torch's, over the whole vo
 
     L - (1 - e) x_y - e/V sum_j x_j + z L^2,  where L = log sum_j exp x_j,
 
-and its gradient by x_j is softmax_j (1 + 2 z L) - (1 - e) [j = y] - e/V. Each rank computes the sums over its rows, and
-one all-gather of two or three numbers per token and rank gives all of them the sums over all rows, in equal bits.
+and its gradient by x_j is softmax_j (1 + 2 z L) - (1 - e) [j = y] - e/V. With p = softmax x, the entropy of a token is
+H = L - sum_j p_j x_j, and its gradient by x_j is -p_j (x_j - L + H). A temperature divides the logits to give x. Each
+rank computes the sums over its rows, and one all-gather of two to four numbers per token and rank gives all of them the
+sums over all rows, in equal bits.
 
 The tokens are processed in chunks: product, statistics, collective, gradient. So a summed loss has its gradients when
 its forward ends, and the backward only scales them. Keeping only the logits' statistics would save all collectives but
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,8 @@ from shardwise.config.errors import EngineError
 from shardwise.layout.activation_bytes import head_tokens_at_a_time
 from shardwise.runtime.batch_errors import check_indices
 from shardwise.tensor import collectives
+
+_LEAST_LOG: Final = -1e4  # of a probability; that of a smaller one is 0, whose product with -inf would be NaN
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class TokenLossTerms:
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    temperature: float = 1.0
+    has_entropy: bool = False
 
 
 def cross_entropy_sum(
@@ -111,19 +117,21 @@ def cross_entropy_sum(
 
 def cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     targets: Tensor,
     vocab: VocabSplit,
     terms: TokenLossTerms | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return the loss of each token, [N], 0 where it does not count.
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token and its entropy, [N] each, 0 where it does not count; the entropies are 0 unless
+    the terms have them.
 
-    The arguments `hidden`, `weight`, `bias`, `targets`, `vocab`, `terms` and `dtype` are those of `cross_entropy_sum`.
+    The arguments are those of `cross_entropy_sum`. A `weight` of None says that `hidden` are the logits, [N, V].
     """
     job = _ChunkJob.of(hidden, vocab, terms, dtype)
-    return _EachToken.apply(hidden, weight, bias, targets, job)
+    losses, entropies = _EachToken.apply(hidden, weight, bias, targets, job)
+    return losses, entropies
 
 
 @dataclass(frozen=True)
@@ -146,24 +154,38 @@ class _ChunkJob:
             part = slice(start, start + step)
             yield part, hidden[part], _Targets.of(targets[part], self)
 
-    def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return this rank's logits [n, own], computed in the dtype of `rows` and then widened."""
+    def logits(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return this rank's logits [n, own] in memory of their own, computed in the dtype of `rows` and then
+        widened.
+        """
         num_own = self.vocab.num_own
-        return F.linear(rows, weight[:num_own], None if bias is None else bias[:num_own]).to(self.wide)
+        if weight is None:
+            logits = rows.to(self.wide, copy=True)
+        else:
+            logits = F.linear(rows, weight[:num_own], None if bias is None else bias[:num_own]).to(self.wide)
+        return logits if self.terms.temperature == 1 else logits.div_(self.terms.temperature)
 
-    def statistics(self, logits: Tensor, targets: _Targets) -> tuple[Tensor, Tensor]:
-        """Return the log-sum-exp and the term that is subtracted from it, [n] each, over the logits of all ranks."""
+    def statistics(self, logits: Tensor, targets: _Targets) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log-sum-exp, the term that is subtracted from it, and the entropy, 0 where it is not asked for,
+        [n] each, over the logits of all ranks.
+        """
         own = [logits.logsumexp(-1), targets.pick(logits)] if logits.shape[-1] else _of_no_row(logits)
         if self.terms.label_smoothing:
             own.append(logits.sum(-1))
-        stats = torch.stack(own).unsqueeze(0)  # [1, 2 or 3, n]
+        if self.terms.has_entropy:
+            # A logit of -inf, or a rank that has no other, adds 0. The log-sum-exp shows a NaN all the same.
+            own.append(logits.softmax(-1).mul_(logits).nan_to_num_(0.0).sum(-1))
+        stats = torch.stack(own).unsqueeze(0)  # [1, 2 to 4, n]
         if self.vocab.comm is not None and self.vocab.comm.world_size > 1:
-            stats = collectives.all_gather(self.vocab.comm, stats, 0, "cross entropy")  # [ranks, 2 or 3, n]
-        log_total, (picked, *sums) = stats[:, 0].logsumexp(0), stats[:, 1:].sum(0)
-        smoothing = self.terms.label_smoothing
-        if sums:
-            picked = picked * (1 - smoothing) + sums[0] * (smoothing / self.vocab.size)
-        return log_total, picked
+            stats = collectives.all_gather(self.vocab.comm, stats, 0, "cross entropy")  # [ranks, 2 to 4, n]
+        log_total, picked = stats[:, 0].logsumexp(0), stats[:, 1].sum(0)
+        smoothing, entropy = self.terms.label_smoothing, torch.zeros_like(log_total)
+        if smoothing:
+            picked = picked * (1 - smoothing) + stats[:, 2].sum(0) * (smoothing / self.vocab.size)
+        if self.terms.has_entropy:
+            shares = (stats[:, 0] - log_total).exp()  # of each rank's rows in the whole probability
+            entropy = (log_total - (shares * stats[:, -1]).sum(0)).where(targets.counts, 0)
+        return log_total, picked, entropy
 
     def losses(self, log_total: Tensor, picked: Tensor, targets: _Targets) -> Tensor:
         """Return the loss of each token, [n]."""
@@ -172,19 +194,37 @@ class _ChunkJob:
             losses = losses + self.terms.z_loss * log_total.square()
         return losses.where(targets.counts, 0)
 
-    def gradient(self, logits: Tensor, log_total: Tensor, targets: _Targets, factor: Tensor | None) -> Tensor:
-        """Return the gradient by the logits, in their memory, [n, own]; `factor` [n] is that by the tokens' losses."""
+    def gradient(
+        self,
+        logits: Tensor,
+        log_total: Tensor,
+        targets: _Targets,
+        factor: Tensor | None,
+        by_entropy: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the gradient by the logits before the temperature, in their memory, [n, own].
+
+        Args:
+            factor: [n], that by the tokens' losses; None for 1.
+            by_entropy: the entropies, and the gradient by them, [n] each; None where no result depends on them.
+        """
         factor = targets.counts.to(self.wide) if factor is None else factor.to(self.wide).where(targets.counts, 0)
-        gradient = logits.sub_(log_total.unsqueeze(-1)).exp_()
+        logs = logits.sub_(log_total.unsqueeze(-1))
         scale = factor * (1 + 2 * self.terms.z_loss * log_total) if self.terms.z_loss else factor
-        gradient.mul_(scale.unsqueeze(-1))
+        if by_entropy is None:
+            gradient = logs.exp_().mul_(scale.unsqueeze(-1))
+        else:
+            entropies, of_entropies = by_entropy[0], by_entropy[1].to(self.wide).where(targets.counts, 0)
+            probs = logs.exp()
+            gradient = logs.clamp_(min=_LEAST_LOG).add_(entropies.unsqueeze(-1)).mul_(of_entropies.neg().unsqueeze(-1))
+            gradient.add_(scale.unsqueeze(-1)).mul_(probs)
         smoothing = self.terms.label_smoothing
         if smoothing:
             gradient.sub_((factor * (smoothing / self.vocab.size)).unsqueeze(-1))
         if gradient.shape[-1]:
             hit = (factor * (smoothing - 1)).where(targets.is_own, 0)
             gradient.scatter_add_(-1, targets.index.unsqueeze(-1), hit.unsqueeze(-1))
-        return gradient
+        return gradient if self.terms.temperature == 1 else gradient.div_(self.terms.temperature)
 
 
 @dataclass(frozen=True)
@@ -212,20 +252,22 @@ class _Targets:
 class _Gradients:
     """Holds the gradients by hidden states, weight and bias; those of the last two are summed in fp32 or wider."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
-        sum_dtype = torch.promote_types(weight.dtype, torch.float32)
+    def __init__(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        sum_dtype = torch.promote_types(hidden.dtype if weight is None else weight.dtype, torch.float32)
         self.hidden = torch.empty_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=sum_dtype) if needed[1] else None
+        self.weight = torch.zeros_like(weight, dtype=sum_dtype) if weight is not None and needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needed[2] else None
         self.is_needed = any(needed[:3])
 
-    def add(self, part: slice, rows: Tensor, weight: Tensor, by_logits: Tensor) -> None:
+    def add(self, part: slice, rows: Tensor, weight: Tensor | None, by_logits: Tensor) -> None:
         """Add the gradient by the logits of the tokens `part`, [n, own]."""
         num_own = by_logits.shape[-1]
         if self.bias is not None:
             self.bias[:num_own] += by_logits.sum(0)
         by_logits = by_logits.to(rows.dtype)
-        if self.hidden is not None:
+        if self.hidden is not None and weight is None:
+            self.hidden[part] = by_logits
+        elif self.hidden is not None and weight is not None:
             torch.mm(by_logits, weight[:num_own], out=self.hidden[part])
         if self.weight is not None and self.weight.dtype == rows.dtype:
             self.weight[:num_own].addmm_(by_logits.T, rows)
@@ -243,7 +285,7 @@ class _Sum(torch.autograd.Function):
         total = torch.zeros((), dtype=job.wide, device=hidden.device)
         for part, rows, own_targets in job.chunks(hidden, targets):
             logits = job.logits(rows, weight, bias)
-            log_total, picked = job.statistics(logits, own_targets)
+            log_total, picked, _ = job.statistics(logits, own_targets)
             total += job.losses(log_total, picked, own_targets).sum()
             if gradients.is_needed:
                 gradients.add(part, rows, weight, job.gradient(logits, log_total, own_targets, None))
@@ -266,28 +308,30 @@ class _Sum(torch.autograd.Function):
 class _EachToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _ChunkJob
-    ) -> Tensor:  # [N, E], [v, E], [v], [N]
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, job: _ChunkJob
+    ) -> tuple[Tensor, Tensor]:  # [N, E], [v, E], [v], [N]
         losses = torch.empty(len(targets), dtype=job.wide, device=hidden.device)
-        log_totals = torch.empty_like(losses)
+        log_totals, entropies = torch.empty_like(losses), torch.empty_like(losses)
         for part, rows, own_targets in job.chunks(hidden, targets):
             logits = job.logits(rows, weight, bias)
-            log_totals[part], picked = job.statistics(logits, own_targets)
+            log_totals[part], picked, entropies[part] = job.statistics(logits, own_targets)
             losses[part] = job.losses(log_totals[part], picked, own_targets)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_totals)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_totals, entropies)
         ctx.job = job
-        return losses
+        return losses, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_losses: Tensor, by_entropies: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
-        hidden, weight, bias, targets, log_totals = ctx.saved_tensors
+        job: _ChunkJob = ctx.job
+        hidden, weight, bias, targets, log_totals, entropies = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for part, rows, own_targets in ctx.job.chunks(hidden, targets):
-            logits = ctx.job.logits(rows, weight, bias)
-            by_logits = ctx.job.gradient(logits, log_totals[part], own_targets, grad_losses[part])
+        for part, rows, own_targets in job.chunks(hidden, targets):
+            logits = job.logits(rows, weight, bias)
+            of_entropy = (entropies[part], by_entropies[part]) if job.terms.has_entropy else None
+            by_logits = job.gradient(logits, log_totals[part], own_targets, by_losses[part], of_entropy)
             gradients.add(part, rows, weight, by_logits)
-        by_weight = None if gradients.weight is None else gradients.weight.to(weight.dtype)
+        by_weight = None if weight is None or gradients.weight is None else gradients.weight.to(weight.dtype)
         by_bias = None if bias is None or gradients.bias is None else gradients.bias.to(bias.dtype)
         return gradients.hidden, by_weight, by_bias, None, None
 

@@ -133,13 +133,13 @@ class _LogitsSource:
         """Return logits whose source differs in these fields."""
         return LazyLogits._standing_for(replace(self, is_recorded=self.keeps_graph, **changed))
 
-    def loss(self, target: Tensor, terms: TokenLossTerms, is_summed: bool) -> Tensor:
-        """Return the loss of all tokens, or of each, flat."""
+    def losses(self, target: Tensor, terms: TokenLossTerms, is_summed: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of all tokens and None; or that of each, flat, and its entropy."""
         self._check()
-        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])  # [N, E]
-        function = cross_entropy_sum if is_summed else cross_entropy
+        hidden, targets = self.hidden.reshape(-1, self.hidden.shape[-1]), target.flatten()  # [N, E], [N]
         with torch.set_grad_enabled(self.keeps_graph):
-            return function(hidden, self.weight, self.bias, target.flatten(), self.head.vocab, terms, self.dtype)
+            common = (hidden, self.weight, self.bias, targets, self.head.vocab, terms, self.dtype)
+            return (cross_entropy_sum(*common), None) if is_summed else cross_entropy(*common)
 
     def own_rows(self) -> Tensor:
         """Return the logits of this rank's rows, [..., v]."""
@@ -244,7 +244,16 @@ class LazyLogits(Tensor):
         if source is None or not source.has_vocab_last:
             return lm_loss(self.compute(), targets, label_smoothing=label_smoothing, z_loss=z_loss)[0]
         terms = TokenLossTerms(label_smoothing=label_smoothing, z_loss=z_loss)
-        return source.loss(targets, terms, is_summed=True)
+        return source.losses(targets, terms, is_summed=True)[0]
+
+    def token_losses(self, targets: Tensor, terms: TokenLossTerms) -> tuple[Tensor, Tensor]:
+        """Return the loss and the entropy of each token, flat, as `cross_entropy` does; the vocabulary is in dim -1."""
+        source = self._source if self.is_deferred else None
+        if source is not None and source.has_vocab_last:
+            losses, entropies = source.losses(targets, terms, is_summed=False)
+            return losses, cast(Tensor, entropies)
+        logits = self.compute().flatten(0, -2)
+        return cross_entropy(logits, None, None, targets.flatten(), VocabSplit(logits.shape[-1]), terms)
 
     def compute(self, for_good: bool = False) -> Tensor:
         """Return the logits as a plain tensor; it is kept for the next call unless it is read without its graph.
@@ -397,7 +406,7 @@ def _cross_entropy(
     if not (is_plain and fits and reduction in ("mean", "sum", "none")):
         return NotImplemented
     terms = TokenLossTerms(ignore_index, label_smoothing)
-    loss = source.loss(target, terms, is_summed=reduction != "none")
+    loss, _ = source.losses(target, terms, is_summed=reduction != "none")
     if reduction == "none":
         loss = loss.view(target.shape)
     if reduction == "mean":

@@ -23,10 +23,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+import torch
+from torch import Tensor
+
+from shardwise.config.arguments import checked
 from shardwise.config.written_files import open_end
+from shardwise.engine.engine import Engine
 from shardwise.report.page import flat
 
 METRICS_NAME: Final = "metrics.jsonl"
+MULT_PROB_ERROR: Final = 1.05
 TENSORBOARD_NAME: Final = "tensorboard"
 _MOST_PARAM_CHARS: Final = 500  # of a value, in MLflow
 
@@ -64,6 +70,7 @@ class StepRecord:
         eval_loss: loss on held-out data after this step; None where it was not evaluated.
         mfu: share of the devices' peak FLOP/s in this step; None where it is not known.
         slow: of a step that took long, which `rank` the others waited for and in which `part`; else None.
+        values: numbers of the script's own by name, such as a reward; None where it gave none.
     """
 
     step: int
@@ -79,13 +86,19 @@ class StepRecord:
     eval_loss: float | None = None
     mfu: float | None = None
     slow: Mapping[str, Any] | None = None
+    values: Mapping[str, float] | None = None
 
 
 def to_json_line(record: StepRecord) -> str:
     """Return the record as one line of strict JSON: unknown values are left out; those that are not finite are null."""
     present = {key: value for key, value in asdict(record).items() if value is not None}
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in present.items()}
-    return json.dumps(finite, allow_nan=False)
+    if record.values is not None:
+        present["values"] = _finite(record.values)
+    return json.dumps(_finite(present), allow_nan=False)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
@@ -100,7 +113,35 @@ def scalars(record: StepRecord) -> dict[str, float]:
     by_name = {name: value for name, value in numbers.items() if value is not None}
     for name, sizes in (("memory_bytes", record.memory_bytes), ("peak_bytes", record.peak_bytes or {})):
         by_name |= {f"{name}/{category}": num_bytes for category, num_bytes in sizes.items()}
+    by_name |= {f"values/{name}": value for name, value in (record.values or {}).items()}
     return by_name | ({"peak_bytes/total": sum(record.peak_bytes.values())} if record.peak_bytes else {})
+
+
+@checked
+def token_mult_prob_error(
+    engine: Engine, trained: Tensor, sampled: Tensor, mask: Tensor, *, limit: float = MULT_PROB_ERROR
+) -> float:
+    """Return by which factor the probabilities of tokens in training differ from those in generation: the mean of
+    exp |difference of log-probabilities|, 1 where they agree, over the tokens of all ranks. All ranks call it.
+
+    Above `limit` rank 0 logs a warning: what is trained is not what has sampled. Figure and limit are NeMo-RL's.
+
+    Args:
+        trained: log-probabilities by the engine, such as `engine.log_probs(batch).log_probs`.
+        sampled: of the same shape, by what generated the tokens, at the same temperature.
+        mask: 1 for each token that was sampled, 0 for those of the prompt and for padding.
+    """
+    factors = (trained.double() - sampled.to(trained.device).double()).abs().exp()
+    sums = torch.stack([factors.where(mask.bool().to(trained.device), 0).sum(), mask.bool().sum().to(trained.device)])
+    total, count = engine.parts.comms.data.sum_scalars(sums.to(engine.device), "token_mult_prob_error")
+    error = total / count if count else 1.0
+    if not error <= limit and engine.comm.rank == 0:
+        log.warning(
+            "token_mult_prob_error %.4f is above %g: the probabilities of training and of generation differ; compare "
+            "weights, dtypes, temperature and padding of both sides",
+            *(error, limit),
+        )
+    return error
 
 
 @dataclass(frozen=True)

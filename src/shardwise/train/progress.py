@@ -16,7 +16,7 @@ import io
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, Self
 
@@ -86,6 +86,7 @@ class Progress:
         slow: the last step that took long; None where there was none.
         num_tokens: that this run has taken, and that counted.
         activity: the work in progress that is not a step; empty during steps.
+        values: the last numbers of the script's own.
     """
 
     header: Header
@@ -106,6 +107,7 @@ class Progress:
     num_tokens: float = 0.0
     elapsed_s: float = 0.0
     activity: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_taken(self) -> int:
@@ -143,6 +145,7 @@ class Progress:
             num_tokens=self.num_tokens + record.count,
             elapsed_s=self.elapsed_s + record.step_s,
             activity="",
+            values={**self.values, **(record.values or {})},
         )
 
 
@@ -207,11 +210,12 @@ def _figures(state: Progress, width: int) -> RenderableType:
         grid.add_column(style="dim", width=_LABEL_WIDTH)
         for left, right in zip(cells[::2], cells[1::2], strict=True):
             grid.add_row(*left, *right)
-    if state.slow is None:
-        return grid
-    slow = labelled()
-    slow.add_row(WORDS["slow"], Text(str(state.slow), style="yellow"))
-    return Group(grid, slow)
+    others = labelled()
+    for name, number in state.values.items():
+        others.add_row(name, f"{number:.4f}")
+    if state.slow is not None:
+        others.add_row(WORDS["slow"], Text(str(state.slow), style="yellow"))
+    return Group(grid, others) if others.rows else grid
 
 
 def _numbers(state: Progress) -> Iterator[tuple[str, Text]]:
@@ -301,6 +305,7 @@ def plain_line(state: Progress) -> str:
         parts.insert(2, f"{WORDS['eval_loss']} {state.eval_loss[1]:.4f}")
     if state.mfu is not None:
         parts.append(f"{WORDS['mfu']} {state.mfu:.0%}")
+    parts += [f"{name} {value:.4f}" for name, value in state.values.items()]
     if (memory := state.memory) is not None:
         share = "" if memory.share is None else f" ({memory.share:.0%})"
         parts.append(f"{WORDS['peak_bytes']} {format_bytes(memory.total_bytes(memory.fullest))}{share}")

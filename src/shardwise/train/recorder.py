@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -144,13 +144,16 @@ class RunRecorder:
                 self.note(f"not written: {self._folder}/{self._unwritten[name]}; the run goes on without it")
 
     @checked
-    def log(self, result: StepResult, eval_loss: float | None = None) -> None:
+    def log(
+        self, result: StepResult, eval_loss: float | None = None, values: Mapping[str, float] | None = None
+    ) -> None:
         """Record the step just taken; every rank calls it after each step.
 
         Args:
             eval_loss: on held-out data after the step, such as `engine.eval_step(batches).loss`; None without one.
+            values: numbers of your own by name, such as a reward: those of rank 0 are shown and written.
         """
-        self.see(replace(self._meter.end(result), eval_loss=eval_loss))
+        self.see(replace(self._meter.end(result), eval_loss=eval_loss, values=values))
         self.begin()
 
     def see(self, record: StepRecord) -> None:

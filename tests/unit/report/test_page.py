@@ -12,6 +12,7 @@ from shardwise.cli import main as cli
 from shardwise.report import page
 from shardwise.report.packing import buckets
 from shardwise.report.run_folder import run_source, write_run_page
+from shardwise.train.metrics import to_json_line
 
 SHARE = page.share_of(1)
 # What is not white of a canvas, as a share of its pixels.
@@ -205,3 +206,15 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
 def test_the_page_of_a_run_that_goes_on_is_written_beside_its_files(run):
     assert write_run_page(run) == run / "report.html"
     assert record(1).step == 1
+
+
+def test_numbers_of_a_script_have_curves_of_their_own(tmp_path):
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 5):
+            values = {"reward": step / 8} if step > 1 else None
+            file.write(to_json_line(record(step, values=values)) + "\n")
+        hostile = {f"name {number}": 1.0 for number in range(1_000)}
+        file.write(to_json_line(record(5, values=hostile)) + "\n")
+    metrics = run_source(tmp_path, SHARE)["curves"]["metrics"]
+    assert "values/reward" in metrics
+    assert len(metrics) < 32

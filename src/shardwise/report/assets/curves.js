@@ -41,7 +41,10 @@ class Curves {
     const range = shown && this.isZoomed ? [shown.min, shown.max] : null;
     for (const chart of this.charts) chart.plot.destroy();
     this.grid.replaceChildren();
-    this.charts = METRICS.filter((metric) => this.runs.some((run) => metric.key in run.curves.metrics))
+    const keys = new Set(this.runs.flatMap((run) => Object.keys(run.curves.metrics)));
+    const own = [...keys].filter((key) => key.startsWith("values/"));
+    const metrics = [...METRICS, ...own.map((key) => ({ key, title: key.slice("values/".length), unit: "" }))];
+    this.charts = metrics.filter((metric) => this.runs.some((run) => metric.key in run.curves.metrics))
       .map((metric) => this.chart(metric));
     this.grid.classList.toggle("three", (this.charts.length - 1) % 3 === 0);
     this.resize();
