@@ -411,6 +411,7 @@ class Engine:
         self,
         names: Names | Literal["hf"] | None = "hf",
         dtype: Dtype | None = None,
+        adapters: Literal["merge", "only"] | None = "merge",
         *,
         to_rank: int | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -420,10 +421,12 @@ class Engine:
         Args:
             names: "hf" for the names of the model's folder; None for the model's own; rules as for `export_weights`.
             dtype: of the parameters; None for the one in which each is computed. Buffers keep theirs.
+            adapters: what of PEFT's: "merge" for the model with them merged into its weights, "only" for them alone,
+                as their file names them; None for the model without them, or with its own names for all that is there.
             to_rank: the only rank that gets the tensors; None for all.
             bucket_bytes: of the tensors that are gathered at a time; a larger one is gathered alone.
         """
-        return WeightSource(self.parts, WeightOptions(names, dtype, to_rank, bucket_bytes))
+        return WeightSource(self.parts, WeightOptions(names, dtype, adapters, to_rank, bucket_bytes))
 
     @checked
     def close(self, keep_values: bool = True) -> None:

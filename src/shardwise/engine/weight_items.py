@@ -10,8 +10,10 @@ in none, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -21,8 +23,10 @@ from shardwise.checkpoint.hf.config_files import decoder_config, describe, names
 from shardwise.checkpoint.hf.exporter import ExportTensor, folder_parts, in_folder
 from shardwise.checkpoint.hf.families import converted_names
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
+from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
+from shardwise.engine.adapters import AdaptedModel
 from shardwise.engine.checkpoint_api import buffer_writer, saved_buffers
 from shardwise.engine.parts import EngineParts
 from shardwise.layout.slicing import Rect, Shape
@@ -30,6 +34,7 @@ from shardwise.runtime.precision import torch_dtype
 from shardwise.zero.weight_gather import ModelTensor
 
 Values = Mapping[str, Tensor]
+Adapters = Literal["merge", "only"] | None
 # What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
 Names = NameMap | Mapping[str, Any] | Literal["hf"] | None
 Each = TypeVar("Each")
@@ -80,31 +85,37 @@ class WeightItem:
         ]
 
 
-def weight_items(parts: EngineParts, names: Names, dtype: Dtype | None) -> list[WeightItem]:
-    """Return what is handed over of an engine's model, in order.
-
-    Args:
-        names: "hf" for those of the model's family; None for the model's own; rules come before the family's.
-        dtype: of parameters; None for the one in which each is computed.
+def weight_items(parts: EngineParts, names: Names, dtype: Dtype | None, adapters: Adapters) -> list[WeightItem]:
+    """Return what is handed over of an engine's model, in order; the arguments are those of `Engine.weights`.
 
     Raises:
-        CheckpointError: the folder's tensors are no parts of the model's, two have one name, or one is packed.
+        CheckpointError: the folder's tensors are no parts of the model's, two have one name, or one is packed; there
+            are no adapters.
     """
-    model = parts.model
     tensors, aliases = _model_tensors(parts, dtype)
     shapes = {name: each.shape for each in tensors for name in (each.name, *aliases[each.name])}
-    # A reader of a folder of transformers ties its own parameters.
-    ties = "model_type" in describe(model).get("config", {}) or decoder_config(describe(model)) is not None
-    exported = [
-        ExportTensor(
-            *(each.name, aliases[each.name], each.shape, dtype_name(each.dtype)),
-            copies=() if each.place is not None and ties else aliases[each.name],
+    model = AdaptedModel(parts.model, shapes)
+    if adapters == "only":
+        stored = model.adapter_names()
+        own = [each for each in tensors if each.name in stored]
+        items = [_renamed(each, stored[each.name] if names else each.name) for each in own]
+    elif adapters is None and names is None:
+        items = [_renamed(each, each.name) for each in tensors]
+    else:
+        items = list(_base_items(model, tensors, aliases, names, adapters))
+    members = [member for item in items for member in item.members]
+    packed = next((each.name for each in members if each.place is not None and each.place[0].is_opaque), None)
+    if packed is not None and (names is not None or adapters == "merge"):
+        raise CheckpointError(
+            "weights-packed",
+            f"weights are handed over as floating numbers, and parameter {packed} is packed or of integers; in `with "
+            'engine.gathered() as model:` call model.save_pretrained(folder) on rank 0, or take adapters="only"',
         )
-        for each in tensors
-    ]
-    found = folder_parts(exported, _rules(model, names, shapes))
-    items = [_item(each, found[each.name]) for each in tensors]
     return [item for group in layerwise(items, lambda item: item.outputs[0].name) for item in group]
+
+
+def _renamed(tensor: ModelTensor, name: str) -> WeightItem:
+    return _item(tensor, (WeightPart(name, Rect.whole(tensor.shape)),))
 
 
 def _item(tensor: ModelTensor, parts: tuple[WeightPart, ...]) -> WeightItem:
@@ -112,7 +123,50 @@ def _item(tensor: ModelTensor, parts: tuple[WeightPart, ...]) -> WeightItem:
     return WeightItem((tensor,), outputs, {tensor.name: parts})
 
 
-def _rules(model: nn.Module, names: Names, shapes: Mapping[str, Shape]) -> NameMap:
+def _base_items(
+    model: AdaptedModel,
+    tensors: Iterable[ModelTensor],
+    aliases: Mapping[str, tuple[str, ...]],
+    names: Names,
+    adapters: Adapters,
+) -> Iterator[WeightItem]:
+    """Yield the tensors of the model without its adapters; what these are merged into comes with them."""
+    plain, described = model.plain_names, describe(model.base)
+    # A reader of a folder of transformers ties its own parameters.
+    ties = "model_type" in described.get("config", {}) or decoder_config(described) is not None
+    exported = [
+        ExportTensor(
+            *(plain[each.name], others, each.shape, dtype_name(each.dtype)),
+            copies=() if each.place is not None and ties else others,
+        )
+        for each in tensors
+        if each.name in plain
+        for others in [tuple(plain[alias] for alias in aliases[each.name] if alias in plain)]
+    ]
+    rules = hub_rules(model.base, names, {plain[name]: shape for name, shape in model.shapes.items() if name in plain})
+    parts = folder_parts(exported, rules)
+    inside = {name: wrapper for wrapper in model.wrappers for name in model.inside(wrapper) if adapters == "merge"}
+    for wrapper, group in groupby(tensors, lambda each: inside.get(each.name)):
+        members = tuple(group)
+        items = [_item(each, parts[plain[each.name]]) for each in members if each.name in plain]
+        if wrapper is None:
+            yield from items
+            continue
+        yield WeightItem(
+            members,
+            tuple(output for item in items for output in item.outputs),
+            {plain[each.name]: parts[plain[each.name]] for each in members if each.name in plain},
+            partial(model.merged, wrapper),
+        )
+
+
+def hub_rules(model: nn.Module, names: Names, shapes: Mapping[str, Shape]) -> NameMap:
+    """Return the rules for the names of a model's tensors in a folder.
+
+    Args:
+        names: see `Engine.weights`.
+        shapes: of parameters and persistent buffers, whole, by all their names.
+    """
     if names is None:
         return NameMap()
     given = NameMap() if names == "hf" else NameMap.of(names)

@@ -26,15 +26,17 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint.hf.exporter import Block, in_folder
 from shardwise.comm.agreement import listed
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import Dtype
+from shardwise.engine.adapters import AdaptedModel
 from shardwise.engine.parts import EngineParts, EngineStatus
-from shardwise.engine.weight_items import Names, WeightInfo, WeightItem, layerwise, weight_items
+from shardwise.engine.weight_items import Adapters, Names, WeightInfo, WeightItem, layerwise, weight_items
 from shardwise.layout.layout import Layout
+from shardwise.layout.slicing import Rect
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import persistent_buffers
@@ -54,6 +56,7 @@ class WeightOptions:
 
     names: Names
     dtype: Dtype | None
+    adapters: Adapters
     to_rank: int | None
     bucket_bytes: int
 
@@ -116,13 +119,19 @@ class WeightSource:
             yield name, values.to(dtypes[name]), tuple(map(slice, place.start, place.stop))
 
     def blocks(self, *, once: bool = True) -> Iterator[Block]:
-        """Yield the same as an export writes it: rectangles, and values in the dtype in which they are stored."""
-        reader = self._reader()
-        for group in self._groups():
-            for item in group:
+        """Yield the same as an export writes it: rectangles, and values in the dtype in which they are stored.
+
+        Merged weights are gathered, one layer at a time, and one rank has them, in turns.
+        """
+        reader, num_ranks = self._reader(), self._parts.comm.world_size
+        for index, item in enumerate(item for group in self._groups() for item in group):
+            if item.change is None:
                 for member in item.members:
                     for rect, values in reader.held(member, once=once):
                         yield from in_folder(item.parts[member.name], rect, values)
+            elif (whole := reader.gather(item.members, [index % num_ranks])) is not None:
+                for (name, _, shape), tensor in zip(item.outputs, item.tensors(whole), strict=True):
+                    yield name, Rect.whole(shape), tensor
 
     def deliver(self, send: Callable[[list[str], list[Tensor]], object]) -> None:
         """Call `send` with each group, on the ranks that get tensors; all ranks raise what it raises on one.
@@ -149,13 +158,20 @@ class WeightSource:
         return torch_dtype(self._options.dtype or self._parts.layout.precision.param)
 
     @property
+    def base(self) -> nn.Module:
+        """Return the model whose weights these are, without adapters."""
+        base: nn.Module = AdaptedModel(self._parts.model, {}).base
+        return base
+
+    @property
     def _receives(self) -> bool:
         return self._options.to_rank in (None, self._parts.comm.rank)
 
     def _groups(self) -> list[list[WeightItem]]:
         layout = self._parts.layout
         if self._known is None or self._known[0] is not layout:
-            items = weight_items(self._parts, self._options.names, self._options.dtype)
+            options = self._options
+            items = weight_items(self._parts, options.names, options.dtype, options.adapters)
             self._known = layout, layerwise(items, lambda item: item.outputs[0].name)
         return self._known[1]
 
