@@ -39,6 +39,7 @@ from shardwise.config.sections import (
     ContextConfig,
     DataConfig,
     Dtype,
+    ExpertsConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
@@ -79,6 +80,7 @@ __all__ = [
     "ContextConfig",
     "DataConfig",
     "Dtype",
+    "ExpertsConfig",
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
@@ -137,6 +139,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     mesh: MeshConfig = MeshConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     precision: PrecisionConfig = PrecisionConfig()
     zero: ZeroConfig = ZeroConfig()
     tiers: TiersConfig = TiersConfig()
