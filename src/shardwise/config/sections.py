@@ -168,28 +168,6 @@ class MeshConfig(Section):
     divides. ZeRO shards each expert over the ranks that remain."""
 
 
-class ExpertsConfig(Section):
-    """Sets how the routers of a mixture of experts are trained, and how uneven their choices are taken to be."""
-
-    aux_loss: NotBelowZero = 0.0
-    """Weight of the auxiliary loss that makes routers choose all experts as often; 0 adds none. It is the mean over
-    the layers of E x sum of f x p, over E experts: f is an expert's share of the tokens, p its mean probability."""
-    aux_scope: Literal["micro-batch", "sequence", "global"] = "micro-batch"
-    """Over which tokens f and p are taken: those of a rank's micro-batch, of each sequence, or of the micro-batches of
-    all data ranks together, which lets experts differ most between kinds of text."""
-    z_loss: NotBelowZero = 0.0
-    """Weight of the mean square of the log of the sum of the exponentials of a router's logits, which keeps them small;
-    0 adds none."""
-    bias_rate: NotBelowZero = 0.0
-    """What a step adds to a router's bias for an expert that has got fewer tokens than the mean, or takes away from one
-    that has got more, for routers with a bias that only chooses; 0 leaves the biases as they are."""
-    replay: bool = False
-    """Whether tokens go to the experts that a batch names in `routed_experts`, where it does."""
-    skew: Annotated[float, Field(ge=1.0)] = 1.0
-    """Tokens of the fullest expert over the mean of all, in `shardwise verify` and in simulated ranks; a run measures
-    its own."""
-
-
 class PrecisionConfig(Section):
     """Sets the dtypes of the states and of what is sent; sums never run in less than fp32."""
 
@@ -362,6 +340,28 @@ class AttentionConfig(Section):
     """Ends of the ranges of global blocks, beside their indices."""
     seed: NotNegative | None = None
     """Seed of the random blocks."""
+
+
+class ExpertsConfig(Section):
+    """Sets how the routers of a mixture of experts are trained, and how uneven their choices are taken to be."""
+
+    aux_loss: NotBelowZero = 0.0
+    """Weight of the auxiliary loss that makes routers choose all experts as often; 0 adds none. It is the mean over
+    the layers of E x sum of f x p, over E experts: f is an expert's share of the tokens, p its mean probability."""
+    aux_scope: Literal["micro-batch", "sequence", "global"] = "micro-batch"
+    """Over which tokens f and p are taken: those of a rank's micro-batch, of each sequence, or of the micro-batches of
+    all data ranks together, which lets experts differ most between kinds of text."""
+    z_loss: NotBelowZero = 0.0
+    """Weight of the mean square of the log of the sum of the exponentials of a router's logits, which keeps them small;
+    0 adds none."""
+    bias_rate: NotBelowZero = 0.0
+    """What a step adds to a router's bias for an expert that has got fewer tokens than the mean, or takes away from one
+    that has got more, for routers with a bias that only chooses; 0 leaves the biases as they are."""
+    replay: bool = False
+    """Whether tokens go to the experts that a batch names in `routed_experts`, where it does."""
+    skew: Annotated[float, Field(ge=1.0)] = 1.0
+    """Tokens of the fullest expert over the mean of all, in `shardwise verify` and in simulated ranks; a run measures
+    its own."""
 
 
 class RecomputeConfig(Section):
