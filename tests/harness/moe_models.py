@@ -172,7 +172,7 @@ def moe_case(family: str) -> ModelCase:
     return ModelCase(family, lambda: build_moe(family), _batch, None)
 
 
-def build_moe(family: str) -> nn.Module:
+def build_moe(family: str, **options: Any) -> nn.Module:
     """A tiny model of a family, of either table, with its routers' biases drawn as other weights are."""
     import transformers
 
@@ -180,7 +180,7 @@ def build_moe(family: str) -> nn.Module:
     known = inspect.signature(type(config).__init__).parameters
     sizes = {name: value for name, value in _SIZES.items() if name in known}
     own = {**MOE_FAMILIES, **OTHER_FAMILIES}[family]
-    config = transformers.AutoConfig.for_model(family, **{**sizes, **own})
+    config = transformers.AutoConfig.for_model(family, **{**sizes, **own, **options})
     automatic = transformers.AutoModelForSeq2SeqLM if family in _HAVE_ENCODER else transformers.AutoModelForCausalLM
     model: nn.Module = automatic.from_config(config, experts_implementation="eager")  # the others know no float64
     for name, tensor in (*model.named_buffers(), *model.named_parameters()):
