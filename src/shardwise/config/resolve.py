@@ -39,6 +39,7 @@ from shardwise.config.sections import (
     ContextConfig,
     DataConfig,
     Dtype,
+    ExpertsConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
@@ -79,6 +80,7 @@ __all__ = [
     "ContextConfig",
     "DataConfig",
     "Dtype",
+    "ExpertsConfig",
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
@@ -144,6 +146,7 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     context: ContextConfig = ContextConfig()
     attention: AttentionConfig = AttentionConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

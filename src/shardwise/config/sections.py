@@ -54,6 +54,7 @@ Threads = Annotated[int, Field(ge=1, le=1024)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+NotBelowZero = Annotated[float, Field(ge=0.0)]
 TimeoutSeconds = Annotated[float, Field(ge=0.1, le=1e7)]
 # Strict would refuse lists, but TOML and JSON know no tuples.
 Betas = Annotated[tuple[BelowOne, BelowOne], Field(strict=False)]
@@ -351,6 +352,28 @@ class AttentionConfig(Section):
     """Seed of the random blocks."""
 
 
+class ExpertsConfig(Section):
+    """Sets how the routers of a mixture of experts are trained, and how uneven their choices are taken to be."""
+
+    aux_loss: NotBelowZero = 0.0
+    """Weight of the auxiliary loss that makes routers choose all experts as often; 0 adds none. It is the mean over
+    the layers of E x sum of f x p, over E experts: f is an expert's share of the tokens, p its mean probability."""
+    aux_scope: Literal["micro-batch", "sequence", "global"] = "micro-batch"
+    """Over which tokens f and p are taken: those of a rank's micro-batch, of each sequence, or of the micro-batches of
+    all data ranks together, which lets experts differ most between kinds of text."""
+    z_loss: NotBelowZero = 0.0
+    """Weight of the mean square of the log of the sum of the exponentials of a router's logits, which keeps them small;
+    0 adds none."""
+    bias_rate: NotBelowZero = 0.0
+    """What a step adds to a router's bias for an expert that has got fewer tokens than the mean, or takes away from one
+    that has got more, for routers with a bias that only chooses; 0 leaves the biases as they are."""
+    replay: bool = False
+    """Whether tokens go to the experts that a batch names in `routed_experts`, where it does."""
+    skew: Annotated[float, Field(ge=1.0)] = 1.0
+    """Tokens of the fullest expert over the mean of all, in `shardwise verify` and in simulated ranks; a run measures
+    its own."""
+
+
 class RecomputeConfig(Section):
     """Sets activation checkpointing: recompute every n-th block in full, or all but its products and attention."""
 
@@ -376,7 +399,7 @@ class OptimizerConfig(Section):
     momentum: Fraction | None = None
     """Momentum of SGD, RMSprop and muon: the share of the last update that is kept. 0.95 in muon and 0.9 in the others,
     where it is not given, as usual."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    weight_decay: NotBelowZero = 0.1
     """Share of each weight that a step subtracts, times the learning rate; 0.1 is usual for language models, torch's
     AdamW has 0.01."""
     decay_1d: bool = False

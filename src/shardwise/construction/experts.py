@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.layout.facts import ExpertDim
 
 _FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts")
+_ROUTER_NAMES: Final = frozenset({"router", "gate"})  # tell it from other matrices that have as many rows by chance
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -71,3 +72,24 @@ def wrappers_of(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
         name = name.removesuffix(".base_layer")
         wrappers[name] = modules[name]
     return wrappers
+
+
+def router_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
+    """Return the router of a module of experts: the module whose matrix has a row for each of them.
+
+    Args:
+        parent: of the experts, or of the outermost wrapper around them.
+
+    Returns:
+        None where there is none, or where several could be it.
+    """
+    num_experts, inside = num_experts_of(experts), {id(module) for module in experts.modules()}
+    candidates = {
+        name: module
+        for name, module in parent.named_modules()
+        if id(module) not in inside
+        and any(weight.dim() == 2 and len(weight) == num_experts for weight in module.parameters(recurse=False))
+    }
+    named = [module for name, module in candidates.items() if not _ROUTER_NAMES.isdisjoint(name.split("."))]
+    likely = named or [*candidates.values()]
+    return likely[0] if len(likely) == 1 else None

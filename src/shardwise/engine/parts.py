@@ -294,7 +294,6 @@ class EngineParts:
         watchdog: None where there is one rank.
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
-        experts: None where experts have no mesh of their own.
     """
 
     model: nn.Module
@@ -316,7 +315,7 @@ class EngineParts:
     split_values: SplitModelValues | None
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
-    experts: ExpertLayers | None
+    experts: ExpertLayers
 
     @property
     def config(self) -> ResolvedConfig:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
 from shardwise.config.errors import ConfigError
-from shardwise.context.batch import IGNORED, TokenShard, main_input
+from shardwise.context.batch import IGNORED, TokenShard, main_input, take_tokens
 from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
@@ -91,12 +91,14 @@ class RankBatch:
         num_samples: 0 where it cannot be known.
         first_sample: how many samples of this step this rank has before it.
         number: of its forward in the step, from 0.
+        routing: the experts of its tokens, for each layer of them, [B, S, L, k]; None where routers choose.
     """
 
     share: TokenShard
     num_samples: int
     first_sample: int
     number: int
+    routing: Tensor | None = None
 
     @classmethod
     def of(cls, parts: EngineParts, batch: Any, first_sample: int, number: int) -> Self:
@@ -107,11 +109,15 @@ class RankBatch:
             agree_on_hooks(parts)
         has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
         data, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
+        given, routing = parts.experts.take_routing(data[0] if has_more else data)
+        if routing is not None:
+            data = (given, *data[1:]) if has_more else given
         share = (_whole_share if parts.sequences is None else _own_share)(parts, data, has_more)
         if num_items is not None:
             check_num_items(parts.model, num_items, share.num_targets)
         inputs = to_device(share.inputs, parts.device, parts.param_dtype)
-        return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number)
+        own = _own_routing(parts, routing, share)
+        return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number, own)
 
     def loss(self, parts: EngineParts, output: Any) -> LossSum:
         """Read the loss of this share from the model's output."""
@@ -147,6 +153,12 @@ def _own_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
     return TokenShard(moved, inputs, share.tokens, weight, num_targets)
 
 
+def _own_routing(parts: EngineParts, routing: Tensor | None, share: TokenShard) -> Tensor | None:
+    """Return the experts of this rank's tokens, where a batch names any."""
+    own = routing if routing is None or share.tokens is None else take_tokens(routing, share.tokens)
+    return None if own is None else copied_to(parts.device, own, own.dtype)
+
+
 def _num_samples(inputs: Any) -> int:
     """Return the size of the first tensor's first dim; 0 where there is none."""
     leaves = pytree.tree_leaves(inputs)
@@ -158,7 +170,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
     resharded.
     """
     try:
-        with parts.sharding.serving(), _numbers_for(parts, taken):
+        with parts.sharding.serving(), _numbers_for(parts, taken), parts.experts.following(taken.routing):
             result = read(call_model(parts.model, taken.share.inputs))
             settle_unless_trained(parts)
             return result
@@ -211,6 +223,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     """
     parts.status.check(params_suffice=not torch.is_grad_enabled())
     parts.losses.plain.is_on |= torch.is_grad_enabled()
+    kwargs, routing = parts.experts.take_routing(kwargs)
     cp, share = parts.layout.mesh.cp, TokenShard(None, kwargs)
     if parts.sequences is not None and args:
         raise ConfigError(
@@ -225,8 +238,10 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     if parts.sequences is not None:
         share = _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
-    taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
-    with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args):
+    numbers = parts.state.take_forward(num_samples, parts.model.training)
+    taken = RankBatch(share, num_samples, *numbers, _own_routing(parts, routing, share))
+    following = parts.experts.following(taken.routing)
+    with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args), following:
         try:
             output = parts.model(*args, **share.inputs)
         except Exception as error:

@@ -452,8 +452,6 @@ def _end_step(parts: EngineParts) -> None:
     parts.state.begin_again()
     parts.losses.plain.begin_step()
     parts.draws.forget()
-    if parts.experts is not None:
-        parts.experts.forget()
     parts.sharding.end_step()
     parts.losses.clear()
     parts.timeline.close_step()

@@ -6,7 +6,8 @@ Where ranks of tp have the same tokens, each dispatches an equal part of them, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardwise.comm.collectives import Comm
+from shardwise.config.errors import ConfigError
+from shardwise.config.resolve import ExpertsConfig
 from shardwise.construction.experts import is_experts, num_experts_of, wrappers_of
+from shardwise.context.batch import main_input
 from shardwise.experts.dispatch import ExpertDispatch
+from shardwise.experts.routers import ROUTED_EXPERTS, Routers, chose_by_topk
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
 from shardwise.runtime.class_swap import set_attribute, subclass_module
@@ -37,42 +42,70 @@ class ExpertLayer:
         num_tokens, comm = len(hidden), self.same_tokens
         if comm is not None:
             hidden, index, weights = (_own_rows(rows, comm) for rows in (hidden, index, weights))
-        computed = self.dispatch.forward(experts, hidden, index, weights, self.name)
+        computed = self.dispatch.forward(experts, hidden, index, weights, self.name, chose_by_topk(experts))
         return computed if comm is None else _all_rows(computed, comm, num_tokens)
 
 
 class ExpertLayers:
-    """Alters the modules of a model's experts; `close` puts them back.
+    """Alters the modules of a model's experts, and those around them; `close` puts them back.
 
     Args:
         tensor: the ranks of tp, which have the same tokens where no sequence is split.
-        tokens: the ranks that hold different experts.
+        tokens: the ranks that hold different experts; None where each rank has all.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, tensor: Comm, tokens: Comm) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, tensor: Comm, tokens: Comm | None, section: ExpertsConfig
+    ) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._dispatch = ExpertDispatch(tokens)
+        self._follows = section.replay
+        self._has_experts = any(is_experts(module) for module in model.modules())
+        if tokens is not None:
+            self._dispatch_to(tokens, model, layout, tensor, section.skew)
+        if tokens is not None or section.replay:
+            self._routers = Routers(model, (tensor.rank, tensor.world_size))
+            self._undo.append(self._routers.close)
+
+    def _dispatch_to(self, tokens: Comm, model: nn.Module, layout: Layout, tensor: Comm, skew: float) -> None:
+        dispatch = ExpertDispatch(tokens, skew)
+        self._undo.append(dispatch.close)
         modules = dict(model.named_modules(remove_duplicate=False))
         layers = {id(module): (name, module) for name, module in modules.items() if is_experts(module)}
         for name, module in layers.values():
             has_part = _has_part_of_sequence(layout, name)
             same_tokens = None if has_part or tensor.world_size == 1 else tensor
-            layer = ExpertLayer(name, self._dispatch, same_tokens)
+            layer = ExpertLayer(name, dispatch, same_tokens)
             self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
             for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
                 num_local = num_experts_of(module) // layout.mesh.ep
                 self._undo.append(set_attribute(wrapper, "num_experts", num_local))
 
-    def forget(self) -> None:
-        """Drop what recomputations of the forwards so far would need."""
-        self._dispatch.forget()
+    def take_routing(self, inputs: Any) -> tuple[Any, Tensor | None]:
+        """Take from a model's inputs the experts that its tokens are to be sent to, where they name them.
+
+        Raises:
+            ConfigError: they do, and the config says nothing of it, or they do not fit.
+        """
+        if not (self._has_experts and isinstance(inputs, Mapping) and ROUTED_EXPERTS in inputs):
+            return inputs, None
+        if not self._follows:
+            raise ConfigError(
+                "routing-not-followed",
+                f"the batch names experts in {ROUTED_EXPERTS}, and experts.replay=false lets routers choose; set "
+                "experts.replay=true, or leave them out of the batch",
+            )
+        others = {name: value for name, value in inputs.items() if name != ROUTED_EXPERTS}
+        return others, self._routers.checked(inputs[ROUTED_EXPERTS], main_input(others).shape[:2])
+
+    def following(self, routing: Tensor | None) -> AbstractContextManager[None]:
+        """Send the tokens of forwards inside to the experts that `take_routing` has returned."""
+        return nullcontext() if routing is None else self._routers.following(routing)
 
     def close(self) -> None:
         """Give the modules their own forwards again."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self._dispatch.close()
 
 
 class _DispatchedExperts(nn.Module):

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Final
 
 import torch
@@ -37,7 +36,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.tokens import RowCounts, exchange_counts, exchange_tokens
 from shardwise.config.errors import EngineError
 from shardwise.runtime.device import kind_of
-from shardwise.runtime.forward_state import is_recorded, same_again
+from shardwise.runtime.forward_state import is_repeatable, same_again
 from shardwise.runtime.op_registry import Op, OpRegistry
 from shardwise.runtime.torch_private import is_fake, unseen_by_op_modes
 
@@ -74,8 +73,6 @@ class ExpertDispatch:
     def __init__(self, comm: Comm, skew: float = 1.0) -> None:
         self.comm = comm
         self._skew = skew
-        self._numbers = count()
-        self._saved: dict[int, tuple[Tensor, RowCounts]] = {}
         register = self._registry = OpRegistry(comm.is_simulated)
         self._exchange = register(
             "exchange_tokens(Tensor rows, int[] sent, int[] received, str name) -> Tensor",
@@ -88,19 +85,28 @@ class ExpertDispatch:
             _grouped_product,
         )
 
-    def forward(self, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, name: str) -> Tensor:
+    def forward(
+        self,
+        experts: Any,
+        hidden: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        name: str,
+        is_same_again: bool = False,
+    ) -> Tensor:
         """Return what a layer's experts make of this rank's tokens, summed over the choices of each: [N, H].
 
         Args:
             experts: a module with the flags of transformers' interface of experts; its stacks are this rank's experts.
             hidden: [N, H]; the index of the chosen experts, among those of all ranks, and their weights are [N, k].
             name: of the layer, in counts and messages.
+            is_same_again: whether a recomputation is certain to get the same index.
 
         Raises:
             CommError: an index names no expert.
             EngineError: a recomputation has chosen other experts than its forward.
         """
-        to = self._route(index, len(experts.down_proj), name)
+        to = self._route(index, len(experts.down_proj), name, is_same_again)
         cast = hidden.to(autocast(experts.down_proj).dtype)
         rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.rows.sent, to.rows.received, name)
         rows = self._multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", _take(rows, to.arrange), to)
@@ -114,36 +120,33 @@ class ExpertDispatch:
         chosen = _take(rows, to.by_expert[::-1]).view(*index.shape, hidden.shape[1])
         return (chosen * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
-    def forget(self) -> None:
-        """Drop what recomputations of the forwards so far would need."""
-        self._saved.clear()
-
     def close(self) -> None:
         """Remove the registered ops."""
         self._registry.close()
 
-    def _route(self, index: Tensor, num_local: int, name: str) -> Routing:
+    def _route(self, index: Tensor, num_local: int, name: str, is_same_again: bool) -> Routing:
         num_experts = num_local * self.comm.world_size
         chosen, order = index.reshape(-1).sort(stable=True)
-        number = same_again("experts", self._numbers.__next__)
-        if number in self._saved:
-            # [Note: A recomputation sends the same rows]
-            # It exchanges no counts and reads no sizes. With other experts than those of the forward, its rows would
-            # not fit the sizes, or the gradients not the output.
-            saved, rows = self._saved[number]
-            if not (is_fake(index) or torch.equal(saved, index.to(saved.dtype))):
-                raise EngineError(
-                    "routing-changed",
-                    f"{name}: the recomputation sends tokens to other experts than the forward did; make the router "
-                    "deterministic, or set recompute.mode=none",
-                )
-        else:
+
+        def exchange() -> RowCounts:
             bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
             counts = torch.searchsorted(chosen, bounds, out_int32=True).diff().view(-1, num_local)
             with unseen_by_op_modes():
-                rows = exchange_counts(self.comm, counts, index.numel(), name, self._skew)
-            if is_recorded():
-                self._saved[number] = index.to(torch.int16 if num_experts < 2**15 else torch.int32), rows
+                return exchange_counts(self.comm, counts, index.numel(), name, self._skew)
+
+        # [Note: A recomputation sends the same rows]
+        # It exchanges no counts and reads no sizes. With other experts than those of the forward, its rows would not
+        # fit the sizes, or the gradients not the output.
+        rows = same_again("rows of experts", exchange)
+        if not is_same_again and is_repeatable():
+            narrow = index.to(torch.int16 if num_experts < 2**15 else torch.int32)
+            saved = same_again("experts of rows", lambda: narrow)
+            if saved is not narrow and not (is_fake(index) or torch.equal(saved, narrow)):
+                raise EngineError(
+                    "routing-changed",
+                    f"{name}: the recomputation sends tokens to other experts than the forward did; make the router "
+                    "deterministic, let it choose by topk, or set recompute.mode=none",
+                )
         arrange = _arrangement(rows.on_device, sum(rows.received))
         return Routing(_with_inverse(order), arrange, rows.on_device.sum(0).cumsum(0, dtype=torch.int32), rows)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import is_, itemgetter
 from types import FunctionType, MethodType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ from shardwise.runtime.forward_values import (
     value_before,
 )
 from shardwise.runtime.user_hooks import HookDicts, hook_contents, hook_dicts_of
+
+Value = TypeVar("Value")
 
 _SMALL_BYTES: Final = 1 << 20  # of a module's tensors that are copied once though no pass has written anything
 _MOST_UNKNOWN: Final = 8  # passes in which a module is looked at that has not run
@@ -348,7 +350,7 @@ class PassRecord:
         self.places: set[int] = set()  # ids of those that it has written into
         self.streams = {stream: stream.get() for stream in streams}
         self._generators: dict[torch.Generator, Tensor] = {}
-        self._numbers: dict[str, list[int]] = {}
+        self._kept: dict[str, list[Any]] = {}
         self._is_closed = False
 
     def note(self, generator: torch.Generator) -> None:
@@ -369,9 +371,9 @@ class PassRecord:
         for generator, state in self._generators.items():
             generator.set_state(state)
 
-    def keep(self, name: str, number: int) -> None:
-        """Keep a number that the first pass has found for something; the second is to find it again."""
-        self._numbers.setdefault(name, []).append(number)
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a value that the first pass has made; the second is to find it again."""
+        self._kept.setdefault(name, []).append(value)
 
     def close(self) -> bool:
         """End the first pass; return whether it has written anything."""
@@ -433,7 +435,7 @@ class PassRecord:
             for generator, state in self._generators.items():
                 undo.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
-            token = _PASS.set(_Pass({name: iter(numbers) for name, numbers in self._numbers.items()}))
+            token = _PASS.set(_Pass({name: iter(values) for name, values in self._kept.items()}))
             undo.callback(_PASS.reset, token)
             yield
 
@@ -463,7 +465,7 @@ _UNDER_WAY: Final[ContextVar[tuple[PassRecord, ...]]] = ContextVar("shardwise_fi
 class _Pass:
     """Holds what a second pass repeats, and what opens the context of those of the forward that runs."""
 
-    numbers: dict[str, Iterator[int]] = field(default_factory=dict)
+    kept: dict[str, Iterator[Any]] = field(default_factory=dict)
     opening: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -473,25 +475,25 @@ _PASS: Final[ContextVar[_Pass]] = ContextVar("shardwise_second_pass", default=_P
 @contextmanager
 def around_second_passes(opening: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Open the same around second passes of what is recomputed of the forward inside, which other threads may run."""
-    token = _PASS.set(_Pass(_PASS.get().numbers, opening))
+    token = _PASS.set(_Pass(_PASS.get().kept, opening))
     try:
         yield
     finally:
         _PASS.reset(token)
 
 
-def same_again(name: str, make: Callable[[], int]) -> int:
-    """Return a new number of this name; in a second pass the one that the first pass has got at this place."""
-    found = next(_PASS.get().numbers.get(name, iter(())), None)
-    number = make() if found is None else found
+def same_again(name: str, make: Callable[[], Value]) -> Value:
+    """Return a new value of this name; in a second pass the one that the first pass has made at this place."""
+    found = next(_PASS.get().kept.get(name, iter(())), None)
+    value = make() if found is None else found
     for record in _UNDER_WAY.get():
-        record.keep(name, number)
-    return number
+        record.keep(name, value)
+    return value
 
 
-def is_recorded() -> bool:
-    """Say whether a first pass is under way, which a second one may repeat."""
-    return bool(_UNDER_WAY.get())
+def is_repeatable() -> bool:
+    """Say whether a pass is under way that may be repeated, or that repeats another."""
+    return bool(_UNDER_WAY.get() or _PASS.get().kept)
 
 
 def note_generator(generator: torch.Generator) -> None:
