@@ -28,6 +28,7 @@ from shardwise.dropout import KeyedDraws
 from shardwise.engine.hook_views import SplitModelValues
 from shardwise.engine.types import Scheduler
 from shardwise.experts.adapter import ExpertLayers
+from shardwise.experts.balance import RouterBalance
 from shardwise.layout.layout import Layout
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
@@ -260,6 +261,7 @@ class EngineParts:
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
         experts: None where experts have no mesh of their own.
+        balance: None where nothing asks how evenly the experts are used.
     """
 
     model: nn.Module
@@ -282,6 +284,7 @@ class EngineParts:
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
     experts: ExpertLayers | None
+    balance: RouterBalance | None
 
     @property
     def config(self) -> ResolvedConfig:

@@ -119,7 +119,8 @@ class RankBatch:
         if share.is_new_length and parts.state.loss_fn is not None:
             check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
-            return read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
+            loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
+        return loss if parts.balance is None else parts.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -153,7 +154,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
     resharded.
     """
     try:
-        with parts.sharding.serving(), _numbers_for(parts, taken):
+        with parts.sharding.serving(), _numbers_for(parts, taken), _watched_routers(parts, taken):
             result = read(call_model(parts.model, taken.share.inputs))
             settle_unless_trained(parts)
             return result
@@ -162,6 +163,10 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
         explain_dtypes(error, parts.model, parts.param_dtype)
         refuse_misfit(error, parts.model, taken.share.inputs)
         raise
+
+
+def _watched_routers(parts: EngineParts, taken: RankBatch) -> AbstractContextManager[None]:
+    return nullcontext() if parts.balance is None else parts.balance.forward(taken.num_samples)
 
 
 def settle_unless_trained(parts: EngineParts) -> None:
@@ -221,7 +226,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         share = _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
     taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
-    with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args):
+    numbers, routers = _numbers_for(parts, taken, args), _watched_routers(parts, taken)
+    with _forward_phase(parts), parts.sharding.serving(), numbers, routers:
         try:
             output = parts.model(*args, **share.inputs)
         except Exception as error:
@@ -231,8 +237,17 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         settle_unless_trained(parts)
         if parts.split_values is not None:
             output = parts.split_values.results.take(output)
-    if share.loss_weight is not None and getattr(output, "loss", None) is not None:
-        output.loss = output.loss * share.loss_weight * cp
+        loss = getattr(output, "loss", None)
+        if share.loss_weight is not None and loss is not None:
+            loss = output.loss = loss * share.loss_weight * cp
+        if parts.balance is not None and parts.balance.has_loss:
+            if loss is None:
+                raise ConfigError(
+                    "aux-loss-in-plain-mode",
+                    "the loss of routers is added to the loss of the model's output, which has none; pass labels, or "
+                    "set experts.aux_loss=0 and experts.z_loss=0",
+                )
+            output.loss = parts.balance.add(LossSum(loss, torch.ones_like(loss))).total
     return output
 
 
