@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from harness.balance import balanced, fixed_length, train_with_biases, train_with_biases_plainly
 from harness.combinations import cover
+from harness.models import ModelCase
 from harness.moe_models import moe_case
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
@@ -98,3 +101,76 @@ def test_biases_of_routers_equal_one_process(ranks: WorkerPool, options: dict[st
     num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
     traces = ranks(4).run(train_biases, "solar_open", options["accumulation"], overrides)
     check_parity(merge_ranks(traces), moved_plainly("solar_open", num_data_ranks, options["accumulation"]))
+
+
+DEEP = {"num_hidden_layers": 4}
+
+
+def train_deep(rank: int, world_size: int, overrides: Any) -> Trace:
+    return train_on_mesh(rank, fixed_length(mixture(**DEEP)), overrides, None, 4, NUM_STEPS)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"mesh": {"pp": 4}},
+        {"mesh": {"pp": 2, "ep": 2}, "pipeline": {"schedule": "interleaved", "virtual_stages": 2}},
+        {"mesh": {"pp": 2, "tp": 2}, "pipeline": {"schedule": "zb-v"}},
+    ],
+    ids=str,
+)
+def test_sums_of_routers_pass_through_stages_that_add_their_own(ranks: WorkerPool, sections: dict[str, Any]) -> None:
+    traces = ranks(4).run(train_deep, {**sections, "experts": {"aux_loss": AUX, "z_loss": Z}})
+    num_data_ranks = 4 // math.prod(sections["mesh"][axis] for axis in ("pp", "tp") if axis in sections["mesh"])
+    case = balanced(fixed_length(mixture(**DEEP)), AUX, Z)
+    check_parity(merge_ranks(traces), train_plainly(case, num_data_ranks, 4, NUM_STEPS, CLIP_NORM))
+
+
+OWN = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+
+
+def train_own_loss(rank: int, world_size: int, family: str, overrides: Any) -> Trace:
+    return train_on_mesh(rank, own_loss_case(family), overrides, None, 2, NUM_STEPS)
+
+
+def own_loss_case(family: str) -> ModelCase:
+    case = moe_case(family)
+
+    def make() -> nn.Module:
+        model = case.make()
+        for name, value in OWN.items():
+            setattr(model.config, name, value)
+        model.router_aux_loss_coef = OWN["router_aux_loss_coef"]
+        return model
+
+    return replace(case, make=make)
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "mixtral", "qwen3_moe"])
+def test_the_models_own_auxiliary_loss_sees_whole_sequences(
+    ranks: WorkerPool, family: str, mesh: dict[str, int]
+) -> None:
+    """Its function is given the logits of all tokens, in the order of the mask, where ranks have parts of sequences."""
+    overrides = {"mesh": mesh, "zero": {"stage": 2}, "tensor": {"sequence_parallel": True}}
+    traces = ranks(2).run(train_own_loss, family, overrides)
+    check_parity(merge_ranks(traces), train_plainly(own_loss_case(family), 1, 2, NUM_STEPS, CLIP_NORM))
+
+
+FROZEN = [
+    ("afmoe", {"tp": 2, "ep": 2}, 3, 1),
+    ("ernie4_5_moe", {"ep": 2}, 3, 2),
+    ("ernie4_5_moe", {"pp": 2}, 2, 1),
+    ("laguna", {"tp": 2}, 0, 1),
+]
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(("family", "mesh", "stage", "num_data_ranks"), FROZEN)
+def test_biases_that_are_frozen_parameters_equal_one_process(
+    ranks: WorkerPool, family: str, mesh: dict[str, int], stage: int, num_data_ranks: int
+) -> None:
+    overrides = {"mesh": mesh, "zero": {"stage": stage}, "experts": {"bias_rate": RATE}}
+    traces = ranks(2).run(train_biases, family, 1, overrides)
+    check_parity(merge_ranks(traces), moved_plainly(family, num_data_ranks, 1))

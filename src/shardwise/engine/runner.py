@@ -21,6 +21,7 @@ from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
+from shardwise.experts.balance import RouterBalance
 from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.device import copied_to
@@ -237,18 +238,23 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         settle_unless_trained(parts)
         if parts.split_values is not None:
             output = parts.split_values.results.take(output)
-        loss = getattr(output, "loss", None)
-        if share.loss_weight is not None and loss is not None:
-            loss = output.loss = loss * share.loss_weight * cp
-        if parts.balance is not None and parts.balance.has_loss:
-            if loss is None:
-                raise ConfigError(
-                    "aux-loss-in-plain-mode",
-                    "the loss of routers is added to the loss of the model's output, which has none; pass labels, or "
-                    "set experts.aux_loss=0 and experts.z_loss=0",
-                )
-            output.loss = parts.balance.add(LossSum(loss, torch.ones_like(loss))).total
+        if share.loss_weight is not None and getattr(output, "loss", None) is not None:
+            output.loss = output.loss * share.loss_weight * cp
+        if parts.balance is not None and parts.balance.is_in_loss:
+            _add_balance(parts.balance, output)
     return output
+
+
+def _add_balance(balance: RouterBalance, output: Any) -> None:
+    """Add the losses of routers to that of a model's output, whose mean is taken over the ranks."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise ConfigError(
+            "aux-loss-in-plain-mode",
+            "the losses of routers are added to the loss of the model's output, which has none; pass labels, or set "
+            "experts.aux_loss=0 and experts.z_loss=0",
+        )
+    output.loss = balance.add(LossSum(loss, torch.ones_like(loss))).total
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def bias_changes(counts: Sequence[float], rate: float) -> list[float]:
 
 def skew_of(counts: Sequence[float]) -> float:
     """Return the tokens of the fullest expert over the mean; 1 without tokens."""
-    return max(counts) * len(counts) / (sum(counts) or len(counts) * max(*counts, 1))
+    return max(counts) * len(counts) / sum(counts) if any(counts) else 1.0
 
 
 def balance_of(
@@ -189,6 +189,7 @@ class RouterBalance:
     ) -> None:
         self.tables: list[Tensor] = []
         self._config, self._keeps_whole = config.experts, keeps_whole
+        self._has_loss = config.experts.aux_loss + config.experts.z_loss > 0
         self._num_samples: int | None = None  # of the forward that runs
         self._undo: list[Callable[[], None]] = []
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -228,9 +229,9 @@ class RouterBalance:
         return layer
 
     @property
-    def has_loss(self) -> bool:
-        """Say whether routers have a loss in training."""
-        return self._config.aux_loss + self._config.z_loss > 0
+    def is_in_loss(self) -> bool:
+        """Say whether the forward that runs has losses of routers: those of training have."""
+        return self._has_loss and self._model.training and torch.is_grad_enabled()
 
     @contextmanager
     def forward(self, num_samples: int) -> Iterator[None]:
@@ -246,7 +247,7 @@ class RouterBalance:
     def note(self, layer: _Layer, logits: Tensor | None, index: Tensor, is_training: bool) -> None:
         """Take what one layer's router does with its tokens."""
         is_first = self._num_samples is not None
-        if is_training and self.has_loss:
+        if is_training and self._has_loss:
             if logits is None or logits.numel() != len(index) * layer.num_experts:
                 raise _unknown_logits(layer.name)
             num_groups = 1
@@ -271,7 +272,7 @@ class RouterBalance:
 
         Over the ranks, sums and counts are those of (loss + routers' losses) x count, summed over micro-batches.
         """
-        if not (self.has_loss and self._model.training and torch.is_grad_enabled()):
+        if not self.is_in_loss:
             return loss
         if not self.tables:
             raise _unknown_logits("no layer")
