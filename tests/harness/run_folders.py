@@ -32,9 +32,9 @@ def write_steps(folder: Path, num_steps: int, **changed: Any) -> None:
 
 def write_run(folder: Path, num_steps: int = 20, *settings: str) -> None:
     """Write a whole run of two pipeline ranks and three micro-batches."""
-    write_steps(folder, num_steps, peak_bytes=MEASURED)
+    write_steps(folder, num_steps, peak_bytes=MEASURED, expert_skew=[1.25, 3.0])
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(to_json_line(record(num_steps + 1, eval_loss=9.5)) + "\n")
+        file.write(to_json_line(record(num_steps + 1, eval_loss=9.5, expert_skew=[1.25, 5.1])) + "\n")
     config = Config().override(["mesh.pp=2", "batch.accumulation=3", f"run.steps={num_steps + 1}", *settings])
     (folder / "config.json").write_text(config.to_json())
     memory = {"step": 3, "limit_bytes": 8000, "ranks": [MEASURED, {"parameters": 4000}]}

@@ -35,6 +35,7 @@ from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
 from shardwise.engine.whole_values import check_of_graphs
 from shardwise.experts.adapter import ExpertLayers
+from shardwise.experts.balance import RouterBalance, balance_of
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.param_groups import GroupSpec
@@ -195,9 +196,9 @@ def _make_parts(
     config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
     rank, pipes = comm_factory.rank, None
     draws = KeyedDraws(config.run.seed, inputs.memory.device, config.mesh.cp)
-    sequences, activations, experts = _alter_modules(inputs, resources, draws, cleanup)
+    sequences, activations, experts, balance = _alter_modules(inputs, resources, draws, cleanup)
     if stages is not None:
-        _undo_at_end(cleanup, stages.install())
+        _undo_at_end(cleanup, stages.install({} if balance is None else {"routers": balance.tables}))
         streams, comm_log = resources.tiers.streams, comms.all.comm_log
         pipes = P2PChannels(comm_factory, layout.mesh, streams.device, config.run.timeout_s, streams, comm_log)
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
@@ -227,6 +228,7 @@ def _make_parts(
         heads=deferring_heads(inputs.model),
         hooks_once=hooks_once,
         experts=experts,
+        balance=balance,
     )
     if parts.heads:
         settle = partial(_settle_if_alone, parts.heads, weakref.ref(sharding))
@@ -261,12 +263,13 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers]:
+) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers, RouterBalance | None]:
     """Set up attention, split layers, experts, convert linear ones, key dropouts, chunk, recompute and compile, in this
     order.
 
     Returns:
-        what shares batches out, where activations are offloaded, and what dispatches tokens to experts.
+        what shares batches out, where activations are offloaded, what dispatches tokens to experts, and what watches
+        their routers.
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
     tensor, tp = layout.tensor, resources.comms.tensor
@@ -283,6 +286,10 @@ def _alter_modules(
         _undo_at_end(cleanup, undo)
     experts = ExpertLayers(model, layout, tp, resources.comms.tokens, config.experts)
     cleanup.callback(experts.close)
+    mappings = mappings_of(model) if tensor is not None else None
+    balance = balance_of(model, layout, config, resources.comms, mappings.keeps_whole if mappings else bool)
+    if balance is not None:
+        cleanup.callback(balance.close)
     is_simulated = resources.comms.all.is_simulated
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
@@ -303,7 +310,7 @@ def _alter_modules(
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
     check_graph = check_of_graphs(model, tensor, layout.units) if tensor is not None else None
     _undo_at_end(cleanup, replace_forwards(model, layout, config, activations, check_graph))
-    return sequences, activations, experts
+    return sequences, activations, experts, balance
 
 
 def _absent_ids(model: nn.Module, pipeline: PipelineLayout) -> set[int]:

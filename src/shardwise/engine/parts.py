@@ -29,6 +29,7 @@ from shardwise.dropout import KeyedDraws
 from shardwise.engine.hook_views import SplitModelValues
 from shardwise.engine.types import Scheduler
 from shardwise.experts.adapter import ExpertLayers
+from shardwise.experts.balance import RouterBalance
 from shardwise.layout.layout import Layout
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
@@ -294,6 +295,7 @@ class EngineParts:
         watchdog: None where there is one rank.
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
+        balance: None where nothing asks how evenly the experts are used.
     """
 
     model: nn.Module
@@ -316,6 +318,7 @@ class EngineParts:
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
     experts: ExpertLayers
+    balance: RouterBalance | None
 
     @property
     def config(self) -> ResolvedConfig:

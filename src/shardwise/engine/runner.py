@@ -22,6 +22,7 @@ from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
+from shardwise.experts.balance import RouterBalance
 from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.device import copied_to
@@ -130,7 +131,8 @@ class RankBatch:
             if parts.state.take_length(num_tokens):
                 check_loss_by_token(parts.state.loss_fn, output, share.batch, num_tokens, cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
-            return read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
+            loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
+        return loss if parts.balance is None else parts.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -170,7 +172,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
     resharded.
     """
     try:
-        with parts.sharding.serving(), _numbers_for(parts, taken), parts.experts.following(taken.routing):
+        with parts.sharding.serving(), _numbers_for(parts, taken), _routers_of(parts, taken):
             result = read(call_model(parts.model, taken.share.inputs))
             settle_unless_trained(parts)
             return result
@@ -179,6 +181,17 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
         explain_dtypes(error, parts.model, parts.param_dtype)
         refuse_misfit(error, parts.model, taken.share.inputs)
         raise
+
+
+@contextmanager
+def _routers_of(parts: EngineParts, taken: RankBatch) -> Iterator[None]:
+    """Let routers follow the batch inside, where it names experts, and be watched."""
+    balance = parts.balance
+    with (
+        parts.experts.following(taken.routing),
+        nullcontext() if balance is None else balance.forward(taken.num_samples),
+    ):
+        yield
 
 
 def settle_unless_trained(parts: EngineParts) -> None:
@@ -238,10 +251,10 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     if parts.sequences is not None:
         share = _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
-    numbers = parts.state.take_forward(num_samples, parts.model.training)
-    taken = RankBatch(share, num_samples, *numbers, _own_routing(parts, routing, share))
-    following = parts.experts.following(taken.routing)
-    with _forward_phase(parts), parts.sharding.serving(), _numbers_for(parts, taken, args), following:
+    number = parts.state.take_forward(num_samples, parts.model.training)
+    taken = RankBatch(share, num_samples, *number, _own_routing(parts, routing, share))
+    numbers, routers = _numbers_for(parts, taken, args), _routers_of(parts, taken)
+    with _forward_phase(parts), parts.sharding.serving(), numbers, routers:
         try:
             output = parts.model(*args, **share.inputs)
         except Exception as error:
@@ -251,9 +264,23 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         settle_unless_trained(parts)
         if parts.split_values is not None:
             output = parts.split_values.results.take(output)
-    if share.loss_weight is not None and getattr(output, "loss", None) is not None:
-        output.loss = output.loss * share.loss_weight * cp
+        if share.loss_weight is not None and getattr(output, "loss", None) is not None:
+            output.loss = output.loss * share.loss_weight * cp
+        if parts.balance is not None and parts.balance.is_in_loss:
+            _add_balance(parts.balance, output)
     return output
+
+
+def _add_balance(balance: RouterBalance, output: Any) -> None:
+    """Add the losses of routers to that of a model's output, whose mean is taken over the ranks."""
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        raise ConfigError(
+            "aux-loss-in-plain-mode",
+            "the losses of routers are added to the loss of the model's output, which has none; pass labels, or set "
+            "experts.aux_loss=0 and experts.z_loss=0",
+        )
+    output.loss = balance.add(LossSum(loss, torch.ones_like(loss))).total
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from shardwise.zero.state_access import (
     EngineState,
     read_held_state,
     read_optimizer_states,
+    read_state,
     write_optimizer_states,
     write_state,
 )
@@ -252,7 +253,7 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
     early = _late_factor(parts, sums.numbers)
     if early is not None:
         _step_optimizer(parts, early, dict.fromkeys(parts.sharded.names, True))
-    loss_sum, count, square_sum, used = _read_sums(parts, sums)
+    loss_sum, count, square_sum, used, chosen = _read_sums(parts, sums)
     if early is not None:
         parts.sharding.end_step()  # so that the model may run, to find what is not finite
     if (error := parts.losses.count_error(count, f"step {parts.state.num_steps + 1}")) is not None:
@@ -284,14 +285,28 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
     parts.state.num_steps += 1
     loss = loss_sum / (count or 1.0) if parts.losses.plain.is_loss_known else math.nan
     _end_step(parts)
+    skew = _balance(parts, chosen, skipped)
     if not skipped:
         parts.sharded.hooks.call_late()
-    return StepResult(parts.state.num_steps, loss, count, grad_norm, learning_rate, skipped, scale)
+    return StepResult(parts.state.num_steps, loss, count, grad_norm, learning_rate, skipped, scale, skew)
 
 
 def _step_optimizer(parts: EngineParts, factor: float | LateFactor, used: Mapping[str, bool]) -> None:
     parts.note_update()
     parts.sharding.refresh(parts.sharded.step(factor, used, parts.timeline), parts.state.is_aliased)
+
+
+def _balance(parts: EngineParts, counts: Sequence[float], skipped: bool) -> tuple[float, ...]:
+    """Move the biases of routers by the tokens of each expert on all ranks; return how uneven these are by layer."""
+    if parts.balance is None:
+        return ()
+    skew, changes = parts.balance.end_step(counts, skipped)
+    for name, change in changes.items():
+        states = parts.states()
+        bias = read_state(states, name, MASTER)
+        assert bias is not None, "parameters have values"
+        write_state(states, name, bias + change.view_as(bias), MASTER)
+    return skew
 
 
 def zero_grad(parts: EngineParts, keeps_forwards: bool = True) -> None:
@@ -359,7 +374,8 @@ def _to_mean(parts: EngineParts, count: float) -> float:
 @dataclass(frozen=True)
 class _StepSums:
     """Holds what the ranks sum once a step: loss, count and square, the deviation of a tensor-parallel group's losses
-    if there is one, a flag for each parameter, the normaliser in a pipeline, requests to stop.
+    if there is one, the tokens of each expert where they are counted, a flag for each parameter, the normaliser in a
+    pipeline, requests to stop.
 
     Attributes:
         names: of the parameters that the flags are of.
@@ -374,7 +390,8 @@ def _start_sums(parts: EngineParts, square: Tensor) -> _StepSums:
     is_whole = parts.layout.stage.optimizer is Placement.REPLICATE
     if parts.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
         square.zero_()  # others hold the same gradient: it counts once
-    values = torch.cat([square.reshape(1).to(parts.device), parts.losses.deviation()])
+    chosen = [] if parts.balance is None else [parts.balance.counts().to(square.dtype)]
+    values = torch.cat([square.reshape(1).to(parts.device), parts.losses.deviation(), *chosen])
     was_used = dict(zip(parts.sharded.names, parts.sharded.used(), strict=True))
     names = parts.layout.trained_names
     flags = [was_used.get(name, False) for name in names]
@@ -413,17 +430,19 @@ def _late_factor(parts: EngineParts, sums: ScalarSum) -> LateFactor | None:
     return LateFactor((to_mean * clip).reciprocal().float(), is_refused.float())
 
 
-def _read_sums(parts: EngineParts, sums: _StepSums) -> tuple[float, float, float, dict[str, bool]]:
-    """Return loss, count, squared norm, and which parameters were used, over the ranks."""
+def _read_sums(parts: EngineParts, sums: _StepSums) -> tuple[float, float, float, dict[str, bool], Sequence[float]]:
+    """Return loss, count, squared norm, which parameters were used, and the tokens of each expert, over the ranks."""
     summed = parts.state.stops.take(sums.numbers.read())
     if parts.layout.pipeline is not None:  # ranks without a loss do not know it, and simulated ranks do not send it
         parts.losses.normaliser = summed.pop() or parts.losses.normaliser
     loss_sum, count, square_sum, *counts = summed
     if parts.comms.tensor.world_size > 1:
         _check_one_loss(parts, counts.pop(0), loss_sum)
+    num_experts = 0 if parts.balance is None else parts.balance.counts().numel()
+    chosen, counts = counts[:num_experts], counts[num_experts:]
     used = {name: number > 0 for name, number in zip(sums.names, counts, strict=False)}
     parts.state.is_aliased = len(counts) > len(sums.names) and counts[len(sums.names)] > 0
-    return loss_sum, count, square_sum, used
+    return loss_sum, count, square_sum, used, chosen
 
 
 def _tolerance(parts: EngineParts) -> float:
@@ -452,6 +471,8 @@ def _end_step(parts: EngineParts) -> None:
     parts.state.begin_again()
     parts.losses.plain.begin_step()
     parts.draws.forget()
+    if parts.balance is not None:
+        parts.balance.forget()
     parts.sharding.end_step()
     parts.losses.clear()
     parts.timeline.close_step()

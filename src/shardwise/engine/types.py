@@ -28,6 +28,7 @@ class StepResult:
         lr: of the first parameter group, as used in this step.
         skipped: parameters and optimizer are as they were, since nothing counted on any rank (`count` is 0), an fp16
             gradient overflowed, or a value was not finite under `run.on_nonfinite="skip"`.
+        expert_skew: of each layer of experts, the tokens of the fullest one over their mean; empty where not counted.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepResult:
     lr: float
     skipped: bool
     loss_scale: float
+    expert_skew: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class ExpertLayer:
         if comm is not None:
             hidden, index, weights = (_own_rows(rows, comm) for rows in (hidden, index, weights))
         computed = self.dispatch.forward(experts, hidden, index, weights, self.name, chose_by_topk(experts))
-        return computed if comm is None else _all_rows(computed, comm, num_tokens)
+        return computed if comm is None else all_rows(computed, comm, num_tokens)
 
 
 class ExpertLayers:
@@ -72,7 +72,7 @@ class ExpertLayers:
         modules = dict(model.named_modules(remove_duplicate=False))
         layers = {id(module): (name, module) for name, module in modules.items() if is_experts(module)}
         for name, module in layers.values():
-            has_part = _has_part_of_sequence(layout, name)
+            has_part = has_part_of_sequence(layout, name)
             same_tokens = None if has_part or tensor.world_size == 1 else tensor
             layer = ExpertLayer(name, dispatch, same_tokens)
             self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
@@ -116,7 +116,7 @@ class _DispatchedExperts(nn.Module):
         return layer(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _has_part_of_sequence(layout: Layout, name: str) -> bool:
+def has_part_of_sequence(layout: Layout, name: str) -> bool:
     """Say whether a module is called with a part of the sequence on each rank of tp."""
     tensor = layout.tensor
     return (
@@ -132,7 +132,7 @@ def _own_rows(rows: Tensor, comm: Comm) -> Tensor:
     return part
 
 
-def _all_rows(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
+def all_rows(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
     """Return the rows of which each rank has a part."""
     rows: Tensor = _AllRows.apply(own, comm, num_rows)
     return rows
@@ -146,7 +146,7 @@ class _OwnRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_rows(gradients[0], *ctx.given), None
+        return all_rows(gradients[0], *ctx.given), None
 
 
 class _AllRows(Function):

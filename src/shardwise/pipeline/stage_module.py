@@ -27,7 +27,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from torch import Tensor, nn
 from shardwise.comm.agreement import Agreement
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
+from shardwise.hf.recorded import recorded_lists
 from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
 from shardwise.pipeline.root_state import NO_PIPELINE, RootState
@@ -54,6 +54,9 @@ from shardwise.runtime.torch_private import (
     replaced_checkpoints,
 )
 from shardwise.runtime.user_hooks import is_in_function, without_user_hooks
+
+Lists = Callable[[], Mapping[str, list[Any]]]
+"""Returns the lists in which a model records what its modules compute, by what they hold."""
 
 _UNUSED: Final = "appears to not have been used in the graph"  # as torch says it of a derivative
 _FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {NO_PIPELINE}"
@@ -133,9 +136,15 @@ class StageForward:
         self._hooks = HookCarrier(model, places, holds_loss=len(units) - 1 in held)
         is_watched = not (is_simulated or self._is_chain)
         self._root = RootState(model, self._modules, held, len(units)) if is_watched else None
+        self._lists: Lists = recorded_lists
 
-    def install(self) -> list[Callable[[], None]]:
-        """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order."""
+    def install(self, carried: Mapping[str, list[Any]] | None = None) -> list[Callable[[], None]]:
+        """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order.
+
+        Args:
+            carried: lists that units add to; each stage begins with what those before it have added.
+        """
+        self._lists = lambda: {**recorded_lists(), **(carried or {})}
         undo = [replace_forward(self._model, self._ended(self._model.forward))]
         if self._is_chain:
             return undo
@@ -257,13 +266,17 @@ class StageForward:
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
-        value = pytree.tree_map_only(Tensor, _writable, self._received) if self._start else input
+        put_recorded(self._received, self._lists)
+        received = without_recorded(self._received)
+        value = pytree.tree_map_only(Tensor, _writable, received) if self._start else input
         if self._stop == len(self._names):
             self._hooks.show(self._start)
         for index in self._own:
             module = self._modules[index]
             value = module(value) if self._skipped is None else self._skipped.run(index, module, (value,), {})
-        return value if self._stop == len(self._names) else self._hooks.pack(self._own, value)
+        if self._stop < len(self._names):
+            value = self._hooks.pack(self._own, with_recorded(value, self._lists))
+        return value
 
     def _check_ended(self) -> None:
         """Check that the forward, which has returned, has run all units of the stage."""
@@ -338,7 +351,7 @@ class StageForward:
         self._check_function(index)
         # Here, since the unit before the cut returns here: what the model records from now on comes after what the
         # earlier stages have recorded, as in one process.
-        put_recorded(self._received)
+        put_recorded(self._received, self._lists)
         if self._stop == len(self._names):
             self._hooks.show(self._start)
         return _in_own_containers(without_recorded(self._received))
@@ -397,7 +410,7 @@ class StageForward:
         if self._has_placeholders(output):
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
-            self._sent.append(self._hooks.pack(self._own, with_recorded(_in_own_containers(output))))
+            self._sent.append(self._hooks.pack(self._own, with_recorded(_in_own_containers(output), self._lists)))
             # From here on nothing of the forward counts for this stage, but the model's code must reach its end. On
             # meta that takes no memory and no kernels.
             self._like_known = self._without_device(output)
@@ -561,9 +574,6 @@ def _fingerprint(leaf: Any) -> Hashable:
     return leaf if isinstance(leaf, int | float | str | bool) else type(leaf).__name__
 
 
-_MODULE: Final = "transformers.utils.output_capturing"
-
-
 class RecordedOutputs(NamedTuple):
     """Holds a boundary value, and what the model has recorded until there."""
 
@@ -571,10 +581,10 @@ class RecordedOutputs(NamedTuple):
     lists: dict[str, list[Any]]
 
 
-def with_recorded(output: Any) -> Any:
+def with_recorded(output: Any, lists: Lists) -> Any:
     """Return what is sent for the boundary value `output`: with it goes what the model has recorded, if anything."""
-    lists = {key: list(items) for key, items in _active().items() if isinstance(items, list) and items}
-    return RecordedOutputs(output, lists) if lists else output
+    recorded = {key: list(items) for key, items in lists().items() if items}
+    return RecordedOutputs(output, recorded) if recorded else output
 
 
 def without_recorded(value: Any) -> Any:
@@ -582,15 +592,9 @@ def without_recorded(value: Any) -> Any:
     return value.output if isinstance(value, RecordedOutputs) else value
 
 
-def put_recorded(value: Any) -> None:
+def put_recorded(value: Any, lists: Lists) -> None:
     """Fill the lists of the running model with what was recorded before; call it where the sender's forward ended."""
-    active = _active()
+    active = lists()
     for key, items in value.lists.items() if isinstance(value, RecordedOutputs) else ():
-        if isinstance(active.get(key), list):
+        if key in active:
             active[key][:] = items
-
-
-def _active() -> dict[str, Any]:
-    """Return the running model's lists of recorded outputs, by what they hold."""
-    collector = getattr(sys.modules.get(_MODULE), "_active_collector", None)
-    return (collector.get() if collector is not None else None) or {}

@@ -69,7 +69,7 @@ def source(name: str, what: str, why: str) -> Source:
     Args:
         why: as in `absent`, for each section.
     """
-    sections = ("curves", "memory", "parts", "wire", "timelines", "config", "environment")
+    sections = ("curves", "memory", "parts", "experts", "wire", "timelines", "config", "environment")
     return {"name": name, "what": what, "facts": [], **{section: absent(why) for section in sections}}
 
 

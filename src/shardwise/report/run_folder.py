@@ -57,6 +57,7 @@ class _Steps:
     step_s: array[float] = field(default_factory=lambda: array("d"))
     held_out: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     memory: dict[str, float] = field(default_factory=dict)
+    skew: tuple[list[float], list[float], int] = ([], [], 0)  # by layer: of the last step, sums, and of how many
     num_damaged: int = 0
     every: int = 1
 
@@ -79,6 +80,13 @@ class _Steps:
             self.held_out[0].append(_number(line.get("step")))
             self.held_out[1].append(_number(line["eval_loss"]))
         self.memory = _sizes(line.get("peak_bytes")) or self.memory
+        self._add_skew(line.get("expert_skew"))
+
+    def _add_skew(self, given: Any) -> None:
+        own = [_number(value) for value in given] if isinstance(given, list) else []
+        if own and all(map(math.isfinite, own)):
+            _, sums, num = self.skew if len(self.skew[1]) == len(own) else ([], [0.0] * len(own), 0)
+            self.skew = own, [a + b for a, b in zip(sums, own, strict=True)], num + 1
 
     @property
     def num(self) -> int:
@@ -122,6 +130,9 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
     source["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)
     source["memory"] = _memory(steps, memory, prediction)
     source["parts"] = _parts(prediction)
+    last, sums, num = steps.skew
+    if num:
+        source["experts"] = {"rows": [(value, total / num) for value, total in zip(last, sums, strict=True)]}
     source["wire"] = _wire(wire)
     left = max_bytes - len(json.dumps(source))
     source["timelines"] = _timelines(recorded, config, left - left // 8, max_cells)

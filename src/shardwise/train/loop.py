@@ -89,6 +89,7 @@ class StepMeter:
             tokens_per_s=result.count / step_s,
             memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
             peak_bytes=peak_bytes if self._is_metered else None,
+            expert_skew=result.expert_skew or None,
         )
 
     def close(self) -> None:

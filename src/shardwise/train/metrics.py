@@ -69,6 +69,7 @@ class StepRecord:
         peak_bytes: bytes at the highest total within the step, by category; None where it was not measured.
         eval_loss: loss on held-out data after this step; None where it was not evaluated.
         mfu: share of the devices' peak FLOP/s in this step; None where it is not known.
+        expert_skew: of each layer of experts, the tokens of the fullest over the mean; None where not counted.
         slow: of a step that took long, which `rank` the others waited for and in which `part`; else None.
         values: numbers of the script's own by name, such as a reward; None where it gave none.
     """
@@ -85,6 +86,7 @@ class StepRecord:
     peak_bytes: Mapping[str, int] | None = None
     eval_loss: float | None = None
     mfu: float | None = None
+    expert_skew: Sequence[float] | None = None
     slow: Mapping[str, Any] | None = None
     values: Mapping[str, float] | None = None
 
@@ -114,6 +116,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     for name, sizes in (("memory_bytes", record.memory_bytes), ("peak_bytes", record.peak_bytes or {})):
         by_name |= {f"{name}/{category}": num_bytes for category, num_bytes in sizes.items()}
     by_name |= {f"values/{name}": value for name, value in (record.values or {}).items()}
+    by_name |= {f"expert_skew/{layer}": skew for layer, skew in enumerate(record.expert_skew or ())}
     return by_name | ({"peak_bytes/total": sum(record.peak_bytes.values())} if record.peak_bytes else {})
 
 

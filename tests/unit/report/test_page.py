@@ -44,7 +44,7 @@ def test_a_run_is_drawn_whole(run, tmp_path):
       panels: timelines.panels.map((panel) => ({{...panel.drawn, ink: ink(panel.canvas)}})),
       tiles: [...document.querySelectorAll(".tile b")].map((each) => each.textContent),
       memory: {text_of("memory")}, parts: {text_of("parts")}, wire: {text_of("wire")}, config: {text_of("config")},
-      environment: {text_of("environment")},
+      environment: {text_of("environment")}, experts: {text_of("experts")},
     }};"""
     found = ask_page(page.draw([run_source(run, SHARE)]), script, tmp_path)
     assert found["steps"] == [21, 21, 21, 21]
@@ -63,6 +63,7 @@ def test_a_run_is_drawn_whole(run, tmp_path):
     assert "7.81 KiB" in found["memory"], "the device's limit"
     assert "500 ms" in found["parts"]
     assert "2 KiB" in found["wire"]
+    assert found["experts"].split()[-6:] == ["1", "1.25", "1.25", "2", "5.10", "3.10"], "layer, last step, mean"
     assert "mesh.pp" in found["config"]
     assert "2.13" in found["environment"]
 

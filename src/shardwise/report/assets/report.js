@@ -134,6 +134,19 @@ function drawParts() {
   place.append(box, categoryLegend([...new Set(rows.flatMap(([, parts]) => Object.keys(parts)))]));
 }
 
+function drawExperts() {
+  const place = section("experts", "Tokens of the fullest expert");
+  const shown = has("experts");
+  if (!shown.length) return;
+  const layers = Math.max(...shown.map((source) => source.experts.rows.length));
+  const most = Math.max(...shown.flatMap((source) => source.experts.rows.flat()));
+  const right = (text) => ({ text, class: "right" });
+  const cells = (row) => (row ? [right(row[0].toFixed(2)), right(row[1].toFixed(2)), { text: element("div", { class: "share", style: `width: ${(100 * row[1]) / most}%` }), class: "wide" }] : ["", "", ""]);
+  const rows = Array.from({ length: layers }, (_, layer) => [right(`${layer + 1}`), ...shown.flatMap((source) => cells(source.experts.rows[layer]))]);
+  place.append(paragraph("Over the mean of all experts of the layer; 1 is even."),
+    table(["layer of experts", ...shown.flatMap((source) => [right(`${prefix(source)}last step`), right("mean of steps"), ""])], rows));
+}
+
 async function drawTimelines() {
   const place = section("timelines", "Timeline");
   const shown = has("timelines");
@@ -207,6 +220,7 @@ async function start() {
   await drawCurves();
   drawMemory();
   drawParts();
+  drawExperts();
   // What is drawn so far can be used while the timelines, which are the largest, are decoded.
   await new Promise(requestAnimationFrame);
   window.report.usableMs = performance.now();
