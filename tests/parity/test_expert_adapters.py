@@ -35,7 +35,7 @@ def config_of(base: Path, layout: dict[str, Any], num_ranks: int, targets: list[
         "model": {"path": str(base)},
         "lora": {"rank": 2, "targets": targets},
         "batch": {"micro_size": 1, "accumulation": GLOBAL_SIZE // num_data_ranks},
-        "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
+        "optimizer": {"lr": 0.1, "weight_decay": 0.0},
         "precision": {"param": "fp32"},
         "run": {"device": "cpu"},
     }
