@@ -19,6 +19,9 @@ FAMILIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen3": ("Qwen3Config", {}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 32}),
 }
+MIXTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
 SPECIAL: Final = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE: Final = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -51,7 +54,7 @@ def make_folder(family: str, folder: Path, template: str | None = TEMPLATE, seed
     """A model of two layers with random weights, and its tokenizer."""
     import transformers
 
-    kind, more = FAMILIES[family]
+    kind, more = {**FAMILIES, **MIXTURES}[family]
     tokenizer = make_tokenizer(template)
     config = getattr(transformers, kind)(
         vocab_size=288,

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from harness.combinations import combination_id, pairwise
+from harness.hf_folders import read_weights
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
-from harness.tensor import CLIP_NORM, expert_decoder, train_on_mesh, train_plainly
-from harness.training import merge_ranks
+from harness.tensor import CLIP_NORM, batches_of, expert_decoder, train_on_mesh, train_plainly
+from harness.training import make_config, merge_ranks
+from shardwise import initialize
 
 NUM_STEPS = 3
 FACTORS = {
@@ -62,3 +71,67 @@ def test_our_decoders_experts_equal_one_process(ranks: WorkerPool, options: dict
     shape = {key: options[key] for key in MODEL_KEYS}
     traces = ranks(options["num_ranks"]).run(train, shape, options["accumulation"], overrides)
     check_parity(merge_ranks(traces), reference((*shape.items(),), num_data_ranks, options["accumulation"]))
+
+
+def command(folder: Path, *words: str) -> str:
+    """What `shardwise train` says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "train", *words, f"run.dir={folder}", f"data.cache_dir={folder}/cache"],
+        env={**os.environ, "COLUMNS": "120"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+def test_the_command_trains_a_preset_of_experts_and_resumes_it_in_another_layout(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"the number {number} comes after {number - 1}" for number in range(600)))
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "expert_size": 24}
+    common = [f"model.{key}={value}" for key, value in sizes.items()] + ["run.num_threads=1", "run.sample_tokens=0"]
+    common += ["model.preset=tiny-moe", f"data.path={text}", "data.seq_len=32", "run.device=cpu", "run.num_procs=2"]
+    common += ["precision.param=fp64", "batch.micro_size=2", "run.eval_batches=1", "scheduler.name=constant"]
+    command(tmp_path, *common, "mesh.ep=2", "run.steps=3", "run.name=first", "checkpoint.every=3")
+    command(tmp_path, *common, "run.steps=4", "run.name=whole", "zero.stage=3", "checkpoint.every=4")
+    (first,), (whole,) = tmp_path.glob("*-first"), tmp_path.glob("*-whole")
+    command(tmp_path, "--resume", str(first), *common, "mesh.ep=1", "run.steps=4", "run.name=again")
+    (again,) = tmp_path.glob("*-again")
+    assert losses_of(first) | losses_of(again) == pytest.approx(losses_of(whole), rel=1e-9)
+
+
+def export(rank: int, world_size: int, folder: Path, again: Path) -> dict[str, Tensor]:
+    """Write what divided experts are after a step, read it in another layout and write that."""
+    case = expert_decoder(router_bias=False)
+    config = make_config(1, {"mesh": {"ep": 2}, "zero": {"stage": 3}, "precision": {"param": "fp32"}})
+    with initialize(case.build(torch.float32), config, loss_fn=case.loss) as engine:
+        engine.train_step(batches_of(engine, case, 0, 1))
+        engine.export_weights(folder)
+        values = {name: engine.read(name) for name, _ in engine.model.named_parameters()}
+    with initialize(case.build(torch.float32, seed=3), {"mesh": {"tp": 2, "ep": 2}}, loss_fn=case.loss) as engine:
+        engine.import_weights(folder)
+        engine.export_weights(again)
+    return values
+
+
+def test_divided_experts_are_exported_as_a_mixtral_and_read_back(ranks: WorkerPool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    values = ranks(2).run(export, tmp_path / "out", tmp_path / "again")[0]
+    ours = expert_decoder(router_bias=False).build(torch.float32)
+    ours.load_state_dict(values)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(theirs).__name__ == "MixtralForCausalLM"
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens))
+    stored, again = read_weights(tmp_path / "out"), read_weights(tmp_path / "again")
+    assert "model.layers.2.block_sparse_moe.experts.3.w1.weight" in stored
+    assert stored.keys() == again.keys()
+    assert all(again[name].equal(value) for name, value in stored.items())

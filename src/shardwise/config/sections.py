@@ -122,7 +122,8 @@ class LoraConfig(Section):
     dropout: BelowOne = 0.0
     """Share of the adapters' inputs that is dropped."""
     targets: Names = ("all-linear",)
-    """Names, or ends of names, of the layers; "all-linear" takes all but the head."""
+    """Names, or ends of names, of the layers; "all-linear" takes all but the head. Experts in stacks have the names of
+    their weights, such as experts.gate_up_proj and experts.down_proj."""
     base: Literal["keep", "nf4"] = "keep"
     """The frozen weights of the linear layers: as the folder has them (keep), or packed in 4 bits by bitsandbytes, as
     QLoRA does (nf4)."""

@@ -320,11 +320,16 @@ class HuggingFaceModel:
             return model
         from peft import LoraConfig, get_peft_model
 
+        # PEFT has the layers that it adapts in one list, and the stacks of experts, which are no layers, in another.
+        stacks = [f".{name}" for name, parameter in model.named_parameters() if parameter.dim() == 3]
+        of_stacks = [target for target in lora.targets if any(name.endswith(f".{target}") for name in stacks)]
+        layers = [target for target in lora.targets if target not in of_stacks]
         settings = LoraConfig(
             r=lora.rank,
             lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules="all-linear" if lora.targets == ("all-linear",) else [*lora.targets],
+            target_modules="all-linear" if layers == ["all-linear"] else layers,
+            target_parameters=of_stacks or None,
             task_type="CAUSAL_LM",
         )
         try:
