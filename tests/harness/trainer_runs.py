@@ -29,9 +29,10 @@ class Run:
             model: a folder of the hub.
             num_ranks: how many processes share a batch of `GLOBAL_BATCH`.
             zero: a name of `scripts.catalogue.ZERO`; None for one process without DeepSpeed.
-            arguments: of `TrainingArguments` and of the script.
+            arguments: of `TrainingArguments` and of the script; `sections` are put into DeepSpeed's config.
         """
         folder.mkdir(parents=True, exist_ok=True)
+        sections = arguments.pop("sections", {})
         self.folder = folder
         given = {
             "output_dir": str(folder),
@@ -41,7 +42,7 @@ class Run:
             **arguments,
         }
         if zero:
-            given["deepspeed"] = write_config(folder, trainer_config(zero))
+            given["deepspeed"] = write_config(folder, trainer_config(zero) | sections)
         (folder / "arguments.json").write_text(json.dumps(given))
         command = [str(SCRIPT), str(folder / "arguments.json"), str(model)]
         command = as_deepspeed([*torchrun(num_ranks), *command]) if zero else [sys.executable, *command]

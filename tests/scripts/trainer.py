@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 2 trainer.py arguments.json MODEL
 
 The JSON has the arguments of `TrainingArguments`, and may have `kill_in_save`, a step at whose save the process kills
-itself, `measure`, for the memory that loading takes, `adapters`, to train PEFT's alone, and `packed`, for a base in 4
-bits.
+itself, `measure`, for the memory that loading takes, `adapters`, to train PEFT's alone, `packed`, for a base in 4 bits,
+and `sft`, for TRL's SFTTrainer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,12 @@ def main(arguments: Sequence[str]) -> None:
     measure, has_adapters = given.pop("measure", None), given.pop("adapters", False)
     how = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if given.pop("packed", False) else {}
     torch.set_num_threads(1)
-    options = TrainingArguments(use_cpu=True, report_to="none", logging_steps=1, **given)
+    kind, arguments_of = Trainer, TrainingArguments
+    if given.pop("sft", False):
+        from trl import SFTConfig, SFTTrainer
+
+        kind, arguments_of = SFTTrainer, partial(SFTConfig, dataset_kwargs={"skip_prepare_dataset": True})
+    options = arguments_of(use_cpu=True, report_to="none", logging_steps=1, **given)
     set_seed(options.seed)
     if measure:
         with PeakMemory() as memory:
@@ -81,8 +87,8 @@ def main(arguments: Sequence[str]) -> None:
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
     tokens = torch.randint(3, vocab_size, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model, options, train_dataset=data)
+    data: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = kind(model, options, train_dataset=data)
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()

@@ -196,6 +196,8 @@ def test_a_usual_config_of_stage_3() -> None:
             {"tensor_parallel": {"tensor_parallel": {"tp_size": 2}, "tp_overlap_comm": True}},
             {"mesh.tp": 2, "tensor.overlap_chunks": 2},
         ),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4, "expert_tensor_parallel_size": 1}}, {"mesh.ep": 4}),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 4}}, {}),
         ({"pipeline": {"activation_checkpoint_interval": 1}}, {"recompute.mode": "full"}),
         ({"compile": {"deepcompile": True}}, {"compile.enabled": True}),
         (
@@ -310,6 +312,11 @@ def test_an_unknown_key_is_said_and_fails_nothing(written: str, meant: str | Non
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "deepspeed-key-refused", "weights=True"),
         ({"elasticity": {"enabled": True}, "amp": {"enabled": True}}, "deepspeed-key-refused", "(and 1 more)"),
         ({"autotuning": {"enabled": True}}, "deepspeed-key-refused", "shardwise plan"),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 2, "expert_tensor_parallel_size": 2}},
+            "deepspeed-key-refused",
+            "expert_parallel.expert_tensor_parallel_size=2",
+        ),
         ({"zero_optimization": {"stage": 4}}, "out-of-range", "zero_optimization.stage: zero.stage=4"),
         ({"zero_optimization": {"stage": True}}, "wrong-type", "zero_optimization.stage: zero.stage=True"),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "deepspeed-value", "device='gpu'"),

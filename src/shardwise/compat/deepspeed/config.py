@@ -223,6 +223,8 @@ def _settle(settings: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]
         settings.pop("tiers.nvme_path", None)
     if settings.get("mesh.cp", 1) > 1:
         settings["context.transport"] = "ulysses"
+    if not given.get("expert_parallel.enabled"):
+        settings.pop("mesh.ep", None)
     if any(key.startswith("attention.") for key in settings):
         _settle_attention(settings)
     if name := given.get("optimizer.type"):

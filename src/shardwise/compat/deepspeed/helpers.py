@@ -19,12 +19,12 @@ from shardwise.runtime.torch_private import pytree
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return False: no parameter is of an expert that one rank has alone."""
+    """Return False: no parameter needs an optimizer's group of its own, also where experts are divided."""
     return False
 
 
 def has_moe_layers(m: Any) -> tuple[bool, int]:
-    """Return that there are no layers of experts."""
+    """Return that there are none of DeepSpeed's own layers of experts."""
     return False, 0
 
 

@@ -160,7 +160,10 @@ _TABLE: Final = (
     ("R", "ranks of tensor parallelism follow from mesh.tp; leave it out", "tensor_parallel.tp: mpu tp_group"),
     ("N", _TP, "tensor_parallel: preset_model dtype keep_module_on_host vocab_parallel_lm_head tp.tp_grain_size"),
     ("N", _TP, "tensor_parallel: vocab_parallel_ce_backend"),
-    ("R", "there is no axis of experts yet; leave it out: ZeRO shards them", "expert_parallel: enabled"),
+    ("M", "`mesh.ep` is autoep_size where it is true", "expert_parallel: enabled"),
+    ("M", "mesh.ep: where enabled is true", "expert_parallel: autoep_size"),
+    ("R", "an expert is never split over ranks; set it to 1", "expert_parallel: expert_tensor_parallel_size"),
+    ("N", "the model's own code routes, and its experts are found by their attributes", "expert_parallel.*"),
     ("M", "mesh.cp: with context.transport=ulysses", "sequence_parallel_size"),
     ("N", "it follows from the ranks and the other sizes", "data_parallel_size"),
     ("XM", "attention.kind: fixed by default", "sparse_attention: mode"),
@@ -197,7 +200,7 @@ _TABLE: Final = (
     ("R", "`shardwise plan --compare ds_config.json` searches layouts; leave it out", "autotuning: enabled"),
     ("R", "`engine.gathered` and `engine.offloaded` serve generation; leave it out", "hybrid_engine: enabled"),
     ("R", _DATA, "data_efficiency: enabled"),
-    ("N", _WITH_SECTION, "autotuning.* hybrid_engine.* data_efficiency.* expert_parallel.*"),
+    ("N", _WITH_SECTION, "autotuning.* hybrid_engine.* data_efficiency.*"),
     ("XR", "a run goes on with any number of ranks; set the batch, and leave it out", "elasticity: enabled"),
     ("XR", _DATA, "curriculum_learning.enabled progressive_layer_drop.enabled eigenvalue.enabled"),
     ("XR", _QUANTIZED, "quantize_training.enabled compression_training.*"),
@@ -206,7 +209,7 @@ _TABLE: Final = (
     ("XN", _WITH_SECTION, "quantize_training.* amp.*"),
     ("R", _QUANTIZED, "weight_quantization.*"),
     ("N", "sizes that do not divide are padded", "vocabulary_size"),
-    ("N", "there is no axis of experts yet", "use_data_before_expert_parallelism"),
+    ("N", "`mesh.ep` divides neighbouring ranks", "use_data_before_expert_parallelism"),
     ("M", "the loader that `deepspeed.initialize(training_data=...)` makes", "dataloader_drop_last"),
 )
 
@@ -215,6 +218,7 @@ _ASK_NOTHING: Final = (None, False, 0, "", "none")
 _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
         "optimizer.params.bias_correction": (None, True),
+        "expert_parallel.expert_tensor_parallel_size": (None, 1),
     }
 )
 

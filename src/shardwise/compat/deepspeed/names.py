@@ -109,7 +109,9 @@ _HOMES: Final = (
 _SERVE: Final = "Shardwise trains; export the weights by engine.save_16bit_model and serve them by an inference library"
 _TP: Final = "the JSON splits layers: tensor_parallel.autotp_size, or mesh.tp in its section shardwise"
 _KERNELS: Final = "nothing is compiled here; torch's own operators and optimizers run, in any layout"
-_EXPERTS: Final = "experts run as plain modules, of transformers or your own, and ZeRO shards them"
+_EXPERTS: Final = (
+    "experts are plain modules, of transformers or your own; the JSON's expert_parallel.autoep_size divides them"
+)
 _OPTIMIZER: Final = "the optimizer that deepspeed.initialize returns is torch's, and ZeRO is the engine's own part"
 _ZERO: Final = "ZeRO is shardwise's own engine; deepspeed.zero and deepspeed.utils.safe_* reach parameters and states"
 _CHECKPOINT: Final = "engine.save_checkpoint writes safetensors that any layout loads, DeepSpeed's checkpoints too"
@@ -135,7 +137,7 @@ _TABLE: Final = (
     ("import", _SERVE, "inference model_implementations ops.transformer.inference module_inject.containers"),
     ("use", _SERVE, "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig"),
     ("use", _TP, "module_inject tp_model_init runtime.tensor_parallel set_autotp_mode"),
-    ("use", "there is no axis of experts yet; leave expert_parallel out: ZeRO shards them", "module_inject.auto_ep"),
+    ("use", "the JSON divides experts: expert_parallel.autoep_size", "module_inject.auto_ep"),
     (
         "use",
         "write the head as nn.Linear: the JSON's tensor_parallel splits it",
