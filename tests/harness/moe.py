@@ -149,6 +149,51 @@ class DispatchedLayer(nn.Module):
         return summed
 
 
+class RoutedLayer(nn.Module):
+    """A router and Mixtral's experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, NUM_EXPERTS, bias=False)
+        self.experts = make_experts("mixtral")
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and experts of rows [N, H]."""
+        weights, index = self.router(x).softmax(-1).topk(2, -1)
+        return weights, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.route(x)
+        mixed: Tensor = self.experts(x, index, weights)
+        return x + mixed / 4
+
+
+class RoutedModel(nn.Module):
+    """A dense layer and two of experts, for rows [N, H] of which those that `keep` does not name are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.layers = nn.ModuleList(RoutedLayer() for _ in range(2))
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        x = self.dense(x if keep is None else x[keep])
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def routed_rows(rank: int, step: int = 0) -> Tensor:
+    """The rows of a rank in a step."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(6, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def square(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """The loss of rows, of which each counts once."""
+    return output.square().sum(), len(output)
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New memory is full of NaN inside the context."""
