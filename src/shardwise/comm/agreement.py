@@ -205,6 +205,8 @@ class Agreement:
         if self.rank != first:
             self._put(store, f"{key}/{self.rank}", report)
             verdict = self._receive(store, {first: f"{key}/verdict"}, report.subject)[first]
+            if verdict.num_absent:
+                self._put(store, f"{key}/{self.rank}", verdict)  # so that the first rank fails too, if it comes later
             with suppress(RuntimeError):  # the process that holds the store may have ended
                 store.add(f"{key}/read", 1)
             return replace(verdict, error=report.error)

@@ -23,11 +23,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.deltas import digest_of
 from shardwise.checkpoint.hf.exporter import Block, in_folder
 from shardwise.comm.agreement import listed
 from shardwise.config.errors import ConfigError, EngineError
@@ -37,17 +39,28 @@ from shardwise.engine.parts import EngineParts, EngineStatus
 from shardwise.engine.weight_items import Adapters, Names, WeightInfo, WeightItem, layerwise, weight_items
 from shardwise.layout.layout import Layout
 from shardwise.layout.slicing import Rect
-from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import persistent_buffers
 from shardwise.zero.weight_gather import WeightReader
 
 BUCKET_BYTES: Final = 2**30
 _ROUND: Final = "weights"
+_ALIGNMENT_BYTES: Final = 16
 _SUBJECT: Final = "the hand-over of weights"
 
 Pair = tuple[str, Tensor | None]
 Yielded = TypeVar("Yielded")
+
+
+class FlatTensor(NamedTuple):
+    """Places a tensor in a bucket, in SGLang's words: `start_idx`, `end_idx` and `numel` count bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -133,20 +146,37 @@ class WeightSource:
                 for (name, _, shape), tensor in zip(item.outputs, item.tensors(whole), strict=True):
                     yield name, Rect.whole(shape), tensor
 
-    def deliver(self, send: Callable[[list[str], list[Tensor]], object]) -> None:
+    def buckets(self) -> Iterator[tuple[Tensor | None, list[FlatTensor]]]:
+        """Walk as SGLang takes weights: the bytes of a bucket's tensors as one, and a table of them. See `__iter__`."""
+        return _Walk(self._parts.status, lambda: map(_flattened, self._walk()))
+
+    def deliver(
+        self,
+        send: Callable[[list[str], list[Tensor]], object],
+        begin: Callable[[], object] | None = None,
+        end: Callable[[], object] | None = None,
+    ) -> None:
         """Call `send` with each group, on the ranks that get tensors; all ranks raise what it raises on one.
 
+        Args:
+            begin: called before the first group, on these ranks; and so is `end`, after the last.
+
         Raises:
-            CommError: `send` has failed; or as `__iter__`.
+            CommError: one of them has failed, on some rank; or as `__iter__`.
         """
+
+        def call(*steps: Callable[[], object] | None) -> None:
+            if self._receives:
+                for step in filter(None, steps):
+                    step()
+
+        self._agree(partial(call, begin))
         for names, tensors in self.iter_groups():
+            self._agree(partial(call, partial(send, names, [tensor for tensor in tensors if tensor is not None])))
+        self._agree(partial(call, end))
 
-            def work(names: list[str] = names, tensors: list[Tensor | None] = tensors) -> str:
-                if self._receives:
-                    send(names, [tensor for tensor in tensors if tensor is not None])
-                return ""
-
-            self._parts.agreement.run(_ROUND, work, subject=_SUBJECT).checked()
+    def _agree(self, act: Callable[[], object]) -> None:
+        self._parts.agreement.run(_ROUND, lambda: str(act() or ""), subject=_SUBJECT).checked()
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of the bytes of each tensor, by name, on the ranks that get tensors; all ranks call it."""
@@ -312,17 +342,23 @@ def _filled(group: Sequence[WeightItem], bucket_bytes: int) -> Iterator[list[Wei
         yield bucket
 
 
+def _flattened(pairs: list[Pair]) -> tuple[Tensor | None, list[FlatTensor]]:
+    table, end, parts = list[FlatTensor](), 0, list[Tensor]()
+    for name, tensor in pairs:
+        if tensor is not None:
+            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end = start + tensor.nbytes
+            table.append(FlatTensor(name, tensor.shape, tensor.dtype, start, end, end - start))
+            parts.append(tensor.reshape(-1).view(torch.uint8))
+    if not parts:
+        return None, table
+    flat = torch.empty(end, dtype=torch.uint8, device=parts[0].device)
+    for part, place in zip(parts, table, strict=True):
+        flat[place.start_idx : place.end_idx] = part
+    return flat, table
+
+
 def _named(item: WeightItem, whole: Mapping[str, Tensor] | None) -> Iterator[Pair]:
     tensors = [None] * len(item.outputs) if whole is None else item.tensors(whole)
     for info, tensor in zip(item.outputs, tensors, strict=True):
         yield info.name, tensor
-
-
-def digest_of(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes.
-
-    >>> import torch
-    >>> digest_of(torch.zeros(2))[:8], digest_of(torch.zeros(2)) == digest_of(torch.zeros(2).bfloat16())
-    ('af5570f5', False)
-    """
-    return hashlib.sha256(memory_of(tensor.detach().cpu().contiguous())).hexdigest()
