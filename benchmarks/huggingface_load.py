@@ -99,7 +99,7 @@ def write_folder(folder: Path, shape: str) -> None:
 
     plan = hf.plan_export([hf.ExportTensor(name, (), shape, "BF16") for name, shape in shapes.items()], decoder_names())
     hf.begin_export(plan, folder, {"config.json": json.dumps(config).encode()})
-    hf.write_export(plan, folder, parts())
+    hf.write_export(plan, folder, hf.stored_blocks(plan, parts()))
     hf.finish_export(folder)
 
 

@@ -27,7 +27,14 @@ from shardwise.checkpoint import reader as reading
 from shardwise.checkpoint import writer as writing
 from shardwise.checkpoint.async_saver import Saver, SaveRequest, StagingMemory
 from shardwise.checkpoint.commit import read_manifest
-from shardwise.checkpoint.hf.exporter import ExportTensor, begin_export, finish_export, plan_export, write_export
+from shardwise.checkpoint.hf.exporter import (
+    ExportTensor,
+    begin_export,
+    finish_export,
+    plan_export,
+    stored_blocks,
+    write_export,
+)
 from shardwise.checkpoint.hf.importer import open_folder
 from shardwise.checkpoint.load import plan_load
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, merge_parts
@@ -315,7 +322,9 @@ def test_hugging_face_folders_are_the_same_from_files_and_into_files(seed: int) 
             begin_export(plan, folder)
             for name, values in tensors.items():
                 for held in layouts[name]:
-                    write_export(plan, folder, [replace(state_shard_of(values, held, make), name=name)])
+                    write_export(
+                        plan, folder, stored_blocks(plan, [replace(state_shard_of(values, held, make), name=name)])
+                    )
             finish_export(folder)
         assert contents(Path(root, "of files")) == contents(Path(root, "of memory"))
         stored = open_folder(Path(root, "of files"), dict.fromkeys(tensors, ()), NAMES)

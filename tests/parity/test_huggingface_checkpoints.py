@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -196,15 +196,6 @@ def test_the_exported_folder_has_its_tokenizer(tmp_path: Path) -> None:
     with make_engine(make_model("llama"), LONE, "fp32") as engine:
         engine.export_weights(tmp_path / "model", tokenizer=tokenizer)
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("a b c")["input_ids"] == [0, 1, 2]
-
-
-def test_a_model_with_pefts_adapters_is_not_exported_as_a_whole_one(tmp_path: Path) -> None:
-    class Adapted(nn.Linear):
-        peft_config: ClassVar = {"default": None}
-
-    with initialize(Adapted(2, 1), {"run": {"device": "cpu"}}) as engine, refused("export-adapters"):
-        engine.export_weights(tmp_path / "model")
-    assert not list(tmp_path.iterdir())
 
 
 def train_and_export(

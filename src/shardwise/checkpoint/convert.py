@@ -20,9 +20,9 @@ from shardwise.checkpoint.hf.exporter import (
     discard_export,
     exported_dtype,
     finish_export,
-    in_order,
     plan_export,
     refuse_taken,
+    stored_blocks,
     write_export,
 )
 from shardwise.checkpoint.hf.families import family_names
@@ -101,7 +101,7 @@ def export_checkpoint(
     ]
     main_dtype = _named(wanted) or (exported[0].dtype if exported else "F32")
     others, names = _described(manifest, source, main_dtype, hf_config)
-    plan = plan_export(in_order(exported), names)
+    plan = plan_export(exported, names)
     begin_export(plan, folder, {**others, **_tokenizer_files(tokenizer)})
     try:
         _write(plan, folder, source, tensors, progress)
@@ -205,7 +205,7 @@ def _write(
     meter = ByteMeter(plan.num_tensor_bytes, progress)
     with ChunkReader(source) as reader, torch.no_grad():
         parts = stored_shards([(tensor, Rect.whole(tensor.shape)) for tensor in tensors], reader)
-        num_bytes = write_export(plan, folder, parts, meter.advance)
+        num_bytes = write_export(plan, folder, stored_blocks(plan, parts), meter.advance)
     if num_bytes != plan.num_tensor_bytes:
         raise CheckpointError(
             "weights-incomplete", f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint"

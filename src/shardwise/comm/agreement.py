@@ -159,6 +159,26 @@ class Agreement:
             failures = tuple(Failure(rank, _STORE, "store-gone", str(error)) for rank in self.ranks)
             return Verdict(report.subject, failures=failures, error=error)
 
+    def leave(self, name: str, error: Exception, subject: str = "") -> None:
+        """Fail the next round on all ranks, without waiting for them: this rank cannot work in it.
+
+        Args:
+            name: of the round, and so is `subject`.
+        """
+
+        def fail() -> str:
+            raise error
+
+        if self._store is None:
+            return
+        first = self.ranks[0]
+        key = f"{self._part}/{name}/{self._num_rounds}"
+        self._num_rounds += 1
+        report = Verdict.of(subject or name, self.rank, fail)
+        with suppress(RuntimeError):  # the process that holds the store may have ended
+            self._put(self._store, f"{key}/{'verdict' if self.rank == first else self.rank}", report)
+            self._store.add(f"{key}/read", self.rank != first)
+
     def compare(self, subject: str, note: str, judge: Judge) -> str:
         """Return the verdict on the notes of all ranks.
 
@@ -185,6 +205,8 @@ class Agreement:
         if self.rank != first:
             self._put(store, f"{key}/{self.rank}", report)
             verdict = self._receive(store, {first: f"{key}/verdict"}, report.subject)[first]
+            if verdict.num_absent:
+                self._put(store, f"{key}/{self.rank}", verdict)  # so that the first rank fails too, if it comes later
             with suppress(RuntimeError):  # the process that holds the store may have ended
                 store.add(f"{key}/read", 1)
             return replace(verdict, error=report.error)

@@ -57,7 +57,7 @@ from shardwise.config.untrusted_files import check_nesting
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import follow_freezing, zero_grad
 from shardwise.layout.layout import Layout
-from shardwise.layout.mesh_shape import AXES, DATA_AXES, PIPELINE_AXES, MeshShape
+from shardwise.layout.mesh_shape import AXES, DATA_AXES, PIPELINE_AXES, Coordinate, MeshShape
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
 from shardwise.zero import checkpoint_state
@@ -450,17 +450,28 @@ def saved_buffers(parts: EngineParts) -> list[SavedBuffer]:
     return held_buffers(parts.model, partial(_role_of, parts))
 
 
-def _role_of(parts: EngineParts, name: str) -> Role:
-    """Return this rank's role for what has a name within a module: one of all ranks writes it."""
-    comms, pipeline = parts.comms, parts.layout.pipeline
+def buffer_writer(layout: Layout, name: str) -> int:
+    """Return the rank whose values of a buffer count: the first of those that run its module.
+
+    Args:
+        name: of the buffer, or of anything within its module.
+    """
+    pipeline = layout.pipeline
     if pipeline is None:
-        return "writes" if comms.all.rank == 0 else "runs"
+        return 0
     running = pipeline.rank_running(name)
     if running is None:  # code around the units has written it, and all of that code runs in the last stage
         running = pipeline.placement.rank_of(pipeline.num_stages - 1)
-    if running != comms.pipeline.rank:
-        return "keeps"
-    return "writes" if comms.model.rank == 0 else "runs"
+    return layout.mesh.rank_of(Coordinate(pp=running))
+
+
+def _role_of(parts: EngineParts, name: str) -> Role:
+    """Return this rank's role for what has a name within a module: one of all ranks writes it."""
+    writer = buffer_writer(parts.layout, name)
+    if writer == parts.comm.rank:
+        return "writes"
+    runs = parts.layout.mesh.coordinate(writer).pp == parts.comms.pipeline.rank
+    return "runs" if runs else "keeps"
 
 
 def saves_from_files(layout: Layout) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import torch
 from pydantic import Field
@@ -27,6 +27,7 @@ from shardwise.engine.runner import evaluate, forward_plain, log_probs, micro_ba
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, update, zero_grad
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
+from shardwise.engine.weights import BUCKET_BYTES, WeightOptions, WeightSource
 from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
 from shardwise.runtime.optimizer_probe import check_scheduler
@@ -420,6 +421,28 @@ class Engine:
             CheckpointError: it cannot be written, on every rank, and nothing is left of it; or it has PEFT's adapters.
         """
         return export_weights(self.parts, Path(folder), dtype, names, files, tokenizer)
+
+    @checked
+    def weights(
+        self,
+        names: Names | Literal["hf"] | None = "hf",
+        dtype: Dtype | None = None,
+        adapters: Literal["merge", "only"] | None = "merge",
+        *,
+        to_rank: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> WeightSource:
+        """Return a source of the weights as a folder has them, to hand them over: to a server, or to files of your own.
+
+        Args:
+            names: "hf" for the names of the model's folder; None for the model's own; rules as for `export_weights`.
+            dtype: of the parameters; None for the one in which each is computed. Buffers keep theirs.
+            adapters: what of PEFT's: "merge" for the model with them merged into its weights, "only" for them alone,
+                as their file names them; None for the model without them, or with its own names for all that is there.
+            to_rank: the only rank that gets the tensors; None for all.
+            bucket_bytes: of the tensors that are gathered at a time; a larger one is gathered alone.
+        """
+        return WeightSource(self.parts, WeightOptions(names, dtype, adapters, to_rank, bucket_bytes))
 
     @checked
     def close(self, keep_values: bool = True) -> None:

@@ -9,22 +9,21 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from shardwise.checkpoint.hf.config_files import config_files, describe, names_of, wanted_of
-from shardwise.checkpoint.hf.exporter import ExportRequest, export_jointly
-from shardwise.checkpoint.hf.families import converted_names
+from shardwise.checkpoint.hf.config_files import config_files, describe, wanted_of
+from shardwise.checkpoint.hf.exporter import ExportRequest, ExportTensor, export_jointly
 from shardwise.checkpoint.hf.importer import open_folder
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.load import LoadReport
-from shardwise.checkpoint.manifest import CheckpointError, Manifest
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.match import WantedState, match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
 from shardwise.engine.checkpoint_api import Checkpoints, saved_buffers
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import zero_grad
-from shardwise.runtime.precision import TORCH_DTYPES
+from shardwise.engine.weight_items import hub_rules
+from shardwise.engine.weights import BUCKET_BYTES, WeightOptions, WeightSource
 from shardwise.runtime.state_shards import StateShard
-from shardwise.runtime.torch_private import persistent_buffers
 from shardwise.zero import checkpoint_state
 
 # What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
@@ -66,31 +65,11 @@ def export_weights(
     tokenizer: Tokenizer | None,
 ) -> Path:
     """Write a folder; the other arguments are those of `Engine.export_weights`."""
-    model, layout = parts.model, parts.layout
-    parts.status.check()
-    parts.refuse_if_simulated()
-    if hasattr(model, "peft_config"):
-        raise CheckpointError(
-            "export-adapters",
-            "export_weights writes whole models, and this one has PEFT's adapters, under names that "
-            "from_pretrained does not know; in `with engine.gathered() as model:` call "
-            "model.save_pretrained(folder) on rank 0",
-        )
-    packed = next((group.params[0].name for group in layout.model_groups if group.is_opaque), None)
-    if packed is not None:
-        raise CheckpointError(
-            "export-packed",
-            f"export_weights writes floating weights, and parameter {packed} is packed or of integers; in `with "
-            "engine.gathered() as model:` call model.save_pretrained(folder) on rank 0",
-        )
-    stored_dtype = dtype_name(TORCH_DTYPES[dtype or layout.precision.param])
-    kept = {name for name, _ in persistent_buffers(model)} | {*(layout.wide_names if dtype is None else ())}
-    others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))
-    ties = bool(others)  # a reader of the folder builds a model of transformers, which ties its own
+    source = WeightSource(parts, WeightOptions(names or "hf", dtype, "merge", None, BUCKET_BYTES))
+    tensors = [ExportTensor(name, (), shape, dtype_name(kind)) for name, kind, shape in source.metadata()]
+    others: dict[str, bytes | Path] = dict(config_files(describe(source.base), dtype_name(source.dtype)))
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
-    weights = _weights(parts)
-    request = ExportRequest(folder, weights, stored_dtype, kept, others, _rules(model, names, weights), ties)
-    return export_jointly(request, parts.agreement)
+    return export_jointly(ExportRequest(folder, tensors, source.blocks(), others), parts.agreement)
 
 
 def _weights(parts: EngineParts) -> tuple[StateShard, ...]:
@@ -128,4 +107,4 @@ def _rules(model: nn.Module, names: Names | None, weights: Iterable[StateShard |
         for each in weights
         for name in (each.name, *each.aliases)
     }
-    return NameMap.of(names).then(converted_names(model, shapes)).then(names_of(describe(model)))
+    return hub_rules(model, names or "hf", shapes)

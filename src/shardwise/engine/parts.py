@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -81,6 +82,13 @@ class StopRequests:
         return others
 
 
+class Walk(Protocol):
+    """Is a pass over the weights that is under way."""
+
+    def end(self) -> None:
+        """End it on this rank, and let the others know."""
+
+
 class EngineStatus:
     """Tracks whether an engine is open, its states whole and in place, its gradients complete.
 
@@ -106,6 +114,7 @@ class EngineStatus:
         self._is_closed = self.is_in_backward = False
         self.away: MemoryRelease | None = None
         self.integrity = Integrity.WHOLE
+        self._walk: weakref.ref[Walk] | None = None
 
     def close(self) -> bool:
         """Close it for good, and say whether it was open."""
@@ -119,6 +128,10 @@ class EngineStatus:
     def end_backward(self) -> None:
         """Note that gradients are complete, or have been dropped."""
         self.is_in_backward = False
+
+    def begin_walk(self, walk: Walk) -> None:
+        """Note that weights are handed over: any other use of the engine ends that."""
+        self._walk = weakref.ref(walk)
 
     def release(self, states: MemoryRelease) -> None:
         """Note that states are away."""
@@ -152,6 +165,9 @@ class EngineStatus:
         Raises:
             EngineError: it names what is away.
         """
+        walk, self._walk = self._walk and self._walk(), None
+        if walk is not None:
+            walk.end()
         if self._is_closed:
             raise EngineError("engine-closed", "the engine is closed; call shardwise.initialize for a new one")
         if self.away is not None:

@@ -278,8 +278,7 @@ class HuggingFaceModel:
         model.config.use_cache = True
         if not self.config.lora.rank:
             return engine.export_weights(folder, tokenizer=tokenizer)
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        adapter = {name: engine.read(name, to_rank=0) for name in names}  # whole, where tp holds parts
+        adapter = dict(engine.weights(None, adapters="only", to_rank=0))
 
         def write() -> str:
             if engine.comm.rank == 0:

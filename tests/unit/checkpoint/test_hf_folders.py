@@ -29,6 +29,7 @@ from shardwise.checkpoint.hf.exporter import (
     discard_export,
     finish_export,
     plan_export,
+    stored_blocks,
     temporary_folder,
     write_export,
 )
@@ -102,7 +103,8 @@ def export(
     ]
     plan = plan_export(tensors, names, **options)
     begin_export(plan, folder, others)
-    assert sum(write_export(plan, folder, state_shards) for state_shards in ranks) == plan.num_tensor_bytes
+    written = (write_export(plan, folder, stored_blocks(plan, state_shards)) for state_shards in ranks)
+    assert sum(written) == plan.num_tensor_bytes
     finish_export(folder)
 
 
@@ -441,21 +443,25 @@ def test_values_are_cast_to_the_dtype_of_the_plan(tmp_path: Path) -> None:
     other = StateShard("v", (), "param", (6, 4), TensorFlatState(torch.zeros(24)), whole, whole)
     held = StateShard("w", (), "param", (6, 4), TensorFlatState(master.flatten()), whole, whole)
     seen: list[int] = []
-    assert write_export(plan, tmp_path / "out", [held, optimizer, other], seen.append) == 48 == sum(seen)
+    assert (
+        write_export(plan, tmp_path / "out", stored_blocks(plan, [held, optimizer, other]), seen.append)
+        == 48
+        == sum(seen)
+    )
     finish_export(tmp_path / "out")
     torch.testing.assert_close(
         load_file(tmp_path / "out" / "model.safetensors")["w"], master.bfloat16(), rtol=0, atol=0
     )
 
 
-def test_a_plan_fills_files_in_the_models_order() -> None:
-    tensors = [ExportTensor(name, (), (size,), "F32") for name, size in [("d", 30), ("c", 20), ("b", 100), ("a", 1)]]
+def test_a_plan_fills_files_in_the_order_of_names() -> None:
+    tensors = [ExportTensor(name, (), (size,), "F32") for name, size in [("d", 1), ("b", 20), ("c", 100), ("a", 30)]]
     plan = plan_export(tensors, max_file_bytes=200)
     files = [(tensor.name, tensor.file[6:11]) for tensor in plan.tensors]
-    assert files == [("d", "00001"), ("c", "00001"), ("b", "00002"), ("a", "00003")]
+    assert files == [("a", "00001"), ("b", "00001"), ("c", "00002"), ("d", "00003")]
     index = json.loads(plan.index)
     assert index["metadata"]["total_size"] == 4 * 151
-    assert list(index["weight_map"]) == ["d", "c", "b", "a"]
+    assert list(index["weight_map"]) == ["a", "b", "c", "d"]
     assert plan.num_file_bytes["model-00002-of-00003.safetensors"] == len(plan.headers[plan.tensors[2].file]) + 400
 
 

@@ -1,19 +1,21 @@
-"""Writes a standard Hugging Face folder from all ranks: each writes its own rectangles in place; nothing is gathered.
+"""Writes a standard Hugging Face folder from all ranks: each writes the rectangles that it is given, in place.
 
 A plan says at which offset of which file each tensor is stored. It depends only on names, shapes and dtypes, so that
 every rank makes the same one and the bytes are the same under every layout. One rank begins, all write, one finishes:
 
     plan = plan_export(tensors, names)                  # every rank
     begin_export(plan, folder, {"config.json": ...})    # one rank; then a barrier
-    write_export(plan, folder, state_shards)            # every rank; then a barrier
+    write_export(plan, folder, blocks)                  # every rank; then a barrier
     finish_export(folder)                               # one rank
+
+The blocks of an engine are those of `Weights.shards`; `stored_blocks` yields those of a checkpoint's states.
 
 Until it is finished the folder has another name, and a folder that has anything in it is never written to. Where a rank
 fails, `discard_export` removes what was begun.
 
 >>> plan = plan_export([ExportTensor("up.weight", (), (4, 2), "BF16"), ExportTensor("up.bias", (), (4,), "BF16")])
 >>> [(each.name, each.file) for each in plan.tensors], plan.num_tensor_bytes
-([('up.weight', 'model.safetensors'), ('up.bias', 'model.safetensors')], 24)
+([('up.bias', 'model.safetensors'), ('up.weight', 'model.safetensors')], 24)
 """
 
 from __future__ import annotations
@@ -23,9 +25,8 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,13 +42,15 @@ from shardwise.checkpoint.file_ranges import written_parts
 from shardwise.checkpoint.hf.importer import INDEX_NAME, WEIGHTS_NAME
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, agreed
-from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header, named_dtype
+from shardwise.checkpoint.safetensors_io import TensorHeader, encode_header, named_dtype
 from shardwise.comm.agreement import Agreement, listed
 from shardwise.config.untrusted_files import open_regular
 from shardwise.layout.slicing import Rect, Shape, flat_range_to_rects, rect_to_flat_ranges
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM, StateShard
 
+# A rectangle of a tensor of the folder, and its values, of any dtype and on any device.
+Block = tuple[str, Rect, Tensor]
 # The most that is cast, copied from a device and written at once.
 _CHUNK_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 5 * 10**9
@@ -86,15 +89,15 @@ class ExportPlan:
     """Lists the content of every file of the folder.
 
     Attributes:
-        tensors: of the folder, in the model's order.
-        parts: by name of a model's tensor, its parts, each with the tensor of the folder that it becomes.
+        tensors: of the folder by name, numbers by value: in an order that no layout changes.
+        parts: by name of a model's tensor, those that tensors of the folder are.
         headers: the first bytes of each file, by its name.
         num_file_bytes: of each file, by its name.
         index: the text of `model.safetensors.index.json`; empty where there is one file only.
     """
 
     tensors: tuple[PlacedTensor, ...]
-    parts: Mapping[str, tuple[tuple[WeightPart, PlacedTensor], ...]]
+    parts: Mapping[str, tuple[WeightPart, ...]]
     headers: Mapping[str, bytes]
     num_file_bytes: Mapping[str, int]
     index: str
@@ -110,7 +113,7 @@ def plan_export(
     names: NameMap | Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> ExportPlan:
-    """Assign a model's tensors to the files of a folder, in the model's order.
+    """Assign a model's tensors to the files of a folder, by name.
 
     Args:
         names: rules for names that differ; see `NameMap.of`.
@@ -119,17 +122,15 @@ def plan_export(
     Raises:
         CheckpointError: two tensors have one name in the folder, or a rule does not fit a shape.
     """
-    rules = NameMap.of(names)
-    parts = {
-        tensor.name: tuple(part for name in (tensor.name, *tensor.copies) for part in rules.split(name, tensor.shape))
-        for tensor in tensors
-    }
-    _check_names(tensors, rules, parts)
-    unplaced = [
-        PlacedTensor(part.stored, tensor.dtype, part.stored_shape, "", 0)
-        for tensor in tensors
-        for part in parts[tensor.name]
-    ]
+    parts = folder_parts(tensors, NameMap.of(names))
+    unplaced = sorted(
+        (
+            PlacedTensor(part.stored, tensor.dtype, part.stored_shape, "", 0)
+            for tensor in tensors
+            for part in parts[tensor.name]
+        ),
+        key=lambda tensor: numbered(tensor.name),
+    )
     groups = list(_fill_files(unplaced, max_file_bytes))
     files = [WEIGHTS_NAME] if len(groups) == 1 else [_file_name(i, len(groups)) for i in range(len(groups))]
     headers, placed = {}, dict[str, PlacedTensor]()
@@ -142,11 +143,41 @@ def plan_export(
         num_file_bytes[tensor.file] += _num_bytes(tensor)
     return ExportPlan(
         tensors=ordered,
-        parts={name: tuple((part, placed[part.stored]) for part in of_tensor) for name, of_tensor in parts.items()},
+        parts=parts,
         headers=headers,
         num_file_bytes=num_file_bytes,
         index=_index(ordered) if len(groups) > 1 else "",
     )
+
+
+def folder_parts(tensors: Iterable[ExportTensor], rules: NameMap) -> dict[str, tuple[WeightPart, ...]]:
+    """Return the parts of each of a model's tensors that a folder has, by the tensor's name.
+
+    Raises:
+        CheckpointError: two tensors have one name in the folder, one has the name of another's alias, or a rule does
+            not fit a shape.
+    """
+    parts, owners = dict[str, tuple[WeightPart, ...]](), dict[str, str]()
+    for tensor in tensors:
+        names = (tensor.name, *tensor.copies)
+        parts[tensor.name] = tuple(part for name in names for part in rules.split(name, tensor.shape))
+        stored = [part.stored for part in parts[tensor.name]]
+        for name in itertools.chain(stored, *map(rules.stored_names, tensor.aliases)):
+            if owners.setdefault(name, tensor.name) != tensor.name:
+                raise CheckpointError(
+                    "export-names-clash",
+                    f"{owners[name]} and {tensor.name} are both {name} in the folder; correct the name rules",
+                )
+    return parts
+
+
+def numbered(name: str) -> list[tuple[int, int, str]]:
+    """Return the key by which names are sorted, numbers by value.
+
+    >>> sorted(("h.10.up", "h.9.up", "h.9.down"), key=numbered)
+    ['h.9.down', 'h.9.up', 'h.10.up']
+    """
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -197,35 +228,33 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
 
 
 def write_export(
-    plan: ExportPlan, folder: Path, state_shards: Iterable[StateShard], progress: Callable[[int], None] = lambda _: None
+    plan: ExportPlan, folder: Path, blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None
 ) -> int:
-    """Write this rank's pieces of the parameters and buffers in the plan; return when they are on disk.
+    """Write this rank's blocks of tensors of the plan; return when they are on disk.
 
-    It uses at most a few MiB beside the state shards; some 40 MiB where these are stored in files.
+    It uses at most a few MiB beside the blocks.
 
     Args:
         folder: as given to `begin_export`, which has been called.
-        state_shards: of this rank; states other than `param`, and tensors that are not in the plan, are skipped.
         progress: called with the bytes of each write.
 
     Returns:
         The bytes written. If their sum over all ranks is not `plan.num_tensor_bytes`, something was not written.
 
     Raises:
-        CheckpointError: a state shard has another shape than the plan, or the system refuses.
+        CheckpointError: the system refuses.
     """
     temporary, num_bytes = temporary_folder(folder), 0
+    placed = {tensor.name: tensor for tensor in plan.tensors}
     with named_errors("export to", temporary), ExitStack() as stack:
         files: dict[str, FileIO] = {}
-        for state_shard in state_shards:
-            if state_shard.state != PARAM or state_shard.name not in plan.parts:
-                continue
-            for block, rect, placed in _blocks(plan, state_shard):
-                if placed.file not in files:
-                    files[placed.file] = stack.enter_context(FileIO(temporary / placed.file, "r+"))
-                for written in _write_block(files[placed.file].fileno(), block, rect, placed):
-                    num_bytes += written
-                    progress(written)
+        for name, rect, values in blocks:
+            tensor = placed[name]
+            if tensor.file not in files:
+                files[tensor.file] = stack.enter_context(FileIO(temporary / tensor.file, "r+"))
+            for written in _write_block(files[tensor.file].fileno(), values, rect, tensor):
+                num_bytes += written
+                progress(written)
         for file in files.values():
             os.fsync(file.fileno())
     return num_bytes
@@ -267,19 +296,6 @@ def refuse_taken(folder: Path) -> None:
             )
 
 
-def _check_names(tensors: Iterable[ExportTensor], rules: NameMap, parts: Mapping[str, Sequence[WeightPart]]) -> None:
-    """Check that no two tensors have one name in the folder, nor one tensor the name of another's alias."""
-    owners: dict[str, str] = {}
-    for tensor in tensors:
-        stored = [part.stored for part in parts[tensor.name]]
-        for name in itertools.chain(stored, *map(rules.stored_names, tensor.aliases)):
-            if owners.setdefault(name, tensor.name) != tensor.name:
-                raise CheckpointError(
-                    "export-names-clash",
-                    f"{owners[name]} and {tensor.name} are both {name} in the folder; correct the name rules",
-                )
-
-
 def _num_bytes(tensor: PlacedTensor) -> int:
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
@@ -315,23 +331,38 @@ def _index(tensors: Sequence[PlacedTensor]) -> str:
     return f"{json.dumps(values, indent=2)}\n"
 
 
-def _blocks(plan: ExportPlan, state_shard: StateShard) -> Iterator[tuple[Tensor, Rect, PlacedTensor]]:
-    """Yield what this rank writes of one state shard, as views, each with its rectangle of a tensor of the folder."""
-    for held in written_parts(state_shard):
-        pairs = ((*each, piece) for each in plan.parts[held.name] for piece in held.written)
-        for part, placed, piece in pairs:
-            rect = part.rect.intersect(piece.rect)
-            if rect is None:
-                continue
-            values = held.flat.read(piece.local_offset, piece.local_stop).view(piece.rect.shape)
-            block = values[rect.slices_in(piece.rect)].detach()
-            inside = rect.slices_in(part.rect)
-            start, stop = tuple(each.start for each in inside), tuple(each.stop for each in inside)
-            if part.is_stacked:
-                block, start, stop = block[0], start[1:], stop[1:]
-            if part.is_transposed:
-                block, start, stop = block.T, start[::-1], stop[::-1]
-            yield block, Rect(start, stop), placed
+def stored_blocks(plan: ExportPlan, state_shards: Iterable[StateShard]) -> Iterator[Block]:
+    """Yield what this rank writes of the states of parameters and buffers in the plan, as views.
+
+    It uses some 40 MiB where the states are stored in files.
+    """
+    for state_shard in state_shards:
+        if state_shard.state != PARAM or state_shard.name not in plan.parts:
+            continue
+        for held in written_parts(state_shard):
+            for piece in held.written:
+                values = held.flat.read(piece.local_offset, piece.local_stop).view(piece.rect.shape)
+                yield from in_folder(plan.parts[held.name], piece.rect, values)
+
+
+def in_folder(parts: Iterable[WeightPart], rect: Rect, values: Tensor) -> Iterator[Block]:
+    """Yield a rectangle of a model's tensor as rectangles of tensors of a folder, as views.
+
+    Args:
+        parts: of the tensor.
+        values: those of the rectangle, in its shape.
+    """
+    for part in parts:
+        common = part.rect.intersect(rect)
+        if common is None:
+            continue
+        block, inside = values[common.slices_in(rect)].detach(), common.slices_in(part.rect)
+        start, stop = tuple(each.start for each in inside), tuple(each.stop for each in inside)
+        if part.is_stacked:
+            block, start, stop = block[0], start[1:], stop[1:]
+        if part.is_transposed:
+            block, start, stop = block.T, start[::-1], stop[::-1]
+        yield part.stored, Rect(start, stop), block
 
 
 def _write_block(file: int, block: Tensor, rect: Rect, placed: PlacedTensor) -> Iterator[int]:
@@ -355,40 +386,24 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Describes one rank's part of an export: its weights, their dtype, and the folder to write.
+    """Describes one rank's part of an export: what it writes, and into which folder.
 
     Attributes:
         folder: the folder to write, the same on all ranks; its path may differ.
-        state_shards: parameters and buffers of this rank.
-        dtype: safetensors' name of the dtype for floating-point tensors; others keep theirs.
-        kept: names of the tensors that keep their own dtype in any case.
+        tensors: of the folder, the same on all ranks.
+        blocks: this rank's; all ranks together have each element once.
         others: the files beside the weights; only rank 0's are written.
-        names: rules for names that differ in the folder.
-        ties: whether a reader of the folder ties parameters; buffers are there under all of their names.
     """
 
     folder: Path
-    state_shards: Sequence[StateShard]
-    dtype: str
-    kept: Set[str]
+    tensors: Sequence[ExportTensor]
+    blocks: Iterable[Block]
     others: Mapping[str, bytes | Path]
-    names: NameMap | Mapping[str, Any] | None = None
-    ties: bool = True
 
     @cached_property
     def plan(self) -> ExportPlan:
         """Return the plan, which is the same on all ranks."""
-        tensors = [
-            ExportTensor(
-                *(each.name, each.aliases, each.global_shape),
-                dtype=exported_dtype(own, self.dtype, each.name in self.kept),
-                copies=each.aliases if each.kind == "buffer" or not self.ties else (),
-            )
-            for each in self.state_shards
-            if each.state == PARAM
-            for own in [dtype_name(each.flat.dtype)]
-        ]
-        return plan_export(in_order(tensors), self.names)
+        return plan_export(self.tensors)
 
 
 def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
@@ -403,21 +418,6 @@ def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
     ('BF16', 'I64')
     """
     return wanted if dtype in _FLOATS and not is_kept else dtype
-
-
-def in_order(tensors: Iterable[ExportTensor]) -> list[ExportTensor]:
-    """Sort tensors by name, numbers by value: this order is the same for every layout and checkpoint.
-
-    >>> tensors = [ExportTensor(name, (), (), "F32") for name in ("h.10.up", "h.9.up", "h.9.down")]
-    >>> [tensor.name for tensor in in_order(tensors)]
-    ['h.9.down', 'h.9.up', 'h.10.up']
-    """
-    return sorted(
-        tensors,
-        key=lambda tensor: [
-            (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"\.", tensor.name)
-        ],
-    )
 
 
 def export_jointly(request: ExportRequest, agreement: Agreement) -> Path:
@@ -448,7 +448,7 @@ def export_jointly(request: ExportRequest, agreement: Agreement) -> Path:
 
     def write() -> str:
         await_folder(temporary_folder(folder), agreement.timeout_s / 2)
-        return str(write_export(request.plan, folder, request.state_shards, lambda _: agreement.show_progress()))
+        return str(write_export(request.plan, folder, request.blocks, lambda _: agreement.show_progress()))
 
     def finish(said: Mapping[int, str]) -> str:
         written, planned = sum(map(int, said.values())), request.plan.num_tensor_bytes

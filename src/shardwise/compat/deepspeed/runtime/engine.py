@@ -524,20 +524,16 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return the model's state dict on rank 0, on the CPU, and None on the other ranks; all ranks call it."""
-        aliases: dict[int, str] = {}
-        engine_names = {name for name, _ in self._own_parameters()}
-        values: dict[str, Tensor] = {}
+        walk = self.inner.weights(None, adapters=None, to_rank=0)
+        values = {name: tensor.cpu() for name, tensor in walk if tensor is not None}
+        if self.global_rank:
+            return None
+        own, firsts, state = {name for name, _ in self._own_parameters()}, dict[int, str](), dict[str, Tensor]()
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if exclude_frozen_parameters and not parameter.requires_grad:
-                continue
-            first = aliases.setdefault(id(parameter), name)
-            if first != name:
-                values[name] = values[first]
-                continue
-            value = self.inner.read(name, to_rank=0) if name in engine_names else parameter.detach()
-            values[name] = value.cpu() if value is not None else torch.empty(0)
-        values |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
-        return values if self.global_rank == 0 else None
+            first = firsts.setdefault(id(parameter), name)
+            if parameter.requires_grad or not exclude_frozen_parameters:
+                state[name] = values[first] if first in own else parameter.detach().cpu()
+        return state | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

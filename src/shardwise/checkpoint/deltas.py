@@ -1,0 +1,291 @@
+"""Versions of weights in a folder: the first whole, each later one with what has changed since the one before it.
+
+A step changes few of the bits of weights in bf16: most updates are too small to be seen there. Of each tensor that has
+changed, a version has the values that have, with a bit for each element, or with their positions where they are few:
+
+    version-00000000/  model-00001.safetensors   model.safetensors.index.json   version.json
+    version-00000001/  delta-00001.safetensors   version.json
+
+`version.json` has the SHA-256 of the bytes of each tensor, and that of the version before it: a version is taken only
+after the right one, all of it or nothing. It is written last, in a folder that gets its name when all is written.
+
+>>> import tempfile
+>>> root = tempfile.mkdtemp()
+>>> weights, versions = {"w": torch.zeros(4096, dtype=torch.bfloat16)}, VersionWriter(root)
+>>> first = versions.write(weights.items())
+>>> weights["w"][7] = 1
+>>> second = versions.write(weights.items())
+>>> second.num_bytes, second.num_whole_bytes
+(6, 8192)
+>>> version, found = read_weights(root)
+>>> version.number, torch.equal(found["w"], weights["w"])
+(1, True)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardwise.checkpoint.commit import named_errors, sync_folder
+from shardwise.checkpoint.hf.importer import INDEX_NAME
+from shardwise.checkpoint.manifest import CheckpointError, DamagedError
+from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.runtime.pinned_memory import memory_of
+
+_FOLDER: Final = "version-{:08d}"
+_NAME: Final = "version.json"
+_FILE_BYTES: Final = 2**30
+_MASK, _POSITIONS = "::mask", "::positions"
+
+
+@dataclass(frozen=True)
+class Version:
+    """Describes a version of weights.
+
+    Attributes:
+        chain: a SHA-256 over this version's tensors and the chain of the one before.
+        num_bytes: of the tensors in its files; `num_whole_bytes` are those of all tensors, whole.
+    """
+
+    number: int
+    chain: str
+    num_bytes: int
+    num_whole_bytes: int
+
+
+class VersionWriter:
+    """Writes versions of weights into a folder, and keeps a copy of the last one in host memory to compare.
+
+    A version that follows a failure, or is the first of this writer, is whole.
+
+    Args:
+        root: the folder of the versions; made if missing. Versions that are there are kept.
+        file_bytes: the most bytes of tensors in a file, unless one is larger.
+    """
+
+    def __init__(self, root: str | Path, file_bytes: int = _FILE_BYTES) -> None:
+        self._root = Path(root)
+        self._file_bytes = file_bytes
+        self._kept: dict[str, Tensor] = {}
+        self._last: Version | None = None
+
+    def write(self, weights: Iterable[tuple[str, Tensor | None]]) -> Version | None:
+        """Write a version, and return it; None where there are no tensors, as on ranks that a walk gives none.
+
+        Args:
+            weights: all of them, such as `Engine.weights` yields them; they are taken one at a time.
+
+        Raises:
+            CheckpointError: it cannot be written; nothing is left of it.
+        """
+        number = len(_numbers(self._root))
+        folder = self._root / f".{_FOLDER.format(number)}.unfinished"
+        kept, last, self._last = self._kept, self._last, None
+        files = _VersionFiles(folder, "model" if last is None else "delta", self._file_bytes)
+        digests: dict[str, str] = {}
+        try:
+            for name, tensor in weights:
+                if tensor is not None:
+                    values = tensor.detach().cpu().contiguous()
+                    digests[name] = digest_of(values)
+                    files.add(_changed(name, values, None if last is None else kept.get(name)))
+                    _keep(kept, name, values)
+            if not digests:
+                return None
+            chain = _chained("" if last is None else last.chain, digests)
+            num_whole_bytes = sum(kept[name].nbytes for name in digests)
+            version = Version(number, chain, files.num_bytes, num_whole_bytes)
+            files.finish({"version": number, "base": last and last.chain, "chain": chain, "digests": digests})
+            with named_errors("finish", folder):
+                folder.rename(self._root / _FOLDER.format(number))
+                sync_folder(self._root)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._last = version
+        return version
+
+
+class _VersionFiles:
+    """Fills the files of a version, one after the other."""
+
+    def __init__(self, folder: Path, kind: str, file_bytes: int) -> None:
+        self._folder, self._kind, self._file_bytes = folder, kind, file_bytes
+        self._filled: dict[str, Tensor] = {}
+        self._weight_map: dict[str, str] = {}
+        self.num_bytes = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors, and write a file once there are enough."""
+        self._filled |= tensors
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if sum(tensor.nbytes for tensor in self._filled.values()) >= self._file_bytes:
+            self._flush()
+
+    def finish(self, described: Mapping[str, Any]) -> None:
+        """Write what is left, and the description."""
+        self._flush()
+        with named_errors("write", self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self._weight_map}
+            texts = {_NAME: {**described, "files": self._weight_map}}
+            texts |= {INDEX_NAME: index} if self._kind == "model" else {}
+            for name, values in texts.items():
+                with (self._folder / name).open("x", encoding="utf-8") as file:
+                    json.dump(values, file, indent=2)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+    def _flush(self) -> None:
+        if not self._filled:
+            return
+        name = f"{self._kind}-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
+        tensors = sorted(self._filled.items(), key=lambda each: -each[1].element_size())  # as a header orders them
+        entries = [TensorHeader(key, dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors]
+        with named_errors("write", self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / name).open("xb") as file:
+                file.write(encode_header(entries)[0])
+                for _, tensor in tensors:
+                    file.write(memory_of(tensor))
+                file.flush()
+                os.fsync(file.fileno())
+        self._weight_map |= dict.fromkeys(self._filled, name)
+        self._filled.clear()
+
+
+def read_weights(
+    root: str | Path, since: Version | None = None, weights: Mapping[str, Tensor] | None = None
+) -> tuple[Version, dict[str, Tensor]]:
+    """Return the newest version in a folder and its weights, in host memory.
+
+    Args:
+        since: the version of the given `weights`, to which what has changed later is added; None for none.
+
+    Raises:
+        DamagedError: a version is not what was written, or does not follow the one before it.
+        CheckpointError: there is none.
+    """
+    root, version, found = Path(root), since, dict(weights or {})
+    described = {number: _described(root / _FOLDER.format(number)) for number in _numbers(root)}
+    whole = [number for number, values in described.items() if values["base"] is None]
+    start = max(whole, default=0) if since is None else since.number + 1
+    for number in [number for number in described if number >= start]:
+        folder, values = root / _FOLDER.format(number), described[number]
+        base = "" if version is None or values["base"] is None else version.chain
+        if (values["base"] or "") != base or values["chain"] != _chained(base, values["digests"]):
+            raise DamagedError(
+                "version-chain", f"{folder} does not follow the version before it; read from a whole one"
+            )
+        found = _taken(folder, values, found if base else {})
+        version = Version(number, values["chain"], 0, sum(tensor.nbytes for tensor in found.values()))
+    if version is None:
+        raise CheckpointError("no-version", f"{root} has no version of weights; write one by VersionWriter(root).write")
+    return version, found
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes.
+
+    >>> digest_of(torch.zeros(2))[:8], digest_of(torch.zeros(2)) == digest_of(torch.zeros(2).bfloat16())
+    ('af5570f5', False)
+    """
+    return hashlib.sha256(memory_of(tensor.detach().cpu().contiguous())).hexdigest()
+
+
+def _numbers(root: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("-")[2]) for path in root.glob("version-[0-9]*")) if root.is_dir() else []
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    try:
+        values = read_json(folder / _NAME, "read another version")
+    except UntrustedFileError as error:
+        raise DamagedError(error.code, str(error)) from None
+    if not isinstance(values, dict) or {"base", "chain", "digests", "files"} - values.keys():
+        raise DamagedError("version-json", f"{folder / _NAME} does not describe a version; read another one")
+    return values
+
+
+def _chained(before: str, digests: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps([before, sorted(digests.items())]).encode()).hexdigest()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View a tensor as 1-D integers of the same size."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.reshape(-1).view(kinds[tensor.element_size()])
+
+
+def _changed(name: str, values: Tensor, before: Tensor | None) -> dict[str, Tensor]:
+    """Return what a version has of a tensor, in the form of the fewest bytes; nothing where it is as before."""
+    if before is None or before.dtype != values.dtype or before.shape != values.shape:
+        return {name: values}
+    is_changed = _bits(values) != _bits(before)
+    positions = is_changed.nonzero().view(-1)
+    if not positions.numel():
+        return {}
+    changed = values.view(-1)[positions]
+    narrow = positions.to(torch.int32 if values.numel() < 2**31 else torch.int64)
+    mask_bytes = -(-values.numel() // 8)
+    if changed.nbytes + min(narrow.nbytes, mask_bytes) >= values.nbytes:
+        return {name: values}
+    if narrow.nbytes < mask_bytes:
+        return {name: changed, f"{name}{_POSITIONS}": narrow}
+    return {name: changed, f"{name}{_MASK}": torch.from_numpy(np.packbits(is_changed.numpy()))}
+
+
+def _keep(kept: dict[str, Tensor], name: str, values: Tensor) -> None:
+    """Keep a copy of a tensor, in the memory of the one before it."""
+    before = kept.get(name)
+    if before is not None and before.dtype == values.dtype and before.shape == values.shape:
+        before.copy_(values)
+    else:
+        kept[name] = values.clone()
+
+
+def _taken(folder: Path, described: Mapping[str, Any], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a version, all checked; those before it stay as they are."""
+    stored: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    try:
+        for file in sorted(set(described["files"].values())):
+            with safe_open(folder / Path(file).name, "pt") as opened:
+                stored |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
+        for name, digest in described["digests"].items():
+            found[name] = _restored(name, stored, before.get(name))
+            if digest_of(found[name]) != digest:
+                raise DamagedError("weight-digest", f"{name} of {folder} is not what was written; read another version")
+    except (OSError, SafetensorError, KeyError, RuntimeError, IndexError, AttributeError) as error:
+        raise DamagedError("version-torn", f"{folder} cannot be read: {error}; read another version") from error
+    return found
+
+
+def _restored(name: str, stored: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+    if name not in stored:
+        if before is None:
+            raise KeyError(name)
+        return before
+    if f"{name}{_MASK}" in stored or f"{name}{_POSITIONS}" in stored:
+        assert before is not None, "what has changed is of a tensor before it"
+        values = before.clone()
+        if f"{name}{_MASK}" in stored:
+            bits = np.unpackbits(stored[f"{name}{_MASK}"].numpy(), count=values.numel())
+            values.view(-1)[torch.from_numpy(bits).bool()] = stored[name]
+        else:
+            values.view(-1)[stored[f"{name}{_POSITIONS}"].long()] = stored[name]
+        return values
+    return stored[name]

@@ -1,0 +1,228 @@
+"""What is handed over: the tensors of a model under the names of its folder, in one order, cut into groups and buckets.
+
+The order is that of the modules, with all tensors of a block together. Names say what is a block, since receivers know
+no more: one has the same text up to its first number. What precedes all blocks is a group, and so is all other that is
+in none, at the end.
+
+>>> [list(names) for names in layerwise(["embed", "h.0.b", "norm", "h.1.a", "h.0.a"], key=str)]
+[['embed'], ['h.0.b', 'h.0.a'], ['h.1.a'], ['norm']]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.hf.config_files import decoder_config, describe, names_of
+from shardwise.checkpoint.hf.exporter import ExportTensor, folder_parts, in_folder
+from shardwise.checkpoint.hf.families import converted_names
+from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.safetensors_io import dtype_name
+from shardwise.config.resolve import Dtype
+from shardwise.engine.adapters import AdaptedModel
+from shardwise.engine.checkpoint_api import buffer_writer, saved_buffers
+from shardwise.engine.parts import EngineParts
+from shardwise.layout.slicing import Rect, Shape
+from shardwise.runtime.precision import torch_dtype
+from shardwise.zero.weight_gather import ModelTensor
+
+Values = Mapping[str, Tensor]
+Adapters = Literal["merge", "only"] | None
+# What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
+Names = NameMap | Mapping[str, Any] | Literal["hf"] | None
+Each = TypeVar("Each")
+
+
+class WeightInfo(NamedTuple):
+    """Describes a tensor that is handed over."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightItem:
+    """Is what must be whole together, mostly one tensor of the model, and what is handed over of it.
+
+    Attributes:
+        parts: by name of a member, the tensors of a folder that it is.
+        change: makes of the members, whole, what `parts` are cut from; None for the members themselves.
+    """
+
+    members: tuple[ModelTensor, ...]
+    outputs: tuple[WeightInfo, ...]
+    parts: Mapping[str, tuple[WeightPart, ...]]
+    change: Callable[[Values], Values] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the members, whole."""
+        return sum(member.num_bytes for member in self.members)
+
+    def tensors(self, whole: Values) -> list[Tensor]:
+        """Return what is handed over, in the order of `outputs`.
+
+        Args:
+            whole: the members, by name.
+        """
+        values = whole if self.change is None else self.change(whole)
+        blocks = {
+            name: block
+            for member, parts in self.parts.items()
+            for name, _, block in in_folder(parts, Rect.whole(tuple(values[member].shape)), values[member])
+        }
+        return [
+            blocks[name].to(dtype).contiguous() if name in blocks else torch.empty(shape, dtype=dtype)
+            for name, dtype, shape in self.outputs
+        ]
+
+
+def weight_items(parts: EngineParts, names: Names, dtype: Dtype | None, adapters: Adapters) -> list[WeightItem]:
+    """Return what is handed over of an engine's model, in order; the arguments are those of `Engine.weights`.
+
+    Raises:
+        CheckpointError: the folder's tensors are no parts of the model's, two have one name, or one is packed; there
+            are no adapters.
+    """
+    tensors, aliases = _model_tensors(parts, dtype)
+    shapes = {name: each.shape for each in tensors for name in (each.name, *aliases[each.name])}
+    model = AdaptedModel(parts.model, shapes)
+    if adapters == "only":
+        stored = model.adapter_names()
+        own = [each for each in tensors if each.name in stored]
+        items = [_renamed(each, stored[each.name] if names else each.name) for each in own]
+    elif adapters is None and names is None:
+        items = [_renamed(each, each.name) for each in tensors]
+    else:
+        items = list(_base_items(model, tensors, aliases, names, adapters))
+    members = [member for item in items for member in item.members]
+    packed = next((each.name for each in members if each.place is not None and each.place[0].is_opaque), None)
+    if packed is not None and (names is not None or adapters == "merge"):
+        raise CheckpointError(
+            "weights-packed",
+            f"weights are handed over as floating numbers, and parameter {packed} is packed or of integers; in `with "
+            'engine.gathered() as model:` call model.save_pretrained(folder) on rank 0, or take adapters="only"',
+        )
+    return [item for group in layerwise(items, lambda item: item.outputs[0].name) for item in group]
+
+
+def _renamed(tensor: ModelTensor, name: str) -> WeightItem:
+    return _item(tensor, (WeightPart(name, Rect.whole(tensor.shape)),))
+
+
+def _item(tensor: ModelTensor, parts: tuple[WeightPart, ...]) -> WeightItem:
+    outputs = tuple(WeightInfo(part.stored, tensor.dtype, part.stored_shape) for part in parts)
+    return WeightItem((tensor,), outputs, {tensor.name: parts})
+
+
+def _base_items(
+    model: AdaptedModel,
+    tensors: Iterable[ModelTensor],
+    aliases: Mapping[str, tuple[str, ...]],
+    names: Names,
+    adapters: Adapters,
+) -> Iterator[WeightItem]:
+    """Yield the tensors of the model without its adapters; what these are merged into comes with them."""
+    plain, described = model.plain_names, describe(model.base)
+    # A reader of a folder of transformers ties its own parameters.
+    ties = "model_type" in described.get("config", {}) or decoder_config(described) is not None
+    exported = [
+        ExportTensor(
+            *(plain[each.name], others, each.shape, dtype_name(each.dtype)),
+            copies=() if each.place is not None and ties else others,
+        )
+        for each in tensors
+        if each.name in plain
+        for others in [tuple(plain[alias] for alias in aliases[each.name] if alias in plain)]
+    ]
+    rules = hub_rules(model.base, names, {plain[name]: shape for name, shape in model.shapes.items() if name in plain})
+    parts = folder_parts(exported, rules)
+    inside = {name: wrapper for wrapper in model.wrappers for name in model.inside(wrapper) if adapters == "merge"}
+    for wrapper, group in groupby(tensors, lambda each: inside.get(each.name)):
+        members = tuple(group)
+        items = [_item(each, parts[plain[each.name]]) for each in members if each.name in plain]
+        if wrapper is None:
+            yield from items
+            continue
+        yield WeightItem(
+            members,
+            tuple(output for item in items for output in item.outputs),
+            {plain[each.name]: parts[plain[each.name]] for each in members if each.name in plain},
+            partial(model.merged, wrapper),
+        )
+
+
+def hub_rules(model: nn.Module, names: Names, shapes: Mapping[str, Shape]) -> NameMap:
+    """Return the rules for the names of a model's tensors in a folder.
+
+    Args:
+        names: see `Engine.weights`.
+        shapes: of parameters and persistent buffers, whole, by all their names.
+    """
+    if names is None:
+        return NameMap()
+    given = NameMap() if names == "hf" else NameMap.of(names)
+    return given.then(converted_names(model, shapes)).then(names_of(describe(model)))
+
+
+def _model_tensors(parts: EngineParts, dtype: Dtype | None) -> tuple[list[ModelTensor], dict[str, tuple[str, ...]]]:
+    """Return the parameters and persistent buffers in the order of a state dict, and the aliases of each by name."""
+    layout, aliases = parts.layout, dict[str, tuple[str, ...]]()
+    tensors = dict[str, ModelTensor]()
+    for group in layout.model_groups:
+        computed = layout.precision_of(group).param
+        for param in group.params:
+            aliases[param.name] = param.aliases
+            kept = torch_dtype(computed if group.is_opaque else dtype or computed)
+            tensors[param.name] = ModelTensor(param.name, param.global_shape, kept, (group, param))
+    for buffer in saved_buffers(parts):
+        name, shape = buffer.state_shard.name, buffer.state_shard.global_shape
+        aliases[name] = buffer.state_shard.aliases
+        tensors[name] = ModelTensor(name, shape, buffer.buffer.dtype, source=buffer_writer(layout, name))
+    return [tensors[name] for name in _in_module_order(parts.model) if name in tensors], aliases
+
+
+def _in_module_order(model: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers, all of a tied one, in the order of a state dict."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for named in (module.named_parameters, module.named_buffers)
+        for name, _ in named(recurse=False, remove_duplicate=False)
+    ]
+
+
+def layerwise(values: Iterable[Each], key: Callable[[Each], str]) -> list[list[Each]]:
+    """Cut values into groups, one for each block, by their names; see the module.
+
+    Args:
+        key: returns a value's name.
+    """
+    first, last = list[Each](), list[Each]()
+    blocks: dict[str, dict[int, list[Each]]] = {}
+    for value in values:
+        prefix, number = _block_of(key(value))
+        if number is not None:
+            blocks.setdefault(prefix, {}).setdefault(number, []).append(value)
+        else:
+            (last if blocks else first).append(value)
+    numbered = [stack[number] for stack in blocks.values() for number in sorted(stack)]
+    return [group for group in (first, *numbered, last) if group]
+
+
+def _block_of(name: str) -> tuple[str, int | None]:
+    """Return the name up to its first number, and that number."""
+    before = list[str]()
+    for part in name.split("."):
+        if part.isdecimal():
+            return ".".join(before), int(part)
+        before.append(part)
+    return name, None

@@ -1,0 +1,364 @@
+"""The one way out for weights: a source that yields whole tensors under the names of a folder, as often as asked.
+
+A walk gathers a bucket at a time. Before each group, and at the end, the ranks agree: where one has stopped, since what
+it sends to has failed, all others raise, and none is left in a collective.
+
+    rank 0   agree   gather   send h.0   agree   gather   send h.1: fails, stop
+    rank 1   agree   gather              agree   gather              agree: rank 0 has stopped, raise
+
+>>> from torch import nn
+>>> import shardwise
+>>> engine = shardwise.initialize(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), {"run": {"device": "cpu"}})
+>>> source = engine.weights()
+>>> [(name, list(shape)) for name, dtype, shape in source.metadata()][:2]
+[('0.weight', [3, 2]), ('0.bias', [3])]
+>>> [name for name, tensor in source] == [info.name for info in source.metadata()]
+True
+>>> source.groups()
+[['0.weight', '0.bias'], ['1.weight', '1.bias']]
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.deltas import digest_of
+from shardwise.checkpoint.hf.exporter import Block, in_folder
+from shardwise.comm.agreement import listed
+from shardwise.config.errors import ConfigError, EngineError
+from shardwise.config.resolve import Dtype
+from shardwise.engine.adapters import AdaptedModel
+from shardwise.engine.parts import EngineParts, EngineStatus
+from shardwise.engine.weight_items import Adapters, Names, WeightInfo, WeightItem, layerwise, weight_items
+from shardwise.layout.layout import Layout
+from shardwise.layout.slicing import Rect
+from shardwise.runtime.precision import torch_dtype
+from shardwise.runtime.torch_private import persistent_buffers
+from shardwise.zero.weight_gather import WeightReader
+
+BUCKET_BYTES: Final = 2**30
+_ROUND: Final = "weights"
+_ALIGNMENT_BYTES: Final = 16
+_SUBJECT: Final = "the hand-over of weights"
+
+Pair = tuple[str, Tensor | None]
+Yielded = TypeVar("Yielded")
+
+
+class FlatTensor(NamedTuple):
+    """Places a tensor in a bucket, in SGLang's words: `start_idx`, `end_idx` and `numel` count bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """Says what a source yields, to which ranks; see `Engine.weights`."""
+
+    names: Names
+    dtype: Dtype | None
+    adapters: Adapters
+    to_rank: int | None
+    bucket_bytes: int
+
+
+class WeightSource:
+    """Yields the weights of an engine; `Engine.weights` makes it.
+
+    Its methods are those by which vLLM asks a trainer for weights. All ranks walk together; a walk ends before the next
+    one begins, and before anything else is done with the engine.
+    """
+
+    def __init__(self, parts: EngineParts, options: WeightOptions) -> None:
+        num_ranks = parts.comm.world_size
+        if options.to_rank is not None and not 0 <= options.to_rank < num_ranks:
+            raise ConfigError(
+                "weights-rank", f"to_rank={options.to_rank} is none of {num_ranks} ranks; give one, or None for all"
+            )
+        if options.bucket_bytes < 1:
+            raise ConfigError("bucket-bytes", f"bucket_bytes={options.bucket_bytes} holds nothing; give at least 1")
+        self._parts = parts
+        self._options = options
+        self._known: tuple[Layout, list[list[WeightItem]]] | None = None
+
+    def metadata(self) -> list[WeightInfo]:
+        """Return name, dtype and shape of all tensors, in the order in which a walk yields them."""
+        return [info for group in self._groups() for item in group for info in item.outputs]
+
+    def held_names(self) -> list[str] | None:
+        """Return the names of the tensors that a walk gives this rank; None for all."""
+        return None if self._receives else []
+
+    def groups(self) -> list[list[str]]:
+        """Return the names of the tensors that are gathered together, in order: those of a block are a group."""
+        return [[info.name for item in group for info in item.outputs] for group in self._groups()]
+
+    def __iter__(self) -> Iterator[Pair]:
+        """Walk over all tensors; on a rank that gets none, each is None.
+
+        Raises:
+            CommError: another rank has stopped its walk, does not walk, or asks for other tensors.
+            EngineError: the weights have changed since the walk began, or another use of the engine has ended it.
+        """
+        return _Walk(self._parts.status, lambda: _pairs(self._walk()))
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[Tensor | None]]]:
+        """Walk over the groups: the names of each, and its tensors, which are there together. See `__iter__`."""
+        return _Walk(self._parts.status, lambda: _groups(self.groups(), self._walk()))
+
+    def shards(self, *, once: bool = False) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
+        """Yield what this rank holds of each tensor, without a gather: name, values, and where in the tensor these are.
+
+        Values are views of what is stored where their dtype is right and they are in memory. All ranks call it: where
+        parameters are stored whole, a gather after the last step may be under way.
+
+        Args:
+            once: leave out what another rank yields too, so that all ranks together yield each element once.
+        """
+        dtypes = {info.name: info.dtype for info in self.metadata()}
+        for name, place, values in self.blocks(once=once):
+            yield name, values.to(dtypes[name]), tuple(map(slice, place.start, place.stop))
+
+    def blocks(self, *, once: bool = True) -> Iterator[Block]:
+        """Yield the same as an export writes it: rectangles, and values in the dtype in which they are stored.
+
+        Merged weights are gathered, one layer at a time, and one rank has them, in turns.
+        """
+        reader, num_ranks = self._reader(), self._parts.comm.world_size
+        for index, item in enumerate(item for group in self._groups() for item in group):
+            if item.change is None:
+                for member in item.members:
+                    for rect, values in reader.held(member, once=once):
+                        yield from in_folder(item.parts[member.name], rect, values)
+            elif (whole := reader.gather(item.members, [index % num_ranks])) is not None:
+                for (name, _, shape), tensor in zip(item.outputs, item.tensors(whole), strict=True):
+                    yield name, Rect.whole(shape), tensor
+
+    def buckets(self) -> Iterator[tuple[Tensor | None, list[FlatTensor]]]:
+        """Walk as SGLang takes weights: the bytes of a bucket's tensors as one, and a table of them. See `__iter__`."""
+        return _Walk(self._parts.status, lambda: map(_flattened, self._walk()))
+
+    def deliver(
+        self,
+        send: Callable[[list[str], list[Tensor]], object],
+        begin: Callable[[], object] | None = None,
+        end: Callable[[], object] | None = None,
+    ) -> None:
+        """Call `send` with each group, on the ranks that get tensors; all ranks raise what it raises on one.
+
+        Args:
+            begin: called before the first group, on these ranks; and so is `end`, after the last.
+
+        Raises:
+            CommError: one of them has failed, on some rank; or as `__iter__`.
+        """
+
+        def call(*steps: Callable[[], object] | None) -> None:
+            if self._receives:
+                for step in filter(None, steps):
+                    step()
+
+        self._agree(partial(call, begin))
+        for names, tensors in self.iter_groups():
+            self._agree(partial(call, partial(send, names, [tensor for tensor in tensors if tensor is not None])))
+        self._agree(partial(call, end))
+
+    def _agree(self, act: Callable[[], object]) -> None:
+        self._parts.agreement.run(_ROUND, lambda: str(act() or ""), subject=_SUBJECT).checked()
+
+    def digests(self) -> dict[str, str]:
+        """Return the SHA-256 of the bytes of each tensor, by name, on the ranks that get tensors; all ranks call it."""
+        return {name: digest_of(tensor) for name, tensor in self if tensor is not None}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of most parameters."""
+        return torch_dtype(self._options.dtype or self._parts.layout.precision.param)
+
+    @property
+    def base(self) -> nn.Module:
+        """Return the model whose weights these are, without adapters."""
+        base: nn.Module = AdaptedModel(self._parts.model, {}).base
+        return base
+
+    @property
+    def _receives(self) -> bool:
+        return self._options.to_rank in (None, self._parts.comm.rank)
+
+    def _groups(self) -> list[list[WeightItem]]:
+        layout = self._parts.layout
+        if self._known is None or self._known[0] is not layout:
+            options = self._options
+            items = weight_items(self._parts, options.names, options.dtype, options.adapters)
+            self._known = layout, layerwise(items, lambda item: item.outputs[0].name)
+        return self._known[1]
+
+    def _reader(self) -> WeightReader:
+        parts = self._parts
+        computed = self._options.dtype in (None, parts.layout.precision.param)
+        parts.status.check(params_suffice=computed)
+        parts.refuse_if_simulated()
+        return WeightReader(parts.states(), parts.layout, dict(persistent_buffers(parts.model)))
+
+    def _walk(self) -> Iterator[list[Pair]]:
+        """Check that a walk can begin, and return the buckets of all groups."""
+        groups, reader, to_rank = self._groups(), self._reader(), self._options.to_rank
+        receivers = range(self._parts.comm.world_size) if to_rank is None else (to_rank,)
+        note = hashlib.sha256(repr((self.metadata(), to_rank)).encode()).hexdigest()
+        return self._buckets(groups, reader, receivers, _Rounds(self._parts, note))
+
+    def _buckets(
+        self, groups: Sequence[Sequence[WeightItem]], reader: WeightReader, receivers: Sequence[int], rounds: _Rounds
+    ) -> Iterator[list[Pair]]:
+        last = ""
+        try:
+            for group in groups:
+                rounds.agree()
+                for bucket in _filled(group, self._options.bucket_bytes):
+                    with self._parts.failures_explained():
+                        whole = reader.gather([member for item in bucket for member in item.members], receivers)
+                    pairs = [pair for item in bucket for pair in _named(item, whole)]
+                    last = pairs[-1][0] if pairs else last
+                    del whole  # or it would be there while the next one is gathered, and so would the pairs
+                    yield pairs
+                    del pairs
+            rounds.agree()
+        except BaseException:
+            rounds.leave(last)
+            raise
+
+
+class _Rounds:
+    """Lets the ranks agree between the groups of a walk.
+
+    Args:
+        note: says what is walked over, to be compared.
+    """
+
+    def __init__(self, parts: EngineParts, note: str) -> None:
+        self._parts = parts
+        self._num_steps = parts.state.num_steps
+        self._note = note
+        self._is_open = True
+
+    def agree(self) -> None:
+        """Go on where all ranks do.
+
+        Raises:
+            CommError: a rank has stopped, or walks over something else.
+        """
+        self._is_open = False  # if this raises, all ranks know
+        self._parts.agreement.run(_ROUND, self._work, self._judge, _SUBJECT).checked()
+        self._is_open = True
+
+    def leave(self, last: str) -> None:
+        """Let the other ranks know that this one goes on no longer, if they do not."""
+        if self._is_open:
+            stop = EngineError(
+                "walk-stopped", f"its walk was stopped after {last}, mostly since the receiver has failed"
+            )
+            self._parts.agreement.leave(_ROUND, stop, _SUBJECT)
+
+    def _work(self) -> str:
+        if self._parts.state.num_steps != self._num_steps:
+            raise EngineError(
+                "weights-changed", "the engine has taken a step since the walk began; begin a walk after each step"
+            )
+        return self._note
+
+    def _judge(self, notes: Mapping[int, str]) -> str:
+        odd = [rank for rank, note in notes.items() if note != self._note]
+        if odd:
+            raise EngineError(
+                "walks-differ", f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
+            )
+        return ""
+
+
+class _Walk(Iterator[Yielded]):
+    """Is one pass of a source. It ends when it is dropped, and when the engine is used for something else."""
+
+    def __init__(self, status: EngineStatus, begin: Callable[[], Iterator[Yielded]]) -> None:
+        self._status = status
+        self._begin = begin
+        self._values: Iterator[Yielded] | None = None
+        self._is_cut_off = self._is_over = False
+
+    def __next__(self) -> Yielded:
+        if self._is_cut_off:
+            raise EngineError("walk-ended", "another use of the engine has ended this walk; begin another one")
+        if self._values is None:
+            self._values = self._begin()
+            self._status.begin_walk(self)
+        self._is_over = True
+        value = next(self._values)
+        self._is_over = False
+        return value
+
+    def end(self) -> None:
+        """Stop on this rank, if there is more to come; the other ranks raise."""
+        self._is_cut_off = not self._is_over
+        self._values = iter(())
+
+
+def _pairs(buckets: Iterator[list[Pair]]) -> Iterator[Pair]:
+    for bucket in buckets:
+        bucket.reverse()
+        while bucket:
+            yield bucket.pop()  # none is kept here
+
+
+def _groups(groups: list[list[str]], buckets: Iterator[list[Pair]]) -> Iterator[tuple[list[str], list[Tensor | None]]]:
+    for names in groups:
+        tensors: list[Tensor | None] = []
+        while len(tensors) < len(names):
+            tensors += [tensor for _, tensor in next(buckets)]
+        yield names, tensors
+        del tensors
+    next(buckets, None)
+
+
+def _filled(group: Sequence[WeightItem], bucket_bytes: int) -> Iterator[list[WeightItem]]:
+    """Yield items of a group, as many as fit into a bucket, at least one."""
+    bucket: list[WeightItem] = []
+    for item in group:
+        if bucket and sum(each.num_bytes for each in (*bucket, item)) > bucket_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(item)
+    if bucket:
+        yield bucket
+
+
+def _flattened(pairs: list[Pair]) -> tuple[Tensor | None, list[FlatTensor]]:
+    table, end, parts = list[FlatTensor](), 0, list[Tensor]()
+    for name, tensor in pairs:
+        if tensor is not None:
+            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end = start + tensor.nbytes
+            table.append(FlatTensor(name, tensor.shape, tensor.dtype, start, end, end - start))
+            parts.append(tensor.reshape(-1).view(torch.uint8))
+    if not parts:
+        return None, table
+    flat = torch.empty(end, dtype=torch.uint8, device=parts[0].device)
+    for part, place in zip(parts, table, strict=True):
+        flat[place.start_idx : place.end_idx] = part
+    return flat, table
+
+
+def _named(item: WeightItem, whole: Mapping[str, Tensor] | None) -> Iterator[Pair]:
+    tensors = [None] * len(item.outputs) if whole is None else item.tensors(whole)
+    for info, tensor in zip(item.outputs, tensors, strict=True):
+        yield info.name, tensor

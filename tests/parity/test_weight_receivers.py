@@ -1,0 +1,260 @@
+"""Receivers that fail at every step, are slow or stop early: the engine stays sound, and the ranks agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.hand_over import (
+    ReceiverError,
+    SglangReceiver,
+    VllmReceiver,
+    deliver_to_vllm,
+    send_to_sglang,
+    send_to_vllm,
+)
+from harness.pool import WorkerPool
+from shardwise import Engine, initialize
+from shardwise.checkpoint.deltas import digest_of
+from shardwise.comm.records import CommError
+from shardwise.config.errors import CodedError, code_of
+
+Options = Mapping[str, Any]
+STAGE_3: Options = {"zero": {"stage": 3}}
+
+
+def make_engine(options: Options = STAGE_3) -> Engine:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(10, 16), *blocks, nn.Linear(16, 10, bias=False))
+    model[-1].weight = model[0].weight
+    config = {
+        "zero": {"blocks": ["1", "2", "3"]},
+        "run": {"device": "cpu", "timeout_s": 20.0},
+        "optimizer": {"lr": 0.01},
+    }
+    config = {**config, **{key: {**config.get(key, {}), **value} for key, value in options.items()}}
+    return initialize(model, config, loss_fn=lambda output, batch: (output.logsumexp(-1).sum(), output[..., 0].numel()))
+
+
+def train(engine: Engine) -> float:
+    return engine.train_step([torch.arange(6).view(2, 3) + engine.comm.rank]).loss
+
+
+def said(act: Callable[[], object]) -> tuple[str, str]:
+    """The class and the code of what is raised; empty texts where nothing is."""
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, code_of(error, "")
+    return "", ""
+
+
+def hand_over(source: Any, protocol: str, is_sender: bool, fails_at: int | None) -> tuple[tuple[str, str], Any]:
+    """What is raised on a rank, and its receiver."""
+    if protocol == "sglang":
+        buckets = SglangReceiver(fails_at) if is_sender else None
+        return said(lambda: send_to_sglang(source, buckets, "v1")), buckets
+    receiver = VllmReceiver(None if fails_at is None else fails_at + 1) if is_sender else None
+    if receiver is not None:
+        receiver.init_weight_transfer_engine({})
+    send = deliver_to_vllm if protocol == "vllm by deliver" else send_to_vllm
+    return said(lambda: send(source, receiver)), receiver
+
+
+def fail_at_every_step(rank: int, world_size: int, protocol: str) -> list[Any]:
+    """What each rank raises, for each step of a receiver; and the losses of the steps between."""
+    found: list[Any] = []
+    with make_engine() as engine:
+        source = engine.weights(to_rank=0, bucket_bytes=1200)
+        num_names = len(source.metadata())
+        steps = {"sglang": range(4), "vllm": range(2, num_names + 2), "vllm by deliver": range(num_names + 3)}[protocol]
+        for step in (*steps, None):
+            raised, receiver = hand_over(source, protocol, rank == 0, step)
+            digests = source.digests()
+            is_there = receiver is None or receiver.weights.keys() == digests.keys()
+            if step is None and receiver is not None:
+                is_there = {name: digest_of(tensor) for name, tensor in receiver.weights.items()} == digests
+            found.append((raised, is_there, train(engine)))
+    return found
+
+
+def plain_losses(rank: int, world_size: int, num_steps: int) -> list[float]:
+    with make_engine() as engine:
+        return [train(engine) for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "vllm by deliver", "sglang"])
+def test_a_receiver_may_fail_at_every_step(ranks: WorkerPool, protocol: str) -> None:
+    first, second = ranks(2).run(fail_at_every_step, protocol)
+    losses = ranks(2).run(plain_losses, len(first))[0]
+    assert [loss for *_, loss in first] == [loss for *_, loss in second] == losses
+    assert first[-1][:2] == second[-1][:2] == (("", ""), True)
+    for (own, _, _), (other, _, _) in zip(first[:-1], second[:-1], strict=True):
+        if protocol == "vllm by deliver":
+            assert own == other == ("CommError", "rank-failed")
+        else:
+            assert own[0] == "ReceiverError"
+            assert other == ("CommError", "walk-stopped")
+
+
+def deliver_to_failing(rank: int, world_size: int) -> list[Any]:
+    found = []
+    with make_engine() as engine:
+        source = engine.weights(to_rank=1)
+        for phase in ("begin", "send", "end", ""):
+            sent: list[str] = []
+
+            def act(now: str, names: list[str], phase: str = phase, sent: list[str] = sent) -> None:
+                if now == phase and len(sent) >= (3 if now == "send" else 0):
+                    raise ReceiverError("out of order")
+                sent += names
+
+            try:
+                source.deliver(
+                    lambda names, tensors: act("send", names), lambda: act("begin", []), lambda: act("end", [])
+                )
+                found.append(sent)
+            except CodedError as error:
+                found.append((type(error).__name__, error.code, str(error)))
+            train(engine)
+        found.append([name for group in source.groups() for name in group])
+    return found
+
+
+def test_all_ranks_raise_what_a_delivery_raises_on_one(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(deliver_to_failing)
+    assert first[:3] == second[:3]
+    for kind, code, text in first[:3]:
+        assert (kind, code) == ("CommError", "rank-failed")
+        assert "rank 1" in text
+        assert "out of order" in text
+    assert (first[3], second[3]) == ([], second[4])
+
+
+def stop_in_many_ways(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with make_engine({**STAGE_3, "run": {"timeout_s": 3.0}}) as engine:
+        source = engine.weights()
+        names = [info.name for info in source.metadata()]
+
+        def all_of_them() -> None:
+            found["fresh"] = found.get("fresh", True) and [name for name, _ in source] == names
+
+        def break_early() -> None:
+            for index, _ in enumerate(source):
+                if rank == 1 and index == 2:
+                    break
+
+        def break_together() -> None:
+            for _ in source:
+                break
+
+        def interrupt() -> None:
+            for index, _ in enumerate(source.iter_groups()):
+                if rank == 0 and index == 1:
+                    raise KeyboardInterrupt
+
+        def be_slow(seconds: float) -> None:
+            for index, _ in enumerate(source):
+                if rank == 0 and index == 1:
+                    time.sleep(seconds)
+
+        def train_within() -> None:
+            for index, _ in enumerate(source):
+                if index == 2:
+                    train(engine)
+
+        def differ() -> None:
+            for _ in engine.weights(dtype="bf16" if rank else None):
+                pass
+
+        def held() -> None:
+            walk = iter(source)
+            next(walk)
+            train(engine)
+            next(walk)
+
+        acts: dict[str, Callable[[], object]] = {
+            "early": break_early,
+            "together": break_together,
+            "slow": lambda: be_slow(1.0),
+            "too slow": lambda: be_slow(6.0),
+            "train": train_within,
+            "held": held,
+            "differ": differ,
+        }
+        for name, act in acts.items():
+            found[name] = said(act)
+            all_of_them()
+            train(engine)
+        try:
+            interrupt()
+        except KeyboardInterrupt:
+            found["interrupt"] = "interrupted"
+        except CommError as error:
+            found["interrupt"] = error.code
+        all_of_them()
+        found["loss"] = train(engine)
+    return found
+
+
+def test_a_walk_that_is_stopped_leaves_the_engine_sound_and_the_next_one_fresh(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(stop_in_many_ways)
+    assert first["fresh"]
+    assert second["fresh"]
+    assert first["loss"] == second["loss"]
+    assert (first["early"], second["early"]) == (("CommError", "walk-stopped"), ("", ""))
+    assert first["together"] == second["together"] == ("", "")
+    assert first["slow"] == second["slow"] == ("", "")
+    assert second["too slow"] == ("MissingRankError", "rank-missing")
+    assert first["too slow"][0] == "MissingRankError"
+    assert first["train"] == second["train"] == ("EngineError", "walk-ended")
+    assert first["held"] == second["held"] == ("EngineError", "walk-ended")
+    assert first["differ"] == second["differ"] == ("CommError", "walks-differ")
+    assert (first["interrupt"], second["interrupt"]) == ("interrupted", "walk-stopped")
+
+
+def skip(rank: int, world_size: int) -> str:
+    with make_engine({**STAGE_3, "run": {"timeout_s": 1.0}}) as engine:
+        text = ""
+        if rank == 1:
+            try:
+                list(engine.weights())
+            except CommError as error:
+                text = str(error)
+        dist.barrier()
+    return text
+
+
+def test_a_rank_that_skips_the_walk_is_named_and_none_hangs(ranks: WorkerPool) -> None:
+    _, text = ranks(2).run(skip)
+    assert "rank 0" in text
+    assert "weights" in text
+
+
+def walk_offloaded(rank: int, world_size: int) -> list[Any]:
+    found: list[Any] = []
+    with make_engine({**STAGE_3, "precision": {"param": "bf16"}}) as engine:
+        train(engine)
+        source = engine.weights()
+        digests = source.digests()
+        with engine.offloaded(["optimizer", "master"]):
+            found.append(source.digests() == digests)
+            found.append(said(engine.weights(dtype="fp32").digests))
+        with engine.offloaded():
+            found.append(said(source.digests))
+        found.append(source.digests() == digests)
+    return found
+
+
+def test_states_that_are_away_are_refused_unless_they_are_not_needed(ranks: WorkerPool) -> None:
+    away = ("EngineError", "states-offloaded")
+    for found in ranks(2).run(walk_offloaded):
+        assert found == [True, away, away, True]
