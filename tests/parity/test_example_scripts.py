@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -31,7 +32,7 @@ RUNS: Final = {
     "lora": (2, ("--steps", "6")),
     "one_gpu_giant": (1, ("--steps", "4")),
     "pretrain": (1, ("--steps", "4")),
-    "rl_loop": (1, ("--steps", "12")),
+    "rl_loop": (1, ("--folder", "runs/rl", "--steps", "40")),
     "three_d": (2, ("--tp", "1", "--steps", "3")),
 }
 PATIENCE_S: Final = 240
@@ -121,14 +122,23 @@ def check(name: str, output: str, folder: Path) -> None:
     """Judge a script by the losses, or the rewards, that it printed, and by what it has left in its folder."""
     arguments = RUNS[name][1]
     losses, num_steps = losses_of(output), int(arguments[-1])
-    assert list(losses) == list(range(1, num_steps + 1))
     if name == "rl_loop":  # whose loss is no measure of what it learns
-        rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", output)]
-        assert rewards[-1] > 2 * rewards[0]
-    else:
-        assert losses[num_steps] < losses[1]
+        check_rewards(folder / "runs" / "rl", num_steps)
+        return
+    assert list(losses) == list(range(1, num_steps + 1))
+    assert losses[num_steps] < losses[1]
     if name == "lora":
         check_adapter(folder)
+
+
+def check_rewards(folder: Path, num_steps: int) -> None:
+    """The policy learns, and what it is trained with are the probabilities that it sampled with."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["values"]["reward"] for line in lines]
+    assert len(rewards) == num_steps
+    assert sum(rewards[-10:]) > 3 * sum(rewards[:10])
+    assert all(line["values"]["token_mult_prob_error"] < 1.001 for line in lines)
+    assert "values/reward" in (folder / "report.html").read_text()
 
 
 def check_adapter(folder: Path) -> None:
