@@ -79,7 +79,7 @@ def layout_of(
     entries = _entries(facts, config, trained)
     policy, units, stage = precision_policy(config.precision), facts.units, _stage(facts, config, mesh)
     splits = {} if tensor is None else dict(tensor.splits)
-    of_experts = _expert_splits(facts, mesh, is_compiled=config.compile.enabled)
+    of_experts = _expert_splits(facts, mesh, config)
     stages_of = None if pipeline is None else pipeline.stages_of
     below = whole_below(config.zero.keep_whole_below, stage, policy)
     for key in policy.block_keys[:1]:
@@ -104,25 +104,27 @@ def _stage(facts: ModelFacts, config: ResolvedConfig, mesh: MeshShape) -> ZeroSt
     return effective_stage(zero, num_shards, config.tiers, is_scheduled=config.mesh.pp > 1)
 
 
-def _expert_splits(facts: ModelFacts, mesh: MeshShape, *, is_compiled: bool) -> dict[str, ParamSplit]:
+def _expert_splits(facts: ModelFacts, mesh: MeshShape, config: ResolvedConfig) -> dict[str, ParamSplit]:
     """Return how the parameters that experts use are split among the ranks, by each of their names.
 
     What experts share is whole on every rank. Each tp rank uses it for other tokens, so its gradient is their sum.
     """
-    if mesh.ep > 1 and not any(entry.experts for entry in facts.params):
+    has_experts, replays = any(entry.experts for entry in facts.params), config.experts.replay
+    if (mesh.ep > 1 or replays) and not has_experts:
+        key = "experts.replay=true sends tokens to" if mesh.ep == 1 else f"mesh.ep={mesh.ep} divides"
         raise ConfigError(
             "ep-without-experts",
-            f"mesh.ep={mesh.ep} divides experts, and {facts.kind} has none with Hugging Face's interface of experts; "
-            "stack lists of them by shardwise.models.Experts.stacked, or set mesh.ep=1 and zero.stage=3",
+            f"{key} experts, and {facts.kind} has none with Hugging Face's interface of experts; stack lists of them by "
+            "shardwise.models.Experts.stacked, or set mesh.ep=1 and experts.replay=false, and zero.stage=3",
         )
-    if not mesh.divides_experts:
-        return {}
-    if is_compiled and any(entry.experts for entry in facts.params):
+    if config.compile.enabled and has_experts and (mesh.divides_experts or replays):
         raise ConfigError(
             "compile-with-experts",
             "compile.enabled=true compiles a block as one graph, and where its tokens go depends on their values; "
-            "set compile.enabled=false, or mesh.ep=1 and mesh.tp=1",
+            "set compile.enabled=false, or mesh.ep=1, mesh.tp=1 and experts.replay=false",
         )
+    if not mesh.divides_experts:
+        return {}
     splits: dict[str, ParamSplit] = {}
     for entry in facts.params:
         if entry.experts is not None:

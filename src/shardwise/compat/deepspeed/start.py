@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -198,7 +198,7 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 
 
 def _whole_state_dict(model: nn.Module, split: Sequence[str], *given: Any, **options: Any) -> dict[str, Any]:
-    """Return the state dict with the whole of what ranks hold parts of, so that all ranks call it as Accelerate does."""
+    """Return the state dict with the whole of what ranks hold parts of; all ranks call it, as Accelerate does."""
     state: dict[str, Any] = type(model).state_dict(model, *given, **options)
     engine = model.__dict__[ENGINE]()
     if engine is not None and engine.module is model and not engine.is_destroyed:
