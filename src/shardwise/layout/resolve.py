@@ -114,8 +114,8 @@ def _expert_splits(facts: ModelFacts, mesh: MeshShape, config: ResolvedConfig) -
         key = "experts.replay=true sends tokens to" if mesh.ep == 1 else f"mesh.ep={mesh.ep} divides"
         raise ConfigError(
             "ep-without-experts",
-            f"{key} experts, and {facts.kind} has none with Hugging Face's interface of experts; stack lists of them by "
-            "shardwise.models.Experts.stacked, or set mesh.ep=1 and experts.replay=false, and zero.stage=3",
+            f"{key} experts, and {facts.kind} has none with Hugging Face's interface of experts; stack lists of them "
+            "by shardwise.models.Experts.stacked, or set mesh.ep=1 and experts.replay=false, and zero.stage=3",
         )
     if config.compile.enabled and has_experts and (mesh.divides_experts or replays):
         raise ConfigError(
