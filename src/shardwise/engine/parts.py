@@ -261,7 +261,6 @@ class EngineParts:
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
         experts: None where experts have no mesh of their own.
-        balance: None where nothing asks how evenly the experts are used.
     """
 
     model: nn.Module
@@ -284,7 +283,7 @@ class EngineParts:
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
     experts: ExpertLayers | None
-    balance: RouterBalance | None
+    balance: RouterBalance
 
     @property
     def config(self) -> ResolvedConfig:

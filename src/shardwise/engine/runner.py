@@ -21,7 +21,6 @@ from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
-from shardwise.experts.balance import RouterBalance
 from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.device import copied_to
@@ -121,7 +120,7 @@ class RankBatch:
             check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
-        return loss if parts.balance is None else parts.balance.add(loss)
+        return parts.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -155,7 +154,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
     resharded.
     """
     try:
-        with parts.sharding.serving(), _numbers_for(parts, taken), _watched_routers(parts, taken):
+        with parts.sharding.serving(), _numbers_for(parts, taken), parts.balance.forward(taken.num_samples):
             result = read(call_model(parts.model, taken.share.inputs))
             settle_unless_trained(parts)
             return result
@@ -164,10 +163,6 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
         explain_dtypes(error, parts.model, parts.param_dtype)
         refuse_misfit(error, parts.model, taken.share.inputs)
         raise
-
-
-def _watched_routers(parts: EngineParts, taken: RankBatch) -> AbstractContextManager[None]:
-    return nullcontext() if parts.balance is None else parts.balance.forward(taken.num_samples)
 
 
 def settle_unless_trained(parts: EngineParts) -> None:
@@ -227,7 +222,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         share = _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
     taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
-    numbers, routers = _numbers_for(parts, taken, args), _watched_routers(parts, taken)
+    numbers, routers = _numbers_for(parts, taken, args), parts.balance.forward(num_samples)
     with _forward_phase(parts), parts.sharding.serving(), numbers, routers:
         try:
             output = parts.model(*args, **share.inputs)
@@ -240,21 +235,15 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
             output = parts.split_values.results.take(output)
         if share.loss_weight is not None and getattr(output, "loss", None) is not None:
             output.loss = output.loss * share.loss_weight * cp
-        if parts.balance is not None and parts.balance.is_in_loss:
-            _add_balance(parts.balance, output)
+        if parts.balance.is_in_loss:
+            if (loss := getattr(output, "loss", None)) is None:
+                raise ConfigError(
+                    "aux-loss-in-plain-mode",
+                    "the losses of routers are added to the loss of the model's output, which has none; pass labels, "
+                    "or set experts.aux_loss=0 and experts.z_loss=0",
+                )
+            output.loss = parts.balance.add(LossSum(loss, torch.ones_like(loss))).total
     return output
-
-
-def _add_balance(balance: RouterBalance, output: Any) -> None:
-    """Add the losses of routers to that of a model's output, whose mean is taken over the ranks."""
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise ConfigError(
-            "aux-loss-in-plain-mode",
-            "the losses of routers are added to the loss of the model's output, which has none; pass labels, or set "
-            "experts.aux_loss=0 and experts.z_loss=0",
-        )
-    output.loss = balance.add(LossSum(loss, torch.ones_like(loss))).total
 
 
 @contextmanager
