@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.models import ModelCase
+from harness.moe import HIDDEN, NUM_EXPERTS, make_experts
 from harness.reference import Trace, own_loss
 from harness.tensor import CLIP_NORM, SEED, batches_of, train_plainly
 from harness.training import Overrides, make_config, make_optimizer
@@ -94,7 +95,7 @@ def balanced(case: ModelCase, aux: float, z: float, by_sequence: bool = False) -
 
     def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
         routers = watched[-1]
-        total, count = own_loss(routers.model, output, batch)
+        total, count = own_loss(routers.model, output, batch) if case.loss is None else case.loss(output, batch)
         num_groups = len(batch["input_ids"]) if by_sequence else 1
         return total + count * router_loss(routers, num_groups, aux, z), count
 
@@ -155,3 +156,34 @@ def train_with_biases_plainly(
     optimizer_of = partial(moving_biases, rate=rate)
     trace = train_plainly(case, num_data_ranks, num_micro_batches, num_steps, CLIP_NORM, models.append, optimizer_of)
     return replace(trace, parameters={**trace.parameters, **biases_of(models[-1])})
+
+
+class ChainBlock(nn.Module):
+    """A layer of experts of an `nn.Sequential`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, NUM_EXPERTS, bias=False)
+        self.experts = make_experts("mixtral")
+        for parameter in self.experts.parameters():
+            parameter.data *= 0.2
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, HIDDEN)
+        weights, index = self.gate(tokens).softmax(-1).topk(2)
+        computed: Tensor = self.experts(tokens, index, weights)
+        return x + computed.view_as(x)
+
+
+def chain_case() -> ModelCase:
+    """A chain of three layers of experts, whose loss says how much counts."""
+
+    def batch(seed: int, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(num_samples, 4 + seed % 2, HIDDEN, generator=generator, dtype=torch.float64)
+        return x.to(dtype), x.sum(-1).to(dtype)
+
+    def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
+        return (output.sum(-1) - batch[1]).square().sum(), batch[1].numel()
+
+    return ModelCase("chain", lambda: nn.Sequential(*(ChainBlock() for _ in range(3))), batch, loss)

@@ -5,19 +5,32 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from harness.balance import balanced, fixed_length, train_with_biases, train_with_biases_plainly
+from harness.balance import (
+    WatchedRouters,
+    balanced,
+    biases_of,
+    chain_case,
+    fixed_length,
+    router_loss,
+    train_with_biases,
+    train_with_biases_plainly,
+)
 from harness.combinations import cover
 from harness.models import ModelCase
 from harness.moe_models import moe_case
 from harness.pool import WorkerPool
-from harness.reference import Trace, check_parity
-from harness.tensor import CLIP_NORM, mixture, train_on_mesh, train_plainly
-from harness.training import merge_ranks
+from harness.reference import PARITY, Trace, check_parity, max_error
+from harness.tensor import CLIP_NORM, batches_of, mixture, step_batches, train_on_mesh, train_plainly
+from harness.training import make_config, merge_ranks
+from shardwise import initialize
+from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
 
@@ -174,3 +187,94 @@ def test_biases_that_are_frozen_parameters_equal_one_process(
     overrides = {"mesh": mesh, "zero": {"stage": stage}, "experts": {"bias_rate": RATE}}
     traces = ranks(2).run(train_biases, family, 1, overrides)
     check_parity(merge_ranks(traces), moved_plainly(family, num_data_ranks, 1))
+
+
+def save_and_go_on(rank: int, world_size: int, root: Path, overrides: dict[str, Any]) -> dict[str, Tensor]:
+    """Biases and parameters after four steps, the first two of which are saved."""
+    return _steps(root, 0, overrides)
+
+
+def load_and_go_on(rank: int, world_size: int, root: Path, overrides: dict[str, Any]) -> dict[str, Tensor]:
+    return _steps(root, 2, overrides)
+
+
+def _steps(root: Path, first: int, overrides: dict[str, Any]) -> dict[str, Tensor]:
+    case = fixed_length(moe_case("solar_open"))
+    model = case.build(torch.float64, seed=first)
+    sections = {**overrides, "experts": {"bias_rate": RATE, "aux_loss": AUX}}
+    with float64_throughout(), initialize(model, make_config(1, sections)) as engine:
+        if first:
+            engine.load(root)
+        for step in range(first, 4):
+            engine.train_step(batches_of(engine, case, step, 1))
+            if step == 1:
+                engine.save(root)
+        read = {name: engine.read(name) for name, _ in model.named_parameters()}
+    return {**read, **{name: bias.clone() for name, bias in biases_of(model).items()}}
+
+
+RESUMED = {
+    "the same": ({"mesh": {"pp": 2, "ep": 2}}, 0.0),
+    "tp and ep": ({"mesh": {"tp": 2, "ep": 4}, "zero": {"stage": 3}}, 1e-9),
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("target", sorted(RESUMED))
+def test_biases_resume_where_they_were(ranks: WorkerPool, tmp_path: Path, target: str) -> None:
+    """Bit for bit in the same layout; each rank then has the biases of all layers, also of those of other stages."""
+    expected = ranks(4).run(save_and_go_on, tmp_path, RESUMED["the same"][0])[0]
+    overrides, tolerance = RESUMED[target]
+    for found in ranks(4).run(load_and_go_on, tmp_path, overrides):
+        assert all((found[name] - expected[name]).abs().max() <= tolerance for name in expected)
+
+
+def plain_gradients(rank: int, world_size: int, overrides: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    case = fixed_length(mixture())
+    model = case.build(torch.float64)
+    with float64_throughout(), initialize(model, make_config(1, overrides)) as engine:
+        (batch,) = batches_of(engine, case, 0, 1)
+        engine.backward(engine.forward(**batch).loss)
+        gradients = {name: engine.read(name, "grad") for name, _ in model.named_parameters()}
+        return engine.step().loss, gradients
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("mesh", [{"cp": 2, "ep": 2}, {"tp": 2}, {"ep": 4}], ids=str)
+@pytest.mark.parametrize("scope", ["global", "micro-batch"])
+def test_losses_of_routers_join_those_of_plain_mode(ranks: WorkerPool, scope: str, mesh: dict[str, int]) -> None:
+    """The gradient is the mean over data ranks, of the loss of each and of all their routers together."""
+    overrides = {"mesh": mesh, "experts": {"aux_loss": AUX, "z_loss": Z, "aux_scope": scope}}
+    num_data_ranks = 4 // mesh.get("cp", 1) // mesh.get("tp", 1)
+    case = fixed_length(mixture())
+    model = case.build(torch.float64)
+    routers = WatchedRouters(model)
+    with float64_throughout():
+        batches = step_batches(case, 0, num_data_ranks, 1)
+        loss = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            loss = loss + model(**batch).loss / num_data_ranks
+            if scope == "micro-batch":
+                loss = loss + router_loss(routers, 1, AUX, Z) / num_data_ranks
+        if scope == "global":
+            model(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
+            loss = loss + router_loss(routers, 1, AUX, Z)
+        loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for found_loss, found in ranks(4).run(plain_gradients, overrides):
+        assert found_loss == pytest.approx(loss.item(), rel=1e-9)
+        assert max_error(found, expected) <= PARITY
+
+
+def train_chain(rank: int, world_size: int, overrides: Any) -> Trace:
+    case = chain_case()
+    return train_on_mesh(rank, case, overrides, case.loss, 2, NUM_STEPS)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2, "ep": 2}, {"ep": 4}], ids=str)
+def test_losses_of_routers_weigh_as_a_loss_function_counts(ranks: WorkerPool, mesh: dict[str, int]) -> None:
+    """Also in a pipeline of an `nn.Sequential`, whose first stages know no count."""
+    traces = ranks(4).run(train_chain, {"mesh": mesh, "experts": {"aux_loss": AUX, "z_loss": Z}})
+    num_data_ranks = 4 // mesh.get("pp", 1)
+    expected = train_plainly(balanced(chain_case(), AUX, Z), num_data_ranks, 2, NUM_STEPS, CLIP_NORM)
+    check_parity(merge_ranks(traces), expected)

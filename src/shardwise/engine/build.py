@@ -35,7 +35,7 @@ from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
 from shardwise.engine.whole_values import check_of_graphs
 from shardwise.experts.adapter import ExpertLayers
-from shardwise.experts.balance import RouterBalance, balance_of
+from shardwise.experts.balance import RouterBalance
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.param_groups import GroupSpec
@@ -198,7 +198,7 @@ def _make_parts(
     draws = KeyedDraws(config.run.seed, inputs.memory.device, config.mesh.cp)
     sequences, activations, experts, balance = _alter_modules(inputs, resources, draws, cleanup)
     if stages is not None:
-        _undo_at_end(cleanup, stages.install({} if balance is None else {"routers": balance.tables}))
+        _undo_at_end(cleanup, stages.install({"routers": balance.tables}))
         streams, comm_log = resources.tiers.streams, comms.all.comm_log
         pipes = P2PChannels(comm_factory, layout.mesh, streams.device, config.run.timeout_s, streams, comm_log)
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
@@ -263,7 +263,7 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers, RouterBalance | None]:
+) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers, RouterBalance]:
     """Set up attention, split layers, experts, convert linear ones, key dropouts, chunk, recompute and compile, in this
     order.
 
@@ -287,9 +287,8 @@ def _alter_modules(
     experts = ExpertLayers(model, layout, tp, resources.comms.tokens, config.experts)
     cleanup.callback(experts.close)
     mappings = mappings_of(model) if tensor is not None else None
-    balance = balance_of(model, layout, config, resources.comms, mappings.keeps_whole if mappings else bool)
-    if balance is not None:
-        cleanup.callback(balance.close)
+    balance = RouterBalance(model, layout, config, resources.comms, mappings.keeps_whole if mappings else bool)
+    cleanup.callback(balance.close)
     is_simulated = resources.comms.all.is_simulated
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}

@@ -295,7 +295,6 @@ class EngineParts:
         watchdog: None where there is one rank.
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
-        balance: None where nothing asks how evenly the experts are used.
     """
 
     model: nn.Module
@@ -318,7 +317,7 @@ class EngineParts:
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
     experts: ExpertLayers
-    balance: RouterBalance | None
+    balance: RouterBalance
 
     @property
     def config(self) -> ResolvedConfig:

@@ -22,7 +22,6 @@ from shardwise.context.loss_trial import check_loss_by_token
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import agree_on_hooks, open_loss, run_backward, update
 from shardwise.engine.types import EvalResult, StepResult
-from shardwise.experts.balance import RouterBalance
 from shardwise.hf.losses import check_num_items, count_targets, take_num_items
 from shardwise.runtime.batch_errors import refuse_misfit
 from shardwise.runtime.device import copied_to
@@ -132,7 +131,7 @@ class RankBatch:
                 check_loss_by_token(parts.state.loss_fn, output, share.batch, num_tokens, cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
-        return loss if parts.balance is None else parts.balance.add(loss)
+        return parts.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -186,11 +185,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
 @contextmanager
 def _routers_of(parts: EngineParts, taken: RankBatch) -> Iterator[None]:
     """Let routers follow the batch inside, where it names experts, and be watched."""
-    balance = parts.balance
-    with (
-        parts.experts.following(taken.routing),
-        nullcontext() if balance is None else balance.forward(taken.num_samples),
-    ):
+    with parts.experts.following(taken.routing), parts.balance.forward(taken.num_samples):
         yield
 
 
@@ -266,21 +261,15 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
             output = parts.split_values.results.take(output)
         if share.loss_weight is not None and getattr(output, "loss", None) is not None:
             output.loss = output.loss * share.loss_weight * cp
-        if parts.balance is not None and parts.balance.is_in_loss:
-            _add_balance(parts.balance, output)
+        if parts.balance.is_in_loss:
+            if (loss := getattr(output, "loss", None)) is None:
+                raise ConfigError(
+                    "aux-loss-in-plain-mode",
+                    "the losses of routers are added to the loss of the model's output, which has none; pass labels, "
+                    "or set experts.aux_loss=0 and experts.z_loss=0",
+                )
+            output.loss = parts.balance.add(LossSum(loss, torch.ones_like(loss))).total
     return output
-
-
-def _add_balance(balance: RouterBalance, output: Any) -> None:
-    """Add the losses of routers to that of a model's output, whose mean is taken over the ranks."""
-    loss = getattr(output, "loss", None)
-    if loss is None:
-        raise ConfigError(
-            "aux-loss-in-plain-mode",
-            "the losses of routers are added to the loss of the model's output, which has none; pass labels, or set "
-            "experts.aux_loss=0 and experts.z_loss=0",
-        )
-    output.loss = balance.add(LossSum(loss, torch.ones_like(loss))).total
 
 
 @contextmanager
