@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardwise.comm.collectives import Comm
-from shardwise.construction.experts import is_experts, num_experts_of, wrappers_of
+from shardwise.construction.experts import (
+    is_experts,
+    num_experts_of,
+    packed_stack,
+    part_of_packed,
+    stack_names,
+    wrappers_of,
+)
 from shardwise.experts.dispatch import ExpertDispatch
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
@@ -59,6 +66,11 @@ class ExpertLayers:
             same_tokens = None if has_part or tensor.world_size == 1 else tensor
             layer = ExpertLayer(name, self._dispatch, same_tokens)
             self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
+            for stack in stack_names(module) if tokens.world_size > 1 else ():
+                packed = packed_stack(module, stack)
+                if packed is not None:
+                    part = part_of_packed(packed.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
+                    self._undo.append(set_attribute(packed, "quant_state", part))
             for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
                 num_local = num_experts_of(module) // layout.mesh.ep
                 self._undo.append(set_attribute(wrapper, "num_experts", num_local))
