@@ -7,10 +7,13 @@ called with the tokens, the experts that each token goes to, and their weights. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any, Final
 
+import torch
 from torch import nn
 
+from shardwise.config.errors import ConfigError
 from shardwise.layout.facts import ExpertDim
 
 _FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts")
@@ -19,10 +22,13 @@ _ROUTER_NAMES: Final = frozenset({"router", "gate"})  # tell it from other matri
 
 def is_experts(module: nn.Module) -> bool:
     """Say whether a module is a stack of experts, all of them or those of one rank."""
-    down = getattr(module, "down_proj", None)
-    if not (isinstance(down, nn.Parameter) and down.dim() == 3 and all(hasattr(module, flag) for flag in _FLAGS)):
+    if not all(hasattr(module, flag) for flag in _FLAGS):
         return False
-    return len(down) > 0 and num_experts_of(module) % len(down) == 0
+    packed = packed_stack(module, "down_proj")
+    down = getattr(module, "down_proj", None) if packed is None else packed.quant_state
+    if not (isinstance(down, nn.Parameter) or packed is not None) or len(down.shape) != 3:
+        return False
+    return down.shape[0] > 0 and num_experts_of(module) % down.shape[0] == 0
 
 
 def num_experts_of(module: Any) -> int:
@@ -36,6 +42,38 @@ def stack_names(module: nn.Module) -> tuple[str, ...]:
     return weights + tuple(f"{name}_bias" for name in weights if module.has_bias)
 
 
+def packed_stack(module: nn.Module, name: str) -> Any:
+    """Return what unpacks a stack, by its `quant_state`, where bitsandbytes has packed it; None for a plain stack.
+
+    The bytes are then a parameter of the module, `parametrizations.NAME.original`.
+    """
+    packed = getattr(module, "parametrizations", {})
+    return packed[name][0] if name in packed and hasattr(packed[name][0], "quant_state") else None
+
+
+def part_of_packed(state: Any, name: str, ep: int, rank: int) -> Any:
+    """Return what unpacks one rank's experts of a packed stack.
+
+    Raises:
+        ConfigError: an expert is no whole number of the blocks of elements, or of scales, that have a scale.
+    """
+    sizes = [state.shape.numel() // state.shape[0]]
+    for each in filter(None, (state, state.state2)):
+        if sizes[-1] % each.blocksize:
+            raise ConfigError(
+                "opaque-over-ep",
+                f"mesh.ep={ep} divides the packed experts of {name}, and {sizes[-1]} of one are no whole number of "
+                f"blocks of {each.blocksize} that share a scale; set mesh.ep=1",
+            )
+        sizes.append(sizes[-1] // each.blocksize)
+    part = copy(state)
+    part.shape, part.absmax = torch.Size((state.shape[0] // ep, *state.shape[1:])), state.absmax.chunk(ep)[rank]
+    if state.state2 is not None:
+        part.state2 = copy(state.state2)
+        part.state2.absmax = state.state2.absmax.chunk(ep)[rank]
+    return part
+
+
 def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | None]:
     """Return how each parameter that experts use is made of experts, by name; None for one that they share.
 
@@ -47,7 +85,10 @@ def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | N
         if not is_experts(module):
             continue
         num_experts = num_experts_of(module)
-        stacks = {name: ExpertDim(num_experts) for name in stack_names(module)}
+        stacks = {
+            name if packed_stack(module, name) is None else f"parametrizations.{name}.original": ExpertDim(num_experts)
+            for name in stack_names(module)
+        }
         start = f"{prefix}.".removeprefix(".")
         dims |= {start + name: stacks.get(name) for name, _ in module.named_parameters(remove_duplicate=False)}
         dims |= _adapters(prefix, modules, num_experts)

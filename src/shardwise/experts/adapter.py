@@ -17,7 +17,14 @@ from torch.autograd import Function
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ExpertsConfig
-from shardwise.construction.experts import is_experts, num_experts_of, wrappers_of
+from shardwise.construction.experts import (
+    is_experts,
+    num_experts_of,
+    packed_stack,
+    part_of_packed,
+    stack_names,
+    wrappers_of,
+)
 from shardwise.context.batch import main_input
 from shardwise.experts.dispatch import ExpertDispatch
 from shardwise.experts.routers import ROUTED_EXPERTS, Routers, chose_by_topk
@@ -76,6 +83,11 @@ class ExpertLayers:
             same_tokens = None if has_part or tensor.world_size == 1 else tensor
             layer = ExpertLayer(name, dispatch, same_tokens)
             self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
+            for stack in stack_names(module) if tokens.world_size > 1 else ():
+                packed = packed_stack(module, stack)
+                if packed is not None:
+                    part = part_of_packed(packed.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
+                    self._undo.append(set_attribute(packed, "quant_state", part))
             for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
                 num_local = num_experts_of(module) // layout.mesh.ep
                 self._undo.append(set_attribute(wrapper, "num_experts", num_local))

@@ -55,8 +55,9 @@ class Router(nn.Module):
         self.num_chosen = config.num_chosen
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, **factory))
         # It has values on meta too: they are no parameter, which would be drawn later.
-        bias = torch.zeros(config.num_experts, device="cpu" if self.weight.is_meta else self.weight.device)
-        self.register_buffer("e_score_correction_bias", bias if config.router_bias else None)
+        device = "cpu" if self.weight.is_meta else self.weight.device
+        bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.router_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -68,7 +69,7 @@ class Router(nn.Module):
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1)
         bias = self.e_score_correction_bias
-        index = torch.topk(scores if bias is None else scores + bias.to(wide), self.num_chosen, dim=-1).indices
+        index = torch.topk(scores if bias is None else scores + bias.to(scores), self.num_chosen, dim=-1).indices
         weights = scores.gather(-1, index)
         return logits, weights / weights.sum(-1, keepdim=True), index
 
@@ -83,8 +84,9 @@ class Experts(nn.Module):
     """
 
     is_transposed: Final = False
-    is_concatenated: Final = True
     has_post_expert_norm: Final = False
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
 
     def __init__(self, stacks: Mapping[str, nn.Parameter], act_fn: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()

@@ -362,7 +362,9 @@ class FlatBuffer(ABC):
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """Return a parameter's elements as they are in the group, 1-D, in its local shape; bytes in its dtype too."""
         parameter, param = self.parameters[index], self.spec.params[index]
-        return flat.view(parameter.dtype).view(parameter.shape) if self.spec.is_opaque else flat.view(param.shape)
+        if self.spec.is_opaque:
+            return flat.view(parameter.dtype).view(-1, *parameter.shape[1:])  # of experts those of this rank
+        return flat.view(param.shape)
 
     def _views(self) -> list[Tensor]:
         """Return the parameters' places in `full`, which is not freed."""
