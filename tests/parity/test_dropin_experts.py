@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from harness.huggingface import build_model
 from harness.local_hub import train_tokenizer
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from harness.trainer_runs import Run, assert_same_history
 from shardwise.compat import deepspeed
 from shardwise.runtime.float64 import float64_throughout
@@ -71,7 +72,7 @@ ARMS: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, stage, mesh
 NUM_STEPS, BATCH = 6, 4
 
 
-def open_engine(arm: str, num_ranks: int, seed: int = 0) -> Any:
+def open_engine(arm: str, num_ranks: int, seed: int = 0, timeout_s: float = 30.0) -> Any:
     """16 experts in float64, clipped in each step."""
     _, stage, mesh = ARMS[arm]
     torch.manual_seed(seed)
@@ -82,7 +83,7 @@ def open_engine(arm: str, num_ranks: int, seed: int = 0) -> Any:
         "gradient_clipping": 0.1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "shardwise": {"mesh": mesh, "precision": {"param": "fp64"}},
+        "shardwise": {"mesh": mesh, "precision": {"param": "fp64"}, "run": {"timeout_s": timeout_s}},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine
@@ -165,3 +166,15 @@ def test_hf_48569_a_sharded_mixture_resumes_in_any_layout_bit_for_bit(ranks: Wor
             assert all(loaded[key].equal(value) for key, value in states.items())
             norms = [norm for _, norm in found]
             assert norms == pytest.approx([norm for _, norm in expected], rel=0 if target == arm else 1e-9)
+
+
+def save_alone(rank: int, world_size: int) -> None:
+    engine = open_engine("ep 2", world_size, timeout_s=1.0)
+    if rank == 0:
+        with refused("collective-failed", "rank 1 has not started", "experts.gate_up_proj over ep"):
+            engine.module.state_dict()
+
+
+def test_hf_48569_a_save_on_one_rank_alone_names_the_missing_one(ranks: WorkerPool) -> None:
+    """Each rank has experts that are in the whole, so rank 0 would wait for ever."""
+    ranks(2).run(save_alone)

@@ -68,10 +68,11 @@ def main(arguments: Sequence[str]) -> None:
     how = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if given.pop("packed", False) else {}
     torch.set_num_threads(1)
     kind, arguments_of = Trainer, TrainingArguments
-    if given.pop("sft", False):
+    is_sft = given.pop("sft", False)
+    if is_sft:
         from trl import SFTConfig, SFTTrainer
 
-        kind, arguments_of = SFTTrainer, partial(SFTConfig, dataset_kwargs={"skip_prepare_dataset": True})
+        kind, arguments_of = SFTTrainer, partial(SFTConfig, bf16=False, dataset_kwargs={"skip_prepare_dataset": True})
     options = arguments_of(use_cpu=True, report_to="none", logging_steps=1, **given)
     set_seed(options.seed)
     if measure:
@@ -88,6 +89,12 @@ def main(arguments: Sequence[str]) -> None:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
     tokens = torch.randint(3, vocab_size, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
     data: Any = [{"input_ids": row, "labels": row} for row in tokens]
+    if is_sft:
+        from datasets import load_dataset
+
+        rows = Path(arguments[0]).with_name(f"tokens-{os.environ.get('RANK', '0')}.json")
+        rows.write_text("".join(f"{json.dumps({'input_ids': row})}\n" for row in tokens.tolist()))
+        data = load_dataset("json", data_files=str(rows), split="train")
     trainer = kind(model, options, train_dataset=data)
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
     trainer.save_model()
