@@ -263,6 +263,8 @@ def update(parts: EngineParts, forward: Callable[[Any], object]) -> StepResult:
     grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 and count else math.nan if count else 0.0
     # In plain mode a loss that is a mean over no targets may be NaN; its gradients are 0.
     overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum) or parts.losses.is_plain
+    if overflowed and parts.experts is not None:
+        parts.experts.dispatch.check_routing()
     on_nonfinite = parts.config.run.on_nonfinite
     is_taken = (has_loss and not overflowed) or (on_nonfinite == "ignore" and not parts.scaler.is_dynamic)
     can_skip = on_nonfinite == "skip" or (has_loss and parts.scaler.is_dynamic and parts.scaler.can_shrink)

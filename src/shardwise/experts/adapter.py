@@ -50,13 +50,13 @@ class ExpertLayers:
 
     def __init__(self, model: nn.Module, layout: Layout, tensor: Comm, tokens: Comm) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._dispatch = ExpertDispatch(tokens)
+        self.dispatch = ExpertDispatch(tokens)
         modules = dict(model.named_modules(remove_duplicate=False))
         layers = {id(module): (name, module) for name, module in modules.items() if is_experts(module)}
         for name, module in layers.values():
             has_part = _has_part_of_sequence(layout, name)
             same_tokens = None if has_part or tensor.world_size == 1 else tensor
-            layer = ExpertLayer(name, self._dispatch, same_tokens)
+            layer = ExpertLayer(name, self.dispatch, same_tokens)
             self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
             for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
                 num_local = num_experts_of(module) // layout.mesh.ep
@@ -64,14 +64,14 @@ class ExpertLayers:
 
     def forget(self) -> None:
         """Drop what recomputations of the forwards so far would need."""
-        self._dispatch.forget()
+        self.dispatch.forget()
 
     def close(self) -> None:
         """Give the modules their own forwards again."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self._dispatch.close()
+        self.dispatch.close()
 
 
 class _DispatchedExperts(nn.Module):

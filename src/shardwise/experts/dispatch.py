@@ -56,12 +56,14 @@ class Routing:
         by_expert: sorts the choices [N * k].
         arrange: puts received rows into the order of the experts; None where they are in it.
         ends: of the rows of each expert of this rank, as int32; `rows.by_part` has their numbers on the host.
+        poison: NaN if a recomputation has chosen other experts, else 0; None where the host knows that it has not.
     """
 
     by_expert: Permutation
     arrange: Permutation | None
     ends: Tensor
     rows: RowCounts
+    poison: Tensor | None = None
 
 
 class ExpertDispatch:
@@ -76,6 +78,7 @@ class ExpertDispatch:
         self._skew = skew
         self._numbers = count()
         self._saved: dict[int, tuple[Tensor, RowCounts]] = {}
+        self._comparisons: list[tuple[str, Tensor]] = []
         register = self._registry = OpRegistry(comm.is_simulated)
         self._exchange = register(
             "exchange_tokens(Tensor rows, int[] sent, int[] received, str name) -> Tensor",
@@ -101,6 +104,7 @@ class ExpertDispatch:
             EngineError: a recomputation has chosen other experts than its forward.
         """
         to = self._route(index, len(experts.down_proj), name)
+        weights = weights if to.poison is None else weights + to.poison  # a sum saves nothing for its backward
         cast = hidden.to(autocast(experts.down_proj).dtype)
         rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.rows.sent, to.rows.received, name)
         rows = self._multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", _take(rows, to.arrange), to)
@@ -114,9 +118,20 @@ class ExpertDispatch:
         chosen = _take(rows, to.by_expert[::-1]).view(*index.shape, hidden.shape[1])
         return (chosen * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
+    def check_routing(self) -> None:
+        """Raise where a recomputation on a device has chosen other experts; the host waits for the device.
+
+        Raises:
+            EngineError: it has, and the gradients are NaN.
+        """
+        for name, is_changed in self._comparisons:
+            if is_changed:
+                raise _routing_error(name)
+
     def forget(self) -> None:
         """Drop what recomputations of the forwards so far would need."""
         self._saved.clear()
+        self._comparisons.clear()
 
     def close(self) -> None:
         """Remove the registered ops."""
@@ -125,18 +140,14 @@ class ExpertDispatch:
     def _route(self, index: Tensor, num_local: int, name: str) -> Routing:
         num_experts = num_local * self.comm.world_size
         chosen, order = index.reshape(-1).sort(stable=True)
-        number = same_again("experts", self._numbers.__next__)
+        number, poison = same_again("experts", self._numbers.__next__), None
         if number in self._saved:
             # [Note: A recomputation sends the same rows]
             # It exchanges no counts and reads no sizes. With other experts than those of the forward, its rows would
-            # not fit the sizes, or the gradients not the output.
+            # not fit the sizes, or the gradients not the output. On a device the host does not wait to know: the
+            # gradients become NaN, so that the step is not taken, and then `check_routing` finds the layer.
             saved, rows = self._saved[number]
-            if not (is_fake(index) or torch.equal(saved, index.to(saved.dtype))):
-                raise EngineError(
-                    "routing-changed",
-                    f"{name}: the recomputation sends tokens to other experts than the forward did; make the router "
-                    "deterministic, or set recompute.mode=none",
-                )
+            poison = None if is_fake(index) else self._compare(saved.ne(index).any(), name)
         else:
             bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
             counts = torch.searchsorted(chosen, bounds, out_int32=True).diff().view(-1, num_local)
@@ -145,7 +156,17 @@ class ExpertDispatch:
             if is_recorded():
                 self._saved[number] = index.to(torch.int16 if num_experts < 2**15 else torch.int32), rows
         arrange = _arrangement(rows.on_device, sum(rows.received))
-        return Routing(_with_inverse(order), arrange, rows.on_device.sum(0).cumsum(0, dtype=torch.int32), rows)
+        ends = rows.on_device.sum(0).cumsum(0, dtype=torch.int32)
+        return Routing(_with_inverse(order), arrange, ends, rows, poison)
+
+    def _compare(self, is_changed: Tensor, name: str) -> Tensor | None:
+        """Raise at once where the host computes; else remember the comparison, and return the poison."""
+        if kind_of(is_changed.device).is_in_stream_order:
+            self._comparisons.append((name, is_changed))
+            return torch.zeros((), device=is_changed.device).masked_fill_(is_changed, float("nan"))
+        if is_changed:
+            raise _routing_error(name)
+        return None
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         return rows if self.comm.world_size == 1 else _Exchange.apply(self._exchange, rows, sent, received, name)
@@ -155,6 +176,14 @@ class ExpertDispatch:
         bias = autocast(getattr(experts, f"{stack}_bias")) if experts.has_bias else None
         groups = (to.ends, to.rows.by_part, experts.is_transposed)
         return _Product.apply(self._product, rows.to(weight.dtype), weight, bias, *groups)
+
+
+def _routing_error(name: str) -> EngineError:
+    return EngineError(
+        "routing-changed",
+        f"{name}: the recomputation sends tokens to other experts than the forward did; make the router "
+        "deterministic, or set recompute.mode=none",
+    )
 
 
 def _with_inverse(places: Tensor) -> Permutation:
