@@ -10,11 +10,16 @@ Experts are whole on both ranks (`shardwise-2`), gathered for their use (`shardw
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
+from multiprocessing.connection import Connection
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -116,3 +121,70 @@ EXPERT_PEERS: Mapping[str, Peer] = MappingProxyType(
         "transformers-ep": Peer({"fp32": FP32}, build_transformers, "transformers.distributed"),
     }
 )
+
+Times = Mapping[str, list[float]]
+"""Seconds of each call of a step, by part; and rows that the rank's experts get, by layer."""
+
+
+def serve_parts(connection: Connection, system: str, workload: Workload, rank: int) -> None:
+    """Answer each number with the times of so many steps of Shardwise; to be used in the place of `serve_steps`."""
+    from shardwise.experts import dispatch
+
+    times: dict[str, list[float]] = defaultdict(list)
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            found = function(*arguments)
+            times[part].append(time.perf_counter() - start)
+            if part == "counts":
+                times["rows"].append(sum(found.received))
+            return found
+
+        return call
+
+    parts = {
+        "_grouped_product": timed("products", dispatch._grouped_product),
+        "_grouped_outer": timed("products", dispatch._grouped_outer),
+        "_Take": SimpleNamespace(apply=timed("order", dispatch._Take.apply)),
+        "exchange_counts": timed("counts", dispatch.exchange_counts),
+        "exchange_tokens": timed("rows on the wire", dispatch.exchange_tokens),
+    }
+    with ExitStack() as patches:
+        for name, part in parts.items():
+            patches.enter_context(mock.patch.object(dispatch, name, part))
+        route = timed("route", dispatch.ExpertDispatch._route)
+        patches.enter_context(mock.patch.object(dispatch.ExpertDispatch, "_route", lambda *given: route(*given)))
+        step = workload.peers[system].build(workload.model(), workload)
+        connection.send(None)
+        number = 0
+        while num_steps := connection.recv():
+            found: list[Times] = []
+            for _ in range(num_steps):
+                times.clear()
+                timed("step", step)(workload.tokens(number, rank))
+                found.append(dict(times))
+                number += 1
+            connection.send(found)
+
+
+def shares(by_rank: list[Times]) -> dict[str, float]:
+    """What parts of a step take, over the whole of it, as a mean over the ranks; and the skew of the rows.
+
+    An exchange ends on all ranks at once. The rank that comes last does not wait, so its time is that of the sending.
+    """
+    whole = sum(times["step"][0] for times in by_rank)
+    waiting = 0.0
+    for part in ("counts", "rows on the wire"):
+        calls = list(zip(*(times[part] for times in by_rank), strict=True))
+        waiting += sum(sum(call) - len(call) * min(call) for call in calls)
+    sent = sum(sum(times[part]) for times in by_rank for part in ("counts", "rows on the wire")) - waiting
+    rows = list(zip(*(times["rows"] for times in by_rank), strict=True))
+    return {
+        "products": sum(sum(times["products"]) for times in by_rank) / whole,
+        "sorting": sum(sum(times["route"]) - sum(times["counts"]) for times in by_rank) / whole,
+        "moving rows": sum(sum(times["order"]) for times in by_rank) / whole,
+        "sending": sent / whole,
+        "waiting": waiting / whole,
+        "skew": sum(max(layer) for layer in rows) * len(by_rank) / sum(map(sum, rows)),
+    }

@@ -1,7 +1,8 @@
 """Seconds a step of a mixture of experts on two CPU ranks: experts whole, gathered for their use, or divided.
 
 Mixtral of transformers with four layers of hidden size 256, in fp32 over gloo, one thread a rank: 8 and 64 experts, 256
-and 32 tokens a sequence. Systems take turns as in `step_time.py`, and ratios are taken within a round.
+and 32 tokens a sequence. Systems take turns as in `step_time.py`, and ratios are taken within a round. Then the shares
+of the parts of a step with `mesh.ep=2`: of its fastest step, by clocks around them.
 
     python benchmarks/experts.py --quick
     python benchmarks/experts.py --json experts.json
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from expert_peers import EXPERT_PEERS, ExpertWorkload
+from expert_peers import EXPERT_PEERS, ExpertWorkload, serve_parts, shares
+from pairs import Pair
 from step_time import (
     Records,
     measure,
@@ -42,6 +44,21 @@ def aim_line(records: Records) -> str:
     return f"shardwise-ep / {peer}, the fastest other: {reached[peer]:.3f}, aim {AIM:.2f}, {verdict}"
 
 
+def share_line(workload: ExpertWorkload, num_steps: int, timeout_s: float) -> str:
+    """Which part of a step is dispatch, and how uneven the rows of the ranks are."""
+    pair = Pair("shardwise-ep", workload, timeout_s, serve_parts)
+    try:
+        pair.ask(2)
+        steps = list(zip(*pair.ask(num_steps), strict=True))
+    finally:
+        pair.close()
+    fastest = min(steps, key=lambda ranks: max(times["step"][0] for times in ranks))
+    found = shares(list(fastest))
+    skew = found.pop("skew")
+    of_step = ", ".join(f"{part} {100 * share:.1f} %" for part, share in found.items())
+    return f"shardwise-ep, of its fastest step: {of_step}; rows of the fuller rank over the mean {skew:.2f}"
+
+
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; `--quick` changes the defaults, so other flags still count."""
     parser = parser_of(__doc__)
@@ -66,7 +83,8 @@ def main(arguments: Sequence[str]) -> None:
     for num_experts, seq_len in itertools.product(map(int, options.experts), map(int, options.seqs)):
         workload = ExpertWorkload("mixtral", "fp32", seq_len, options.micro_batch, num_experts=num_experts)
         records = measure(workload, options.systems, options, console)
-        report(workload, records, options, [aim_line(records)], content, console)
+        lines = [aim_line(records), share_line(workload, options.rounds * options.steps, options.timeout)]
+        report(workload, records, options, lines, content, console)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,13 @@ def test_streams_change_nothing_and_the_host_waits_once_a_layer() -> None:
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines()]
+    refusals = [line.pop("refusal") for line in found if "refusal" in line]
+    found = [line for line in found if line]
+    assert refusals == ["routing-changed"] * 2
     assert len(found) == 2 * 5  # ranks, orders
     for line in found:
         assert line["differences"] == [], line["order"]
         assert [where.partition(" ")[0] for where in line["waits"]] == ["event"] * 2, line["order"]
+        # In a step two layers, whose recomputations do not wait, and then loss and norm.
+        assert [where.partition(" ")[0] for where in line["step_waits"]] == ["event"] * 3, line["order"]
+        assert line["numbers"] == found[0]["numbers"], line["order"]

@@ -44,6 +44,7 @@ def test_states_of_divided_experts_are_those_of_one_rank(ranks: WorkerPool, vari
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (1, {}),
+    "ep 2": (2, {"mesh": {"ep": 2}, "zero": {"stage": 2}}),
     "ep 4": (4, {"mesh": {"ep": 4}, "zero": {"stage": 1}}),
     "ep 2, stage 3": (4, {"mesh": {"ep": 2}, "zero": {"stage": 3}}),
     "tp 2, ep 4": (4, {"mesh": {"tp": 2, "ep": 4}, "zero": {"stage": 3}}),
@@ -77,6 +78,35 @@ def test_any_layout_loads_divided_experts_bit_for_bit(
     ranks: WorkerPool, tmp_path: Path, source: str, target: str
 ) -> None:
     check_loads(ranks, tmp_path, source, target, {})
+
+
+def pass_on(rank: int, world_size: int, root: Path, out: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    case = mixture(**WIDE)
+    with initialize(case.build(torch.float32, seed=1), make_config(1, overrides)) as engine:
+        engine.load(root)
+        engine.save(out)
+        return states_of(engine)
+
+
+CHAINS = {
+    "ep 4, one rank, ep 2": ("ep 4", "whole", "ep 2"),
+    "stage 3 with ep 2, pp 2 without, ep 4": ("ep 2, stage 3", "pp 2", "ep 4"),
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("chain", sorted(CHAINS))
+def test_resumes_in_turn_keep_every_bit(ranks: WorkerPool, tmp_path: Path, chain: str) -> None:
+    first, *others = CHAINS[chain]
+    sections: dict[str, Any] = {"precision": {"param": "fp32"}}
+    num_ranks, overrides = LAYOUTS[first]
+    saved = ranks(num_ranks).run(save, tmp_path / "0", {**overrides, **sections})[0]
+    for number, name in enumerate(others):
+        num_ranks, overrides = LAYOUTS[name]
+        folders = tmp_path / str(number), tmp_path / str(number + 1)
+        for found in ranks(num_ranks).run(pass_on, *folders, {**overrides, **sections}):
+            assert found.keys() == saved.keys()
+            assert all(found[key].equal(saved[key]) for key in saved)
 
 
 @pytest.mark.parametrize("target", ["ep 2, stage 3", "whole"])
