@@ -28,7 +28,7 @@ from shardwise.runtime.precision import torch_dtype
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import EngineState
 
-_ALIGNMENT_BYTES: Final = 64  # of tensors in a bucket, and of rectangles in a message
+_ALIGNMENT_BYTES: Final = 64  # of rectangles in a message
 _DIRECT_BYTES: Final = 2**15
 _WINDOW_NUMEL: Final = 2**22  # elements that are read from a file at a time
 
@@ -113,15 +113,14 @@ class WeightReader:
                 yield block.rect, self._values(_Piece(tensor, block.rect, block))
 
     def gather(self, tensors: Sequence[ModelTensor], receivers: Sequence[int]) -> dict[str, Tensor] | None:
-        """Return tensors whole, by name, on the ranks that receive them, else None. All ranks call it.
-
-        They share one memory, which is theirs alone.
-        """
+        """Return tensors whole, by name, on the ranks that receive them, else None. All ranks call it."""
         comm, rank = self._comm, self._comm.rank
         for name in dict.fromkeys(each.place[0].name for each in tensors if each.place is not None):
             if name in self._groups:
                 _make_present(self._groups[name])
-        whole = self._allocate(tensors) if rank in receivers else None
+        whole: dict[str, Tensor] | None = None
+        if rank in receivers:
+            whole = {each.name: torch.empty(each.shape, dtype=each.dtype, device=comm.device) for each in tensors}
         sends, packed = dict[int, list[Tensor]](), dict[tuple[tuple[str, Rect], ...], list[Tensor]]()
         for receiver in receivers:
             pieces = list(self._pieces(tensors, rank, receiver))
@@ -191,14 +190,6 @@ class WeightReader:
         group = self._groups[spec.name]
         flat = _flat(group, block.offset, block.box.numel, self._is_exact(piece.tensor, spec))
         return flat.view(block.box.shape)[block.inside.slices_in(block.box)]
-
-    def _allocate(self, tensors: Sequence[ModelTensor]) -> dict[str, Tensor]:
-        sizes = [-(-each.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for each in tensors]
-        parts = torch.empty(sum(sizes), dtype=torch.uint8, device=self._comm.device).split(sizes)
-        return {
-            each.name: part[: each.num_bytes].view(each.dtype).view(each.shape)
-            for each, part in zip(tensors, parts, strict=True)
-        }
 
     def _pack(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """Return what is sent: pieces that are received in their place, and a message with the others."""
