@@ -90,6 +90,10 @@ class Walk(Protocol):
         """End it on this rank, and let the others know."""
 
 
+def _no_walk() -> None:
+    """Return the walk of an engine that hands nothing over."""
+
+
 class EngineStatus:
     """Tracks whether an engine is open, its states whole and in place, its gradients complete.
 
@@ -115,7 +119,7 @@ class EngineStatus:
         self._is_closed = self.is_in_backward = False
         self.away: MemoryRelease | None = None
         self.integrity = Integrity.WHOLE
-        self._walk: weakref.ref[Walk] | None = None
+        self._walk: Callable[[], Walk | None] = _no_walk
 
     def close(self) -> bool:
         """Close it for good, and say whether it was open."""
@@ -130,9 +134,18 @@ class EngineStatus:
         """Note that gradients are complete, or have been dropped."""
         self.is_in_backward = False
 
-    def begin_walk(self, walk: Walk) -> None:
-        """Note that weights are handed over: any other use of the engine ends that."""
-        self._walk = weakref.ref(walk)
+    def begin_walk(self, walk: Walk, is_kept: bool = False) -> None:
+        """Note that weights are handed over: any other use of the engine ends that.
+
+        Args:
+            is_kept: the engine alone refers to the walk; otherwise it is over once its user drops it.
+        """
+        self._walk = (lambda: walk) if is_kept else weakref.ref(walk)
+
+    def take_walk(self) -> Walk | None:
+        """Return the walk that is under way, which the caller ends from now on."""
+        walk, self._walk = self._walk(), _no_walk
+        return walk
 
     def release(self, states: MemoryRelease) -> None:
         """Note that states are away."""
@@ -166,8 +179,7 @@ class EngineStatus:
         Raises:
             EngineError: it names what is away.
         """
-        walk, self._walk = self._walk and self._walk(), None
-        if walk is not None:
+        if (walk := self.take_walk()) is not None:
             walk.end()
         if self._is_closed:
             raise EngineError("engine-closed", "the engine is closed; call shardwise.initialize for a new one")

@@ -83,6 +83,52 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
         yield
 
 
+class _UnitRead:
+    """Is a walk over parameters, one at a time, while one unit of them is whole.
+
+    Attributes:
+        last: of the unit's parameters, in the model's order.
+        context: keeps the unit whole.
+    """
+
+    def __init__(self, parts: EngineParts, unit: str) -> None:
+        groups = [group for group in parts.sharding.groups if group.spec.unit == unit]
+        inside = {id(parameter) for group in groups for parameter in group.parameters}
+        self.unit, self.context = unit, ExitStack()
+        self.last = [parameter for parameter in parts.model.parameters() if id(parameter) in inside][-1]
+        self.context.enter_context(gathered_groups(parts, None, groups))
+
+    def end(self) -> None:
+        self.context.close()
+
+
+@contextmanager
+def gathered_in_turn(parameter: nn.Parameter) -> Iterator[None]:
+    """Make one of many parameters whole that are read one after the other, as `gathered` makes it.
+
+    Its unit is gathered once for all of them: it stays whole, until its last parameter was read, one of another unit
+    is asked for, or the engine is used otherwise.
+    """
+    parts = _ENGINE_OF.get(id(parameter))
+    groups = [] if parts is None else parts.sharding.groups
+    unit = next((group.spec.unit for group in groups if any(each is parameter for each in group.parameters)), None)
+    if parts is None or unit is None or parts.status.is_in_backward:
+        with gathered([parameter]):
+            yield
+        return
+    read = parts.status.take_walk()
+    if not isinstance(read, _UnitRead) or read.unit != unit:
+        if read is not None:
+            read.end()
+        read = _UnitRead(parts, unit)
+    with ExitStack() as stack:
+        stack.push(read.context)
+        yield
+        if parameter is not read.last:
+            stack.pop_all()
+            parts.status.begin_walk(read, is_kept=True)
+
+
 def _source(mesh: MeshShape, modifier_rank: int) -> int:
     """Return which of the ranks that average gradients is the one that writes.
 

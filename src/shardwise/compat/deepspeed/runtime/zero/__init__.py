@@ -17,7 +17,7 @@ from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.zero.attributes import ZeroParamStatus as ZeroParamStatus
 from shardwise.compat.deepspeed.runtime.zero.attributes import mark, shown_as_whole
 from shardwise.construction.context import init
-from shardwise.engine.state_api import gathered
+from shardwise.engine.state_api import gathered, gathered_in_turn
 from shardwise.runtime.module_calls import watch_registrations
 from shardwise.runtime.precision import TORCH_DTYPES
 
@@ -79,14 +79,19 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Make parameters whole inside the context, which all ranks enter; the arguments are those of DeepSpeed."""
+    """Make parameters whole inside the context, which all ranks enter; the arguments are those of DeepSpeed.
+
+    Scripts that hand weights over read one parameter at a time, so the others of its unit are gathered with it.
+    """
     if not enabled:
         yield
         return
     listed = [params] if isinstance(params, nn.Parameter) else list(params)
     # DeepSpeed passes over the others.
     owned = [parameter for parameter in listed if isinstance(parameter, nn.Parameter)]
-    with gathered(owned, modifier_rank=modifier_rank), shown_as_whole(owned):
+    is_in_turn = len(owned) == 1 and modifier_rank is None
+    context = gathered_in_turn(owned[0]) if is_in_turn else gathered(owned, modifier_rank=modifier_rank)
+    with context, shown_as_whole(owned):
         yield
 
 
