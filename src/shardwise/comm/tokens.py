@@ -50,7 +50,7 @@ def exchange_counts(comm: Comm, counts: Tensor, num_rows: int, name: str, skew: 
     n, num_parts = counts.shape
     received, call = _exchange(comm, counts, [1] * n, [1] * n, name, None) if n > 1 else (counts, None)
     if comm.is_simulated:
-        come = ceil(num_rows * skew)
+        come = min(ceil(num_rows * skew), num_rows * n)
         return RowCounts(_evenly(num_rows, n), _evenly(come, n), _evenly(come, num_parts), received)
     sums = torch.cat([counts.sum(1), received.sum(1), received.sum(0)])
     numbers = comm.comm_log.start_read(sums, comm.device, call)()

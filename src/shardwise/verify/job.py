@@ -38,7 +38,7 @@ from shardwise.models.shrink import (
 from shardwise.schedule.pipelines import placement_of
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.setup import check_job, job_layout
-from shardwise.verify.model import ModelSpec, build_skeleton
+from shardwise.verify.model import ModelSpec, build_skeleton, expert_sizes
 
 MOST_PROCESSES: Final = 16
 _MOST_VIRTUAL_STAGES: Final = 2
@@ -272,6 +272,8 @@ def _small_config(
 ) -> tuple[Config, list[str]]:
     """Return the small run's config, and the changes from the run's besides mesh and model."""
     skeleton = build_skeleton(model)
+    sizes, experts = expert_sizes(skeleton), resolved.experts
+    skew = min(experts.skew, sizes.num_experts / sizes.num_chosen) if sizes is not None else 1.0
     accumulation = fold_micro_batches(resolved.batch.accumulation or 1, resolved.mesh.pp, folded.pp)
     attention = DecoderConfig.from_values(model.values).attention if model.kind == "decoder" else resolved.attention
     updates: dict[str, dict[str, Any]] = {
@@ -287,6 +289,7 @@ def _small_config(
             "secondary_shard": min(resolved.zero.secondary_shard, 1),  # more are no fewer than the folded ranks
         },
         "tiers": {"bind_cores": False, "cores": None, "pin_memory": False},
+        "experts": {"replay": sizes is not None and (experts.replay or skew > 1), "skew": skew},
         "attention": {"block": attention.block},
         "tensor": {"overlap_chunks": min(resolved.tensor.overlap_chunks, _MOST_CHUNKS)},
         "context": _small_context(resolved.context),

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import ConfigError
+from shardwise.construction.experts import is_experts, num_experts_of
 from shardwise.models import Decoder, DecoderConfig, lm_loss
+from shardwise.models.shrink import CHOICE_NAMES
 from shardwise.runtime.keyed_rng import derive_seed, init_parameters, keyed_generator
 
 IGNORED: Final = -100
@@ -84,6 +86,33 @@ def make_batch(spec: ModelSpec, seed: int, step: int, number: int, shape: tuple[
         "attention_mask": mask,
         "labels": tokens.masked_fill(mask == 0, IGNORED),
     }
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Holds how many layers of experts a model has, how many experts each, and how many of them a token goes to."""
+
+    num_layers: int
+    num_experts: int
+    num_chosen: int
+
+
+def expert_sizes(model: Any) -> ExpertSizes | None:
+    """Return the sizes of a model's experts; None where it has none, or their routers have no known size."""
+    nums = [num_experts_of(module) for module in model.modules() if is_experts(module)]
+    config = model.config.get_text_config() if nums and hasattr(model, "config") else None
+    chosen = [getattr(config, name) for name in CHOICE_NAMES if isinstance(getattr(config, name, None), int)]
+    return ExpertSizes(len(nums), min(nums), chosen[0]) if chosen else None
+
+
+def skewed_routing(sizes: ExpertSizes, shape: tuple[int, int], skew: float, generator: torch.Generator) -> Tensor:
+    """Return experts [B, S, L, k] for tokens [B, S]: in each layer the first has `skew` times the mean of all."""
+    num_tokens, num_layers = shape[0] * shape[1], sizes.num_layers
+    scores = torch.rand(num_tokens, num_layers, sizes.num_experts, generator=generator)
+    places = torch.rand(num_tokens, num_layers, generator=generator).argsort(0).argsort(0)
+    num_first = round(skew * num_tokens * sizes.num_chosen / sizes.num_experts)
+    scores[..., 0] = torch.where(places < num_first, 2.0, -1.0)
+    return scores.topk(sizes.num_chosen)[1].view(*shape, num_layers, sizes.num_chosen)
 
 
 def _decoder_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

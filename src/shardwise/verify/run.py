@@ -13,6 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from shardwise.config.resolve import Config
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
+from shardwise.experts.routers import ROUTED_EXPERTS, Routers
 from shardwise.hf.losses import count_targets, shifts_labels
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.host import show_list
@@ -36,9 +38,10 @@ from shardwise.optim.muon import FUSED
 from shardwise.optim.rules import IS_MATRIX, build_optimizer
 from shardwise.optim.schedules import own_scheduler
 from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.keyed_rng import keyed_generator
 from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error
 from shardwise.verify.job import VerifyJob, small_layout
-from shardwise.verify.model import build_for_engine, build_whole, loss_of, make_batch
+from shardwise.verify.model import build_for_engine, build_whole, expert_sizes, loss_of, make_batch, skewed_routing
 
 _JOB_NAME, _TRACE_NAME = "job.json", "trace.safetensors"
 _SWAP_NAME: Final = "swap"
@@ -179,9 +182,12 @@ def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) 
     loss_fn = loss_of(job.model)
     total, total_count = 0.0, 0.0
     for number in range(accumulation * num_data_ranks):
-        batch = make_batch(job.model, job.config.run.seed, step, number, (micro_size, job.seq_len))
-        with draws.at(step, number // num_data_ranks, number * micro_size, micro_size):
-            output = model(batch[0]) if loss_fn is not None else model(**batch)
+        batch = _batch(job, model, step, number)
+        at = draws.at(step, number // num_data_ranks, number * micro_size, micro_size)
+        with closing(Routers(model)) as routers, at:
+            routing = batch.pop(ROUTED_EXPERTS, None) if job.config.experts.replay else None
+            with routers.following(routing):
+                output = model(batch[0]) if loss_fn is not None else model(**batch)
         loss_sum, count = _own_loss(model, output.loss, batch) if loss_fn is None else loss_fn(output, batch)
         loss_sum.backward()
         total += loss_sum.item()
@@ -289,8 +295,17 @@ def _batches(job: VerifyJob, engine: Engine, step: int) -> list[Any]:
     mesh, batch = engine.layout.mesh, engine.config.batch
     first, num = mesh.data_index(engine.comm.rank), mesh.num_data_ranks
     numbers = range(first, (batch.accumulation or 1) * num, num)
-    shape = (batch.micro_size or 1, job.seq_len)
-    return [make_batch(job.model, engine.config.run.seed, step, number, shape) for number in numbers]
+    return [_batch(job, engine.model, step, number) for number in numbers]
+
+
+def _batch(job: VerifyJob, model: nn.Module, step: int, number: int) -> Any:
+    """Return one micro-batch, with the experts of its tokens where these are replayed; `number` as in `make_batch`."""
+    section, seed, shape = job.config.experts, job.config.run.seed, (job.config.batch.micro_size or 1, job.seq_len)
+    batch = make_batch(job.model, seed, step, number, shape)
+    if section.replay and (sizes := expert_sizes(model)) is not None:
+        generator = keyed_generator(seed, "verify", "experts", step, number)
+        batch[ROUTED_EXPERTS] = skewed_routing(sizes, shape, section.skew, generator)
+    return batch
 
 
 def _read(engine: Engine) -> dict[str, Tensor]:
