@@ -177,9 +177,7 @@ def residual_lines(rows: Sequence[Scored]) -> list[str]:
         held = " ".join(f"{name}={size / 2**30:.1f}" for name, size in worst.peak.items() if size > 2**26)
         s = price.config
         mesh, pipeline, batch = s.mesh, s.pipeline, s.batch
-        layout = (
-            f"tp{mesh.tp} pp{mesh.pp}v{pipeline.virtual_stages} dp{num_data_ranks(s)} cp{mesh.cp} ep{price.job.ep} "
-        )
+        layout = f"tp{mesh.tp} pp{mesh.pp}v{pipeline.virtual_stages} dp{num_data_ranks(s)} cp{mesh.cp} ep{mesh.ep} "
         layout += f"z{s.zero.stage} mb{batch.micro_size}x{batch.accumulation} {s.recompute.mode} {product_dtype(s)} "
         layout += pipeline.schedule
         ratio = "    -" if each.time_ratio is None else f"{each.time_ratio:5.2f}"

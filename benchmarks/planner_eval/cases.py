@@ -113,7 +113,8 @@ def read_case(row: Row) -> Case:
     refused = refusal(row)
     if refused is not None:
         return dataclasses.replace(case, refusal=refused)
-    shape, cluster = _shape(_section(row, "model")), _cluster(_section(row, "hardware"))
+    etp = int(_section(row, "parallel").get("etp") or 1)
+    shape, cluster = _shape(_section(row, "model"), etp), _cluster(_section(row, "hardware"))
     framework = _section(row, "parallel").get("framework")
     if framework and codes.runs_all_experts(framework, shape.name) and shape.experts is not None:
         experts = dataclasses.replace(shape.experts, num_chosen=shape.experts.num_experts)
@@ -129,7 +130,6 @@ def read_case(row: Row) -> Case:
         global_batch=config.batch.global_size,
         cluster=cluster,
         traits=traits_of(row, shape, config, cluster.gpu),
-        ep=int(_section(row, "parallel").get("ep") or 1),
     )
     return dataclasses.replace(
         case,
@@ -175,7 +175,7 @@ def _op_times(written: Mapping[str, float] | None) -> OpTimes | None:
     )
 
 
-def _shape(model: Mapping[str, Any]) -> ModelShape:
+def _shape(model: Mapping[str, Any], etp: int = 1) -> ModelShape:
     layers, hidden = int(model["layers"]), int(model["hidden"])
     heads = int(model.get("heads") or _usual_heads(hidden))
     written = str(model.get("ffn_type") or "").lower()
@@ -200,7 +200,7 @@ def _shape(model: Mapping[str, Any]) -> ModelShape:
         has_biases=written.startswith("gelu"),
         num_positions=seq_len if not is_gated and "relu" not in written else 0,
         window=_window(attention, seq_len),
-        experts=_experts(model.get("moe"), ffn_size),
+        experts=_experts(model.get("moe"), ffn_size, etp),
         name=str(model.get("name") or "model"),
     )
 
@@ -228,14 +228,15 @@ def _window(attention: str, seq_len: int) -> int | None:
     return max(1, (seq_len + min(seq_len, 2 * numbers[0])) // 4)
 
 
-def _experts(moe: Mapping[str, Any] | None, dense_ffn_size: int) -> Experts | None:
+def _experts(moe: Mapping[str, Any] | None, dense_ffn_size: int, etp: int = 1) -> Experts | None:
+    """Return the experts; where each is split over `etp` ranks, its parts, which are experts that tokens all go to."""
     if not moe or not moe.get("experts"):
         return None
     return Experts(
-        num_experts=int(moe["experts"]),
-        num_chosen=int(moe.get("top_k") or 1),
-        ffn_size=int(moe.get("moe_ffn") or dense_ffn_size),
-        num_shared=int(moe.get("shared") or 0),
+        num_experts=etp * int(moe["experts"]),
+        num_chosen=etp * int(moe.get("top_k") or 1),
+        ffn_size=int(moe.get("moe_ffn") or dense_ffn_size) // etp,
+        num_shared=etp * int(moe.get("shared") or 0),
         num_dense_layers=int(moe.get("first_dense_layers") or 0),
     )
 
@@ -312,6 +313,7 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
             "mesh.dp_shard": shard,
             "mesh.cp": cp,
             "mesh.tp": tp,
+            "mesh.ep": _expert_ranks(p, shape, shard * cp * tp),
             "zero.stage": int(stage),
             "batch.micro_size": micro_size,
             "batch.accumulation": num_micro_batches,
@@ -328,6 +330,12 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
         },
     )
     return config, global_batch, tuple(guesses)
+
+
+def _expert_ranks(p: Mapping[str, Any], shape: ModelShape, num_model_ranks: int) -> int:
+    """Return the ranks that divide the experts: as many as are written, if so many ranks and experts can be."""
+    written = int(p.get("ep") or 1) * int(p.get("etp") or 1)
+    return math.gcd(written, num_model_ranks, shape.experts.num_experts) if shape.experts else 1
 
 
 def _batch(p: Mapping[str, Any], dp: int, pp: int) -> tuple[int, int, int]:

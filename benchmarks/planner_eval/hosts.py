@@ -97,7 +97,7 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
             param_s=TRAINER_PARAM_S,
         )
     shards_s = _shards_s(code, s, num_adapted)
-    more, num_syncs = _of_experts(code, found, job)
+    more, num_syncs = _of_experts(code, found, job, s)
     found = dataclasses.replace(
         found,
         launches=_launches(code, found, job, s, num_adapted),
@@ -151,13 +151,13 @@ def _shards_s(code: Code, s: ResolvedConfig, num_adapted: int) -> float:
     return num_units * FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)
 
 
-def _of_experts(code: Code, found: HostCosts, job: PlanJob) -> tuple[tuple[float, float], float]:
+def _of_experts(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) -> tuple[tuple[float, float], float]:
     """Return the kernels more of a block with experts in both passes, and the waits for the device in each."""
     experts = job.shape.experts
     if experts is not None and code.name == "torchtitan":
-        return TORCHTITAN_EXPERTS, 1.0 * (job.ep > 1)
+        return TORCHTITAN_EXPERTS, 1.0 * (s.mesh.ep > 1)
     if experts is not None and code.name in TRAINERS and not code.groups_experts:
-        num_local = experts.num_experts / job.ep
+        num_local = experts.num_experts / s.mesh.ep
         return (num_local * EXPERT_LAUNCHES[0], num_local * EXPERT_LAUNCHES[1]), 2.0 * num_local
     return found.experts_launches, 0.0
 
@@ -166,7 +166,7 @@ def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) 
     module_s = EARLY_ENGINE_MODULE_S if code.year < 2025 else ENGINE_MODULE_S
     experts = job.shape.experts
     share = job.shape.num_expert_layers / job.shape.num_layers
-    num_local = experts.num_experts / job.ep if experts else 0.0
+    num_local = experts.num_experts / s.mesh.ep if experts else 0.0
     num_modules = NUM_ENGINE_MODULES + share * NUM_ENGINE_EXPERT_MODULES
     num_params = NUM_PARAMS + share * 2 * num_local
     forward_s = num_modules * module_s + share * 2 * num_local * GROUPED_LAUNCH_S
@@ -177,6 +177,6 @@ def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) 
         experts_launches=ENGINE_EXPERTS,
         launch_s=LAUNCH_S,
         backward_launch_s=BACKWARD_LAUNCH_S,
-        num_syncs=2.0 * (job.ep > 1),
+        num_syncs=2.0 * (s.mesh.ep > 1),
         block_s=(forward_s, backward_s + MAIN_GRAD_S * num_params * trains_all(s)),
     )

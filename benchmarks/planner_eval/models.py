@@ -20,9 +20,9 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
-from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageTable, is_of_experts
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageTable
 from shardwise.planner.host_time import HostCosts, HostTimes
-from shardwise.planner.job import SCALE_BYTES, ModelShape, PlanJob, param_of, product_dtype, trains_all
+from shardwise.planner.job import SCALE_BYTES, ModelShape, PlanJob, changed, param_of, product_dtype, trains_all
 from shardwise.planner.memory import (
     CONTEXT_BYTES,
     BlockBytes,
@@ -106,6 +106,10 @@ class PublishedLayout(FoldedLayouts):
 
     def __init__(self, job: PlanJob) -> None:
         super().__init__(job, PublishedStages(job))
+
+    def _fold(self, config: ResolvedConfig, pipeline_rank: int) -> FoldedLayout:
+        """Let blocks be compiled beside experts that are divided, which our engine refuses."""
+        return super()._fold(changed(config, {"compile.enabled": False}), pipeline_rank)
 
     def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         totals = super()._bytes_at_rest(config, pipeline_rank, tier)
@@ -271,7 +275,7 @@ class PublishedMemoryModel(MemoryModel):
         if experts is None:
             return 0.0
         tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)] / s.mesh.tp
-        brought = experts.num_chosen * self.job.shape.hidden_size if self.job.ep > 1 else 0
+        brought = experts.num_chosen * self.job.shape.hidden_size if s.mesh.ep > 1 else 0
         return tokens * (experts.num_chosen * experts.ffn_size - brought)
 
     def _of_device(self, config: ResolvedConfig, moving_bytes: float) -> dict[str, float]:
@@ -296,8 +300,12 @@ class PublishedMemoryModel(MemoryModel):
         if traits.widens_stream and not traits.casts_weights:  # the tables too
             states["params"] += 2 * DTYPE_BYTES["bf16"] * shape.vocab_size * shape.hidden_size / (1 + shape.is_tied)
         if traits.packs_experts and shape.experts is not None:
-            folds = [fold for fold in self.layouts.rank(config, rank).folds if is_of_experts(fold.group)]
-            stored = sum(fold.count * fold.group.padded_numel / fold.group.num_shards for fold in folds)
+            stored = sum(
+                fold.count * param.numel / fold.group.num_shards
+                for fold in self.layouts.rank(config, rank).folds
+                for param in fold.group.params
+                if ".experts." in param.name and ".lora_" not in param.name
+            )
             states["params"] -= stored * (DTYPE_BYTES["bf16"] - PACKED_EXPERT_BYTES)
         more = (1 - 1 / config.mesh.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
         return {name: size * (1 + more / numel) for name, size in states.items()}
@@ -354,7 +362,9 @@ class PublishedComputeModel(ComputeTimeModel):
                 linear, part = GemmShape(tokens, ffn / s.mesh.tp, shape.hidden_size), 1 - share
             seconds += part * self._linears([linear], s, product_dtype(s)).forward_s
         if again.dense and share < 1:
-            seconds += (1 - share) * self._linears(self._ffn_linears(s, ffn, tokens), s, product_dtype(s)).forward_s
+            seconds += (1 - share) * self._linears(
+                self._ffn_linears(s, ffn / s.mesh.tp, tokens), s, product_dtype(s)
+            ).forward_s
         if again.experts and share > 0:
             experts = self._linears(self._expert_linears(s), s, product_dtype(s)).plus(self._permutation(s))
             seconds += share * experts.forward_s
@@ -400,9 +410,9 @@ class PublishedComputeModel(ComputeTimeModel):
         shape = self.job.shape
         numel, stored_bytes = 0.0, traits.unpacked_bytes
         if has_experts and traits.packs_experts:
-            numel, stored_bytes = shape.num_ffn_matrices * self._expert_numel / self.job.ep, PACKED_EXPERT_BYTES
+            numel, stored_bytes = shape.num_ffn_matrices * self._expert_numel / s.mesh.ep, PACKED_EXPERT_BYTES
         elif traits.unpacked_bytes:
-            ffn = self._expert_numel / self.job.ep if has_experts else shape.ffn_size * shape.hidden_size
+            ffn = self._expert_numel / s.mesh.ep if has_experts else shape.ffn_size * shape.hidden_size
             heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
             numel = shape.num_ffn_matrices * ffn + heads * shape.hidden_size
         return found.plus(self._streamed(numel * (stored_bytes + DTYPE_BYTES[param_of(s)]), (1.0, 1.0)))
@@ -489,27 +499,24 @@ class PublishedCommModel(CommTimeModel):
         experts_s = found.recompute.experts_s + found.forward.experts_s
         return dataclasses.replace(found, recompute=dataclasses.replace(found.recompute, experts_s=experts_s))
 
-    def _experts_stride(self, s: ResolvedConfig) -> int:
-        return super()._experts_stride(s) if published_traits(self.job).splits_experts else 1
-
-    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
+    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int) -> float:
         """Send a token to a node once, and over its links to a rank once for all experts there, where the code does.
 
         Of N places k experts drawn evenly are on N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).
         """
         traits = published_traits(self.job)
         if not traits.dedups_tokens:
-            return super()._dispatch_s(num_bytes, num_chosen, num_ranks, stride)
+            return super()._dispatch_s(num_bytes, num_chosen, num_ranks)
         # Of rows without a code nothing says that its dispatch is DeepEP's within a node too.
         num_reached = num_chosen if traits.code is None else num_ranks * (1 - (1 - 1 / num_ranks) ** num_chosen)
-        direct_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, num_ranks, stride)
-        levels = self.dispatch_network.levels(num_ranks, stride)
+        direct_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, num_ranks)
+        levels = self.dispatch_network.levels(num_ranks, 1)
         if len(levels) != 2:
             return direct_s
         near, nodes = levels[0].num_ranks, num_ranks // levels[0].num_ranks
         num_nodes_reached = nodes * (1 - (1 - 1 / nodes) ** num_chosen)
-        over_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, stride * near)
-        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, near, stride)
+        over_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_nodes_reached, nodes, near)
+        within_s = self.dispatch_network.collective_s("all_to_all", num_bytes * num_reached, near)
         return min(direct_s, max(over_s, within_s))
 
     def data(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:

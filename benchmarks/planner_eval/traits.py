@@ -142,7 +142,6 @@ class PublishedTraits:
     has_scaled_rows: bool = False
     casts_gathered: bool = False
     dedups_tokens: bool = True
-    splits_experts: bool = True
     params_share: float = 1.0
     optimizer_share: float = 1.0
 
@@ -152,7 +151,7 @@ class PublishedJob(PlanJob):
     """Describe a job that other code ran."""
 
     traits: PublishedTraits = PublishedTraits()
-    expert_imbalance: float = 1.0  # benchmarks send as many tokens to each expert
+    usual_skew: float = 1.0  # benchmarks send as many tokens to each expert
 
 
 def published_traits(job: PlanJob) -> PublishedTraits:
@@ -163,7 +162,7 @@ def published_traits(job: PlanJob) -> PublishedTraits:
 def run_by(job: PlanJob, traits: PublishedTraits) -> PublishedJob:
     """Return the job as other code runs it."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(PlanJob)}
-    return PublishedJob(**fields | {"expert_imbalance": 1.0, "traits": traits})
+    return PublishedJob(**fields | {"usual_skew": 1.0, "traits": traits})
 
 
 def overlaps_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfig, gpu: GpuSpec) -> dict[str, Any]:
@@ -290,7 +289,6 @@ def _named_code(
             saves_attention=codes.dated(code, p).year > 2025 or not codes.is_tuned_on(gpu, p, code, model),
         ),
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
-        splits_experts=str(p.get("etp")) != "1",
         permutation=codes.permutation_of(p, codes.dated(code, p), shape.experts.num_experts if shape.experts else 0),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code, model),
     )

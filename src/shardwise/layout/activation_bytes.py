@@ -39,14 +39,15 @@ class LayerShape:
             activation; None where it keeps the activation itself.
         fuses_gate: the activated gate is computed again in the backward, not kept.
         products_share: share of the outputs of matrix products that "selective" keeps.
-        num_routed: experts that a token is sent to, for which its features are copied; 0 without experts.
+        num_routed: experts that a token is sent to, for which its features are copied; 0 without experts. Each tp
+            rank sends a part of the tokens.
     """
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_size: int
+    ffn_size: float
     is_gated: bool = True
     score_bytes: float = 0.0
     mask_bytes: float = 0.0
@@ -54,7 +55,7 @@ class LayerShape:
     product_bytes: float | None = None
     fuses_gate: bool = False
     products_share: float = 1.0
-    num_routed: int = 0
+    num_routed: float = 0
 
 
 def activation_bytes_per_layer(
@@ -108,18 +109,19 @@ def activation_bytes_per_layer(
     log_sum_exp = FP32_BYTES * heads if not shape.score_bytes else 0.0
     if recompute == "none":
         scores = shape.score_bytes * heads * seq_len
-        return num_tokens * (_whole_bytes(shape, stream, attention, ffn, element_bytes) + log_sum_exp + scores)
+        routed = 2 * shape.num_routed * shape.hidden_size / tp  # inputs and outputs of experts
+        wide = attention + routed
+        return num_tokens * (_whole_bytes(shape, stream, wide, ffn, element_bytes) + log_sum_exp + scores)
     sums = 2 * stream  # outputs of the two row layers
     mixed = heads * shape.head_dim  # output of attention
     products = shape.products_share * (attention - mixed + num_wide * ffn + sums)
     return num_tokens * (element_bytes * (stream + mixed + products) + log_sum_exp)
 
 
-def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float, element_bytes: int) -> float:
+def _whole_bytes(shape: LayerShape, stream: float, wide: float, ffn: float, element_bytes: int) -> float:
     """Return the bytes of a token without recomputation; what attention keeps beside inputs and output is excluded."""
     num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
-    routed = 2 * shape.num_routed * stream  # inputs and outputs of the experts
-    kept = element_bytes * (4 * stream + attention + num_inner * ffn + routed)
+    kept = element_bytes * (4 * stream + wide + num_inner * ffn)
     if shape.product_bytes is not None:  # outputs of norms and gate are kept only for products
         kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
     scales = 2 * FP32_BYTES * stream / shape.hidden_size

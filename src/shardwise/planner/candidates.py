@@ -28,7 +28,8 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig, TiersConfig, ZeroConfig
 from shardwise.config.sections import ContextConfig, PipelineConfig
 from shardwise.layout.param_groups import check_blocks
-from shardwise.layout.precision import precision_policy
+from shardwise.layout.precision import DTYPE_BYTES, precision_policy
+from shardwise.layout.tp_sharding import expert_split
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 from shardwise.optim.rules import num_states
 from shardwise.planner.job import (
@@ -53,6 +54,7 @@ PLANNED: Final = (
     "mesh.dp_shard",
     "mesh.cp",
     "mesh.tp",
+    "mesh.ep",
     "zero.stage",
     "batch.micro_size",
     "batch.accumulation",
@@ -89,6 +91,8 @@ RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] 
 )
 """Modes of recomputation, and every how many blocks they apply to; the one that keeps most comes first."""
 _MAX_MICRO_SIZE: Final = 64
+# Larger groups of experts than fit inside a node, which are tried.
+_MOST_FAR: Final = 2
 # All but four of 799 published runs have at most so many; a pin may have more.
 _MAX_VIRTUAL_STAGES: Final = 12
 # Tokens of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
@@ -166,28 +170,28 @@ def families(job: PlanJob, space: SearchSpace, base: ResolvedConfig | None = Non
             if sequence_parallel is None:
                 continue
             split = {"mesh.tp": tp, **context, "tensor.sequence_parallel": sequence_parallel}
-            by_micro_size: dict[int, list[tuple[float, Values]]] = {}
+            by_work: dict[tuple[int, int], list[tuple[float, Values]]] = {}
             for pp in _pipeline_sizes(job, space, num_gpus // (tp * cp)):
                 data_ranks = num_gpus // (tp * cp * pp)
                 if job.global_batch % data_ranks:
                     continue
                 each_batch = job.global_batch // data_ranks
                 mesh = {"mesh.pp": pp, "mesh.dp_shard": data_ranks, "mesh.dp_replicate": 1}
-                schedules = list(_schedules(job, space, pp, base))
-                for micro_size in _micro_sizes(job, space, each_batch, cp):
+                schedules, sizes = list(_schedules(job, space, pp, base)), _micro_sizes(job, space, each_batch, cp)
+                for ep, micro_size in product(_expert_sizes(job, space, base, num_gpus // pp), sizes):
                     count = each_batch // micro_size
-                    by_micro_size.setdefault(micro_size, []).extend(
+                    by_work.setdefault((ep, micro_size), []).extend(
                         (
                             bubble_of(schedule["pipeline.schedule"], pp, count, schedule["pipeline.virtual_stages"]),
                             {**mesh, "batch.accumulation": count, **schedule},
                         )
                         for schedule in schedules
                     )
-            for micro_size, pipelines in by_micro_size.items():
+            for (ep, micro_size), pipelines in by_work.items():
                 members = tuple(sorted(pipelines, key=lambda one: one[0]))
                 for mode, every in _recomputes(space) if members else ():
                     work = {"batch.micro_size": micro_size, "recompute.mode": mode, "recompute.every": every}
-                    yield Family(changed(base, split | work), members)
+                    yield Family(changed(base, {**split, "mesh.ep": ep, **work}), members)
 
 
 def candidates(job: PlanJob, space: SearchSpace, base: ResolvedConfig | None = None) -> Iterator[ResolvedConfig]:
@@ -254,33 +258,66 @@ def are_states_crowded(job: PlanJob, base: ResolvedConfig) -> bool:
     return state_bytes * job.shape.num_params / job.cluster.num_gpus > _CROWDED_SHARE * job.cluster.gpu.memory_bytes
 
 
+def _expert_sizes(job: PlanJob, space: SearchSpace, base: ResolvedConfig, num_ranks: int) -> list[int]:
+    """Return over how many of the ranks of a stage experts are divided, the most within a node first."""
+    experts = job.shape.experts
+    if experts is None or base.compile.enabled:  # compiled blocks have no divided experts
+        return [ep for ep in space.of("mesh.ep", (1,)) if ep == 1]
+    legal = [
+        ep for ep in divisors(math.gcd(experts.num_experts, num_ranks)) if not _cuts_blocks(job.shape, base, 1, ep)
+    ]
+    if "mesh.ep" in space.pins:
+        return [ep for ep in space.pins["mesh.ep"] if ep in legal]
+    near = max(ep for ep in legal if ep <= _link_domain(job))
+    # Experts that are all on each rank are worth a try where a device has the memory for them.
+    is_small = DTYPE_BYTES[param_of(base)] * job.shape.num_expert_params < job.cluster.gpu.memory_bytes
+    return [near, *[ep for ep in legal if ep > near][:_MOST_FAR], *[1] * (near > 1 and is_small)]
+
+
+def _link_domain(job: PlanJob) -> int:
+    """Return how many devices fast links join."""
+    gpu = job.cluster.gpu
+    return max(job.cluster.gpus_per_node, gpu.link_domain if gpu.link_bytes_per_s else 1)
+
+
 def _tensor_sizes(job: PlanJob, space: SearchSpace, base: ResolvedConfig) -> list[int]:
-    shape, gpu = job.shape, job.cluster.gpu
-    domain = max(job.cluster.gpus_per_node, gpu.link_domain if gpu.link_bytes_per_s else 1)
-    ffn_sizes = {shape.ffn_size} if shape.experts is None else {shape.experts.ffn_size}
+    shape, domain = job.shape, _link_domain(job)
     return [
         tp
         for tp in space.of("mesh.tp", [degree for degree in divisors(shape.num_heads) if degree <= domain])
         if shape.num_heads % tp == 0
         and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
-        and all(size % tp == 0 for size in ffn_sizes)
+        and (_split_ffn_size(shape) % tp == 0)
+        and not (tp > 1 and base.compile.enabled and shape.experts)
         and job.cluster.num_gpus % tp == 0
         and (tp == 1 or base.lora.base == "keep")  # a packed matrix cannot be split
         and not (tp > 1 and _cuts_blocks(shape, base, tp))
     ]
 
 
-def _cuts_blocks(shape: ModelShape, base: ResolvedConfig, tp: int) -> bool:
+def _split_ffn_size(shape: ModelShape) -> int:
+    """Return what tp divides of feed-forwards: experts are whole."""
+    experts = shape.experts
+    of_dense = shape.ffn_size if experts is None or experts.num_dense_layers else 0
+    return math.gcd(of_dense, experts.num_shared * experts.ffn_size if experts else 0)
+
+
+def _cuts_blocks(shape: ModelShape, base: ResolvedConfig, tp: int, ep: int = 1) -> bool:
     """Say whether a degree cuts the blocks of codes, which the engine refuses."""
+    keys = precision_policy(base.precision).block_keys[:1]
+    if not keys:
+        return False
     units: list[UnitKind] = [kind for kind, count in shape.blocks.items() if count]
-    splits = {
-        f"{kind}.{param.name}": param.split(tp)
+    params = {
+        f"{kind}.{param.name}": param
         for kind in (*units, "tokens", "head")
         for param in with_adapters(shape.params_of(kind), base.lora)
     }
     try:
-        for key in precision_policy(base.precision).block_keys[:1]:
-            check_blocks(splits, "tp", key)
+        for key in keys:
+            check_blocks({name: param.split(tp) for name, param in params.items()}, "tp", key)
+            of_experts = {name: (param.shape, param.experts) for name, param in params.items() if param.experts}
+            check_blocks({name: expert_split(*each, ep) for name, each in of_experts.items()}, "ep", key)
     except ConfigError:
         return True
     return False
@@ -401,7 +438,7 @@ def _gathers(space: SearchSpace, config: ResolvedConfig, stage: int) -> Sequence
 def _shard_sizes(job: PlanJob, space: SearchSpace, config: ResolvedConfig, stage: int, is_away: bool) -> list[int]:
     """Return the sizes to try of the group that shares states: a node's ranks, those of some nodes, all."""
     data_ranks, cp = num_data_ranks(config), config.mesh.cp
-    every = divisors(data_ranks)
+    every = [size for size in divisors(data_ranks) if size * cp * config.mesh.tp % config.mesh.ep == 0]
     if (near := config.zero.secondary_shard) and STAGES[stage].unshard_for_use:
         every = [size for size in every if size * cp <= near or size * cp % near == 0]
     if "mesh.dp_shard" in space.pins or "mesh.dp_replicate" in space.pins:

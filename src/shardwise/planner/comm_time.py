@@ -16,8 +16,8 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.collectives import NetworkModel, Op
-from shardwise.planner.folded_layout import FoldedLayouts, LayerCount, is_of_experts
-from shardwise.planner.job import PlanJob, param_of, world_size
+from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
+from shardwise.planner.job import PlanJob, expert_skew, param_of, world_size
 
 OVERLAP_SLOWDOWN: Final = 0.25
 """How much longer kernels take beside a collective, which takes cores and memory bandwidth from them: 38 % at most in
@@ -175,7 +175,15 @@ class CommTimeModel:
         back are two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
         """
         s = config
-        split = (s.mesh.tp, s.mesh.cp, self.job.ep, s.batch.micro_size, s.tensor.sequence_parallel, param_of(s))
+        split = (
+            s.mesh.tp,
+            s.mesh.cp,
+            s.mesh.ep,
+            s.experts.skew,
+            s.batch.micro_size,
+            s.tensor.sequence_parallel,
+            param_of(s),
+        )
         key = (
             *split,
             s.tensor.overlap_chunks,
@@ -263,7 +271,7 @@ class CommTimeModel:
         self, s: ResolvedConfig, layout: Layout, fold: LayerCount, *, is_first: bool
     ) -> Iterator[PricedCollective]:
         group, stage = fold.group, layout.stage_of(fold.group)
-        near = s.mesh.tp * (self.job.ep if is_of_experts(group) else 1)
+        near = layout.mesh_of(group).tp
         far = near * group.num_shards
         widths = layout.precision_of(group)
         param_bytes = group.num_shards * layout.gather_bytes(group)
@@ -315,7 +323,8 @@ class CommTimeModel:
         experts_s = self._experts_s(s)
         repeats = 1.0 / s.recompute.every if s.recompute.mode == "full" else 0.0
         # Beside the gradients of inputs, in every code; what runs again gathers anyway.
-        regathered_s = (1 - repeats) * 2 * self._tensor_s("all_gather", s) if s.tensor.sequence_parallel else 0.0
+        gathers = self._num_split(s) * self._tensor_s("all_gather", s) if s.tensor.sequence_parallel else 0.0
+        regathered_s = (1 - repeats) * gathers
         tensor_s = pass_s + regathered_s
         forward = TokenExchange(
             tensor_s=pass_s,
@@ -341,9 +350,17 @@ class CommTimeModel:
         """Return the seconds of a forward, or of a backward without what it gathers again."""
         if s.mesh.tp == 1:
             return 0.0
+        num_split = self._num_split(s)
         if s.tensor.sequence_parallel:
-            return 2 * (self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s))
-        return 2 * self._tensor_s("all_reduce", s)
+            return num_split * (self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s))
+        # Experts' results of a rank's part of the tokens are gathered, as are the gradients of their inputs.
+        return num_split * self._tensor_s("all_reduce", s) + (2 - num_split) * self._tensor_s("all_gather", s)
+
+    def _num_split(self, s: ResolvedConfig) -> float:
+        """Return how many of attention and feed-forward tp splits, a mean over blocks: experts alone are whole."""
+        shape = self.job.shape
+        is_whole = shape.experts is not None and not shape.experts.num_shared
+        return 2 - is_whole * shape.num_expert_layers / shape.num_layers
 
     def _tensor_s(self, op: Op, s: ResolvedConfig) -> float:
         return self.network.collective_s(op, self._activation_bytes(s), s.mesh.tp)
@@ -383,19 +400,16 @@ class CommTimeModel:
 
     def _experts_s(self, s: ResolvedConfig) -> float:
         """Return the seconds of one pass of an average block; some layers may be dense."""
-        shape = self.job.shape
-        if shape.experts is None or self.job.ep == 1:
+        shape, ep = self.job.shape, s.mesh.ep
+        if shape.experts is None or ep == 1:
             return 0.0
-        of_tokens = self._activation_bytes(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1)
-        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, self.job.ep, self._experts_stride(s))
+        of_tokens = expert_skew(self.job, s) * self._activation_bytes(s) / s.mesh.tp  # each tp rank sends a part
+        one_s = self._dispatch_s(of_tokens, shape.experts.num_chosen, ep)
         return 2 * one_s * shape.num_expert_layers / shape.num_layers
 
-    def _experts_stride(self, s: ResolvedConfig) -> int:
-        return s.mesh.tp
-
-    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
+    def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int) -> float:
         """Return the seconds in which tokens go to the ranks of their experts, or come back: a copy for each expert."""
-        return self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks, stride)
+        return self.dispatch_network.collective_s("all_to_all", num_bytes * num_chosen, num_ranks)
 
     def _tokens(self, s: ResolvedConfig) -> float:
         return self.job.seq_len / s.mesh.cp * s.batch.micro_size

@@ -34,6 +34,7 @@ from shardwise.planner.job import (
     PlanJob,
     SectionNumbers,
     SkeletonParam,
+    expert_skew,
     is_adapter,
     packed_params,
     param_of,
@@ -135,7 +136,15 @@ class ComputeTimeModel:
     def block(self, config: ResolvedConfig) -> PassTimes:
         """Price one micro-batch of one block: the mean over blocks where only some have experts."""
         s = config
-        linears = (s.mesh.tp, s.mesh.cp, s.batch.micro_size, s.tensor.sequence_parallel, s.batch.accumulation > 1)
+        linears = (
+            s.mesh.tp,
+            s.mesh.cp,
+            s.mesh.ep,
+            s.experts.skew,
+            s.batch.micro_size,
+            s.tensor.sequence_parallel,
+            s.batch.accumulation > 1,
+        )
         number = self._numbers.of
         sections = number(s.recompute), number(s.precision), number(s.lora)
         key = (*linears, s.zero.stage >= 3, s.compile.enabled, *sections)
@@ -226,7 +235,9 @@ class ComputeTimeModel:
         for has_experts, share in ((False, 1 - expert_share), (True, expert_share)):
             if share > 0:
                 linears = (
-                    self._expert_linears(s) if has_experts else self._ffn_linears(s, shape.ffn_size, self._tokens(s))
+                    self._expert_linears(s)
+                    if has_experts
+                    else self._ffn_linears(s, shape.ffn_size / s.mesh.tp, self._tokens(s))
                 )
                 kernels = self._linears(linears, s, product_dtype(s)).plus(self._adapters(s, has_experts=has_experts))
                 kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
@@ -253,10 +264,12 @@ class ComputeTimeModel:
         ]
 
     def _ffn_linears(
-        self, s: ResolvedConfig, ffn_size: float, tokens: float, count: float = 0.0, *, is_frozen: bool | None = None
+        self, s: ResolvedConfig, inner: float, tokens: float, count: float = 0.0, *, is_frozen: bool | None = None
     ) -> list[GemmShape]:
-        """Return the layers of a feed-forward, or of `count` experts side by side, each over so many tokens."""
-        shape, inner = self.job.shape, ffn_size / s.mesh.tp
+        """Return the layers of a rank's part of a feed-forward, or of `count` experts side by side, each over so many
+        tokens.
+        """
+        shape = self.job.shape
         is_frozen, is_routed = not trains_all(s) if is_frozen is None else is_frozen, count > 0
         wide = inner * (shape.num_ffn_matrices - 1)
         return [
@@ -269,16 +282,14 @@ class ComputeTimeModel:
         experts, tokens = self.job.shape.experts, self._tokens(s)
         if experts is None:
             return []
-        num_local = max(experts.num_experts / self.job.ep, 1)
-        tokens_of_expert = (
-            tokens * experts.num_chosen / num_local * (self.job.expert_imbalance if self.job.ep > 1 else 1.0)
-        )
+        num_local, num_sent = experts.num_experts / s.mesh.ep, tokens / s.mesh.tp * experts.num_chosen
+        tokens_of_expert = num_sent / num_local * expert_skew(self.job, s)
         adapters = self._adapters_of(s.lora, has_experts=True)
         # PEFT adds an adapter's product to the experts' weights, whose gradients are computed for it.
-        is_frozen = not (trains_all(s) or any(one.is_of_experts for one in adapters))
+        is_frozen = not (trains_all(s) or any(one.experts for one in adapters))
         router = GemmShape(tokens, experts.num_experts, self.job.shape.hidden_size, is_frozen=not trains_all(s))
         routed = self._ffn_linears(s, experts.ffn_size, tokens_of_expert, num_local, is_frozen=is_frozen)
-        shared = experts.num_shared * experts.ffn_size
+        shared = experts.num_shared * experts.ffn_size / s.mesh.tp
         return [router, *routed, *(self._ffn_linears(s, shared, tokens) if shared else [])]
 
     def _adapters_of(self, lora: LoraConfig, *, has_experts: bool) -> list[SkeletonParam]:
@@ -292,8 +303,8 @@ class ComputeTimeModel:
         """Price the adapters of a block, of which there are none where all weights train."""
         tokens, width, times = self._tokens(s), _WIDTHS[param_of(s)], PassTimes()
         for adapter in self._adapters_of(s.lora, has_experts=has_experts):
-            if adapter.is_of_experts:
-                experts_s = self._stream_s(_EXPERTS_ADAPTER * width * self._expert_numel / (self.job.ep * s.mesh.tp))
+            if adapter.experts:
+                experts_s = self._stream_s(_EXPERTS_ADAPTER * width * self._expert_numel / s.mesh.ep)
                 times = times.plus(PassTimes(experts_s, experts_s))
                 continue
             outputs, inputs = adapter.split(s.mesh.tp).local_shape
@@ -328,7 +339,7 @@ class ComputeTimeModel:
     def _permutation(self, s: ResolvedConfig) -> PassTimes:
         """Price the copies of tokens for each of their experts, and the weighted sum of the results."""
         experts = self.job.shape.experts
-        copies = self._tokens(s) * (0 if experts is None else experts.num_chosen)
+        copies = self._tokens(s) / s.mesh.tp * (0 if experts is None else experts.num_chosen)
         return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], self._permutation_passes(s))
 
     def _permutation_passes(self, s: ResolvedConfig) -> tuple[float, float]:

@@ -45,7 +45,6 @@ from shardwise.schedule.pipelines import placement_of
 from shardwise.schedule.placement import StagePlacement
 
 _LAST = "last"
-_EXPERTS = ":experts"
 
 
 @dataclass(frozen=True)
@@ -175,28 +174,25 @@ def _stage_units(shape: ModelShape, of_kind: Mapping[UnitKind, tuple[ParamEntry,
     yield StageUnit("head", ("head",), of_kind["head"], True, 2.0 * shape.matmul_numel("head"))
 
 
-def unit_params(
-    shape: ModelShape, config: ResolvedConfig, kind: UnitKind, *, expert_ranks: int = 1
-) -> tuple[SkeletonParam, ...]:
+def unit_params(shape: ModelShape, config: ResolvedConfig, kind: UnitKind) -> tuple[SkeletonParam, ...]:
     """Return the parameters of a unit, adapters of a block included."""
-    params = shape.params_of(kind, expert_ranks=expert_ranks)
+    params = shape.params_of(kind)
     return with_adapters(params, config.lora) if kind in ("dense", "experts") else params
 
 
-def entries_of(
-    shape: ModelShape, config: ResolvedConfig, name: str, kind: UnitKind, *, expert_ranks: int = 1
-) -> Iterator[ParamEntry]:
+def entries_of(shape: ModelShape, config: ResolvedConfig, name: str, kind: UnitKind) -> Iterator[ParamEntry]:
     """Yield the parameters of a unit, adapters included, as a layout takes them."""
     has_matrices = kind in ("dense", "experts") and bool(matrix_state_names(config.optimizer.name))
-    for param in unit_params(shape, config, kind, expert_ranks=expert_ranks):
+    for param in unit_params(shape, config, kind):
         yield ParamEntry(
             f"{name}.{param.name}",
             (),
-            name + _EXPERTS * param.is_of_experts,
+            name,
             param.stored_shape,
             requires_grad=trains_all(config) or is_adapter(param),
             is_opaque=param.is_packed,
             is_matrix=has_matrices and len(param.shape) > 1,
+            experts=param.experts,
         )
 
 
@@ -271,7 +267,7 @@ class FoldedLayouts:
     def key(self, config: ResolvedConfig, pipeline_rank: int) -> tuple[Any, ...]:
         """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
         mesh, layers = config.mesh, self.stages.of(config).held_by(pipeline_rank)
-        axes = (mesh.pp > 1, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp)
+        axes = (mesh.pp > 1, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep)
         number = self._numbers.of
         sections = number(config.zero), number(config.tiers), number(config.precision), number(config.lora)
         return *axes, layers, config.pipeline.gather, config.optimizer.name, *sections
@@ -306,43 +302,24 @@ class FoldedLayouts:
             tensor = TensorLayout(TensorPlan(), splits, config.mesh.tp, config.tensor.sequence_parallel)
         names = tuple(dict.fromkeys(entry.unit for entry in entries if entry.unit != ROOT))
         facts = ModelFacts(self.job.shape.name, names, entries)
-        return self._counted(layout_of(facts, _legal(config), tensor, pipeline), counts)
+        layout = layout_of(facts, _legal(config), tensor, pipeline)
+        held_units = {group.unit for group in layout.groups}
+        layout = replace(layout, units=tuple(unit for unit in names if unit in held_units), elsewhere=())
+        return FoldedLayout(layout, tuple(LayerCount(group, counts[group.unit]) for group in layout.groups))
 
     def _unit(self, config: ResolvedConfig, name: str, kind: UnitKind) -> _Unit:
         key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
         if key not in self._units:
-            shape, ep = self.job.shape, self.job.ep
-            entries = entries_of(shape, config, name, kind, expert_ranks=ep)
-            params = unit_params(shape, config, kind, expert_ranks=ep)
-            splits = {f"{name}.{param.name}": param.split(config.mesh.tp) for param in params}
+            entries, params = entries_of(self.job.shape, config, name, kind), unit_params(self.job.shape, config, kind)
+            splits = {f"{name}.{each.name}": each.split(config.mesh.tp) for each in params if each.experts is None}
             self._units[key] = _Unit(tuple(entries), splits)
         return self._units[key]
-
-    def _counted(self, layout: Layout, counts: Mapping[str, int]) -> FoldedLayout:
-        """Count the groups; experts, whose groups are their own, are of their block's unit, and on `ep` times fewer
-        ranks.
-        """
-        ep, groups = self.job.ep, []
-        for group in layout.groups:
-            if is_of_experts(group):
-                num_ranks, num_shards = max(1, group.num_ranks // ep), max(1, group.num_shards // ep)
-                group = replace(group, unit=group.unit.removesuffix(_EXPERTS))
-                group = replace(group, num_ranks=num_ranks, num_shards=num_shards)
-            groups.append(group)
-        units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
-        layout = replace(layout, units=units, groups=tuple(groups), elsewhere=())
-        return FoldedLayout(layout, tuple(LayerCount(group, counts[group.unit]) for group in groups))
 
 
 @dataclass(frozen=True)
 class _Unit:
     entries: tuple[ParamEntry, ...]
     splits: Mapping[str, ParamSplit]
-
-
-def is_of_experts(group: GroupSpec) -> bool:
-    """Say whether a group's parameters are of experts, which `ep` ranks split."""
-    return _EXPERTS in group.name
 
 
 def _root(shape: ModelShape, stages: StageLayouts) -> Iterator[tuple[tuple[int, ...], str, UnitKind]]:

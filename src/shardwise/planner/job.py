@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, LoraConfig, ResolvedConfig
 from shardwise.config.sections import MAX_LAYERS, Section
+from shardwise.layout.facts import ExpertDim
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.models.presets import DecoderConfig
 from shardwise.planner.hardware import Cluster
@@ -47,7 +48,7 @@ class SkeletonParam:
 
     Attributes:
         dim: along which tp splits it into `part`; None where every rank holds all of it.
-        is_of_experts: whether it holds one matrix of each expert, side by side along dim 0.
+        experts: how it is made of experts, among whom `mesh.ep` divides it; None for a parameter of no experts.
         is_packed: whether its elements are stored in 4 bits each, as bytes (`lora.base = "nf4"`).
     """
 
@@ -55,7 +56,7 @@ class SkeletonParam:
     shape: tuple[int, ...]
     dim: int | None = None
     part: FusedPart | None = None
-    is_of_experts: bool = False
+    experts: ExpertDim | None = None
     is_packed: bool = False
 
     @property
@@ -150,12 +151,8 @@ class ModelShape:
         """Return the number of blocks of each kind."""
         return {"dense": self.num_layers - self.num_expert_layers, "experts": self.num_expert_layers}
 
-    def params_of(self, kind: UnitKind, *, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
-        """List the parameters of a unit, in the order of its module; the head's as if it were not tied.
-
-        Args:
-            expert_ranks: over which whole experts are spread; the parameters are those of one rank.
-        """
+    def params_of(self, kind: UnitKind) -> tuple[SkeletonParam, ...]:
+        """List the parameters of a unit, in the order of its module; the head's as if it were not tied."""
         vocab, hidden = FusedPart(self.vocab_size, is_padded=True), self.hidden_size
         if kind == "positions":
             positions = SkeletonParam(name="positions.weight", shape=(self.num_positions, hidden))
@@ -165,7 +162,7 @@ class ModelShape:
         if kind in ("tokens", "head"):
             name = f"{'embed' if kind == 'tokens' else kind}.weight"
             return (SkeletonParam(name=name, shape=(self.vocab_size, hidden), dim=0, part=vocab),)
-        ffn = _expert_params(self, expert_ranks) if kind == "experts" else _ffn_params(self, "ffn", self.ffn_size)
+        ffn = _expert_params(self) if kind == "experts" else _ffn_params(self, "ffn", self.ffn_size)
         norms = (_norm(self, "attention_norm"), _norm(self, "ffn_norm"))
         return (*norms[0], *_attention_params(self), *norms[1], *ffn)
 
@@ -179,6 +176,13 @@ class ModelShape:
         )
 
     @cached_property
+    def num_expert_params(self) -> int:
+        """Return the elements of all experts' parameters, which `mesh.ep` divides."""
+        if self.experts is None:
+            return 0
+        return self.num_expert_layers * sum(param.numel for param in self.params_of("experts") if param.experts)
+
+    @cached_property
     def num_matmul_params(self) -> int:
         """Return the elements of the matrices that multiply each token: the head's are included, a lookup's are not."""
         inner = sum(count * self.matmul_numel(kind) for kind, count in self.blocks.items() if count)
@@ -188,7 +192,7 @@ class ModelShape:
         """Return the elements of a unit's matrices that multiply each token; of the experts, of the chosen ones."""
         chosen, every = (1, 1) if self.experts is None else (self.experts.num_chosen, self.experts.num_experts)
         return sum(
-            param.numel * chosen // every if param.is_of_experts else param.numel
+            param.numel * chosen // every if param.experts else param.numel
             for param in self.params_of(kind)
             if len(param.shape) > 1
         )
@@ -228,24 +232,17 @@ def _ffn_params(shape: ModelShape, name: str, ffn_size: int) -> Iterator[Skeleto
     yield from _linear(shape, f"{name}.down", (shape.hidden_size, ffn_size), 1, split)
 
 
-def _expert_params(shape: ModelShape, expert_ranks: int) -> Iterator[SkeletonParam]:
+def _expert_params(shape: ModelShape) -> Iterator[SkeletonParam]:
     experts = shape.experts
     if experts is None:
         return
     yield SkeletonParam(name="ffn.router.weight", shape=(experts.num_experts, shape.hidden_size))
     if experts.num_shared:
         yield from _ffn_params(shape, "ffn.shared", experts.num_shared * experts.ffn_size)
-    num_here, size, hidden = -(-experts.num_experts // expert_ranks), experts.ffn_size, shape.hidden_size
-    names = ("gate", "up", "down") if shape.ffn == "gated" else ("up", "down")
-    for name in names:
-        dim, matrix = (2, (hidden, size)) if name == "down" else (1, (size, hidden))
-        yield SkeletonParam(
-            name=f"ffn.experts.{name}",
-            shape=(num_here, *matrix),
-            dim=dim,
-            part=FusedPart(size),
-            is_of_experts=True,
-        )
+    num_experts, size, hidden = experts.num_experts, experts.ffn_size, shape.hidden_size
+    for name in ("gate", "up", "down") if shape.ffn == "gated" else ("up", "down"):
+        matrix = (hidden, size) if name == "down" else (size, hidden)
+        yield SkeletonParam(name=f"ffn.experts.{name}", shape=(num_experts, *matrix), experts=ExpertDim(num_experts))
 
 
 def _linear(shape: ModelShape, name: str, size: tuple[int, int], dim: int, part: FusedPart) -> Iterator[SkeletonParam]:
@@ -323,10 +320,10 @@ def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[Sk
         layer = param.name.removesuffix(".weight")
         called = _NAMES.get(layer) or _NAMES.get(layer.rpartition(".")[2], frozenset())
         is_linear = bool(called) and not param.name.endswith(".bias")
-        is_packed = is_linear and lora.base == "nf4" and not param.is_of_experts and layer != "ffn.router"
+        is_packed = is_linear and lora.base == "nf4" and param.experts is None and layer != "ffn.router"
         adapters.append(replace(param, is_packed=is_packed))
         if is_linear and (ALL in targets or called & targets):
-            adapters += _beside_experts(param, lora.rank) if param.is_of_experts else _beside(param, layer, lora.rank)
+            adapters += _beside_experts(param, lora.rank) if param.experts else _beside(param, layer, lora.rank)
     return tuple(adapters)
 
 
@@ -343,10 +340,11 @@ def _beside(layer: SkeletonParam, layer_name: str, rank: int) -> Iterator[Skelet
 def _beside_experts(experts: SkeletonParam, rank: int) -> Iterator[SkeletonParam]:
     """Yield what PEFT puts beside all experts; it takes gate and up as one weight, of twice the rank."""
     num_experts, outputs, inputs = experts.shape
-    ranks = num_experts * rank
-    yield SkeletonParam(name=f"{experts.name}.lora_A.weight", shape=(ranks, inputs), is_of_experts=True)
-    second = (outputs, ranks if experts.name.endswith("down") else 2 * ranks)
-    yield SkeletonParam(name=f"{experts.name}.lora_B.weight", shape=second, is_of_experts=True)
+    num_repeats = rank if experts.name.endswith("down") else 2 * rank
+    first, second = ExpertDim(num_experts), ExpertDim(num_experts, 1, num_repeats)
+    yield SkeletonParam(name=f"{experts.name}.lora_A.weight", shape=(num_experts * rank, inputs), experts=first)
+    wide = (outputs, num_experts * num_repeats)
+    yield SkeletonParam(name=f"{experts.name}.lora_B.weight", shape=wide, experts=second)
 
 
 MatmulDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
@@ -415,6 +413,13 @@ def param_of(config: ResolvedConfig) -> Dtype:
     return config.precision.param or "fp32"
 
 
+def expert_skew(job: PlanJob, config: ResolvedConfig) -> float:
+    """Return the tokens of the fullest rank of experts over the mean, where `mesh.ep` divides them."""
+    if config.mesh.ep == 1:
+        return 1.0
+    return config.experts.skew if config.experts.skew > 1 else job.usual_skew
+
+
 def product_dtype(config: ResolvedConfig) -> MatmulDtype:
     """Return the dtype of the blocks' matrix products: that of the parameters, or a narrower one."""
     linears = config.precision.linears
@@ -432,8 +437,7 @@ class PlanJob:
     Attributes:
         global_batch: sequences of `seq_len` tokens in an optimizer step.
         base: the config that every candidate has, but for the keys that say how it is split; one rank runs it.
-        ep: ranks of the data axes over which experts are split; our engine runs none yet.
-        expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them. The fullest
+        usual_skew: takes the place of `experts.skew` where that says nothing. The fullest
             expert has 1.04 to 1.72 times the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even
             out.
     """
@@ -443,8 +447,7 @@ class PlanJob:
     global_batch: int
     cluster: Cluster
     base: ResolvedConfig = BASE
-    ep: int = 1
-    expert_imbalance: float = 1.2
+    usual_skew: float = 1.2
 
     @property
     def is_of_transformers(self) -> bool:
@@ -467,7 +470,6 @@ class ModelSource:
         given: keys that the user's config sets.
         settings: of another tool's layout, by dotted key of our config.
         longest: the longest sequence that the model is made for, in tokens.
-        ep: ranks over which experts are split.
         notes: what was read differently than it was written, or left out, for people.
     """
 
@@ -478,7 +480,6 @@ class ModelSource:
     seq_len: int | None = None
     global_batch: int | None = None
     longest: int | None = None
-    ep: int = 1
     notes: tuple[str, ...] = ()
 
     @property

@@ -44,6 +44,7 @@ from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCo
 from shardwise.planner.job import (
     SCALE_BYTES,
     PlanJob,
+    expert_skew,
     num_data_ranks,
     packed_params,
     param_of,
@@ -438,16 +439,18 @@ class MemoryModel:
     def _layer_shape(self, config: ResolvedConfig, *, has_experts: bool) -> LayerShape:
         """Return the sizes of a block, and what its code keeps."""
         shape, experts = self.job.shape, self.job.shape.experts if has_experts else None
+        # The fullest rank counts.
+        num_routed = experts.num_chosen * expert_skew(self.job, config) if experts else 0.0
         return LayerShape(
             hidden_size=shape.hidden_size,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
+            ffn_size=experts.ffn_size * (num_routed + experts.num_shared) if experts else shape.ffn_size,
             is_gated=shape.ffn == "gated",
             norm_bytes=self._norm_bytes(config),
             product_bytes=1.0 if product_dtype(config) in ("fp8", "fp4") else None,
-            num_routed=experts.num_chosen if experts else 0,
+            num_routed=num_routed,
         )
 
     def _norm_bytes(self, s: ResolvedConfig) -> float:

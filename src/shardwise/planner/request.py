@@ -115,12 +115,6 @@ class Question:
         pinned = [setting for setting in self.settings if _key(setting) in PLANNED]
         # Refuses a key that is neither with a suggestion.
         base = model.config.override([setting for setting in self.settings if setting not in pinned])
-        if base.mesh.ep > 1:
-            raise ConfigError(
-                "plan-without-ep",
-                f"mesh.ep={base.mesh.ep} is not priced; plan without it, then simulate the config with it: "
-                "shardwise plan --dry-run",
-            )
         wanted_rule(base.optimizer.name)
         keys_given = model.given | {_key(setting) for setting in self.settings}
         if "precision.param" not in keys_given:

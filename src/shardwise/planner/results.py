@@ -147,8 +147,8 @@ class Estimate:
 
     @property
     def layout(self) -> str:
-        """Return the candidate on one line, its experts' ranks included."""
-        return layout_words(self.config, self.job.ep)
+        """Return the candidate on one line."""
+        return layout_words(self.config)
 
     @property
     def margin_bytes(self) -> float:
@@ -272,16 +272,12 @@ def _of_node(cluster: Cluster) -> tuple[tuple[Tier, float], ...]:
     return ("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes)
 
 
-def layout_words(config: ResolvedConfig, ep: int = 1) -> str:
-    """Write a candidate on one line; what has its usual value is left out.
-
-    Args:
-        ep: ranks over which experts are split.
-    """
-    return ", ".join(_layout_parts(config, ep))
+def layout_words(config: ResolvedConfig) -> str:
+    """Write a candidate on one line; what has its usual value is left out."""
+    return ", ".join(_layout_parts(config))
 
 
-def _layout_parts(s: ResolvedConfig, ep: int) -> Iterator[str]:
+def _layout_parts(s: ResolvedConfig) -> Iterator[str]:
     if s.mesh.tp > 1:
         yield f"TP {s.mesh.tp}+SP" if s.tensor.sequence_parallel else f"TP {s.mesh.tp}"
     if s.mesh.pp > 1:
@@ -295,8 +291,8 @@ def _layout_parts(s: ResolvedConfig, ep: int) -> Iterator[str]:
             else ""
         )
         yield f"CP {s.mesh.cp} {s.context.transport}{heads}"
-    if ep > 1:
-        yield f"EP {ep}"
+    if s.mesh.ep > 1:
+        yield f"EP {s.mesh.ep}"
     yield from _data_parts(s)
     yield f"micro-batch {s.batch.micro_size}" + (f" x {s.batch.accumulation}" if s.batch.accumulation > 1 else "")
     if s.recompute.mode != "none":

@@ -199,6 +199,10 @@ class _Head:
     inner_s: float
 
     @property
+    def left(self) -> range:
+        return range(self.index, len(self.family.pipelines))
+
+    @property
     def bound_s(self) -> float:
         return self.inner_s * (1 + self.family.least_bubble_share(self.index))
 
@@ -254,19 +258,15 @@ class _Search:
 
     def count(self, left_items: Sequence[_Item]) -> int:
         """Give each candidate of what is left its reason, and return how many fit."""
-        unopened = [
-            (item.family, index)
-            for item in left_items
-            if isinstance(item, _Head)
-            for index in range(item.index, len(item.family.pipelines))
-        ]
+        heads = [item for item in left_items if isinstance(item, _Head)]
         left = {_candidate_of(item) for item in left_items if not isinstance(item, _Head)}
         fits = {_candidate_of(price.config) for price in self.fitting}
         num_fallbacks = 0
         if not fits <= left | self._tried:  # of a search that was cut
+            unopened = ((head.family, index) for head in heads for index in head.left)
             num_fallbacks = len(fits & {_candidate_of(family.member(index)) for family, index in unopened})
         fits &= left | self._tried
-        num_left = len(unopened) - num_fallbacks + len(left - fits)
+        num_left = sum(len(head.left) for head in heads) - num_fallbacks + len(left - fits)
         self.rejected["not looked at" if self.is_cut else "slower even at best"] += num_left
         self.rejected["out of memory"] += len(self._tried - left - fits)
         return len(fits) + num_fallbacks
@@ -288,7 +288,7 @@ class _Search:
             self._add(item)
             return
         if isinstance(item, _Head) and item.index + 1 < len(item.family.pipelines):
-            following = replace(item, index=item.index + 1)
+            following = _Head(item.family, item.index + 1, item.inner_s)
             yield following.bound_s, following
         config = item.config if isinstance(item, _Timed) else item.family.member(item.index)
         kind = kind_of(config)
@@ -446,7 +446,16 @@ def _candidate_of(item: _Timed | ResolvedConfig) -> tuple[Any, ...]:
     """Return what is left of a candidate without where its states are stored."""
     config = item.config if isinstance(item, _Timed) else item
     pipeline = (config.mesh.pp, config.pipeline.schedule, config.pipeline.virtual_stages)
-    return *pipeline, config.mesh.tp, config.tensor, config.mesh.cp, config.context, config.batch, config.recompute
+    return (
+        *pipeline,
+        config.mesh.tp,
+        config.mesh.ep,
+        config.tensor,
+        config.mesh.cp,
+        config.context,
+        config.batch,
+        config.recompute,
+    )
 
 
 def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:
@@ -480,5 +489,10 @@ def least_states_bytes(job: PlanJob, config: ResolvedConfig) -> float:
         (tiers.grads, trains_all(config) * grad_bytes, stage.grads),
         (tiers.optimizer, trains_all(config) * optimizer_bytes, stage.optimizer),
     )
-    of_param = sum(size / (shards if at is Placement.SHARD else 1) for tier, size, at in states if tier == "device")
-    return of_param * job.shape.num_params / (config.mesh.tp * config.mesh.pp * job.ep)
+    mesh, of_experts = config.mesh, job.shape.num_expert_params
+
+    def of_param(num_shards: int) -> float:
+        return sum(size / (num_shards if at is Placement.SHARD else 1) for tier, size, at in states if tier == "device")
+
+    dense = (job.shape.num_params - of_experts) / mesh.tp * of_param(shards)
+    return (dense + of_experts / mesh.ep * of_param(shards * mesh.tp // mesh.ep)) / mesh.pp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.compat.deepspeed.config import translate
@@ -66,8 +66,7 @@ def read_explained(
     config = _config(imported, cluster, global_batch or imported.global_batch, settings)
     asked = Question(wanted, cluster, seq_len or imported.seq_len, config.batch.global_size).ask()
     notes = tuple(dict.fromkeys((*imported.notes, *asked.notes)))
-    job = replace(asked.job, ep=imported.ep)
-    return ImportedPlan(job=job, config=split_as(job.base, config), notes=notes)
+    return ImportedPlan(job=asked.job, config=split_as(asked.job.base, config), notes=notes)
 
 
 def read_deepspeed(path: str | Path) -> ModelSource:
@@ -146,9 +145,7 @@ def split_for(source: str, job: PlanJob) -> ImportedPlan:
         config = _config_on(source, job.cluster, _given(job.seq_len, job.global_batch))
         resolved = config.resolve(job.cluster.num_gpus)
     else:
-        imported = _imported(source)
-        resolved, ep = _config(imported, job.cluster, job.global_batch), imported.ep
-        job = job if ep == job.ep else replace(job, ep=ep)
+        resolved = _config(_imported(source), job.cluster, job.global_batch)
     mesh, batch, pipeline = resolved.mesh, resolved.batch.global_size, resolved.pipeline
     if batch != job.global_batch:
         raise ConfigError(

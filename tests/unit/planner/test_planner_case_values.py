@@ -145,9 +145,9 @@ def test_a_run_of_experts_in_two_pipelines() -> None:
     )  # fmt: skip
     assert layers_of(config, job) == (4, 4, 4, 3, 3, 3, 3, 3)
     assert differences(changed(config, {"pipeline.cut": None})) == {
-        "mesh.pp": 4, "mesh.dp_shard": 16, "zero.stage": 1, "batch.accumulation": 32, "pipeline.schedule": "zb-v",
-        "pipeline.virtual_stages": 2, "precision.accumulate": "param", "precision.linears": "fp8",
-        "compile.enabled": True,
+        "mesh.pp": 4, "mesh.dp_shard": 16, "mesh.ep": 16, "zero.stage": 1, "batch.accumulation": 32,
+        "pipeline.schedule": "zb-v", "pipeline.virtual_stages": 2, "precision.accumulate": "param",
+        "precision.linears": "fp8", "compile.enabled": True,
     }  # fmt: skip
     assert facts_of(job) == {
         "logits_bytes": 10.0, "fuses_gate": True, "widens_grads": False,

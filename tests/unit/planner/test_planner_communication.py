@@ -109,20 +109,20 @@ def test_experts_exchange_tokens_only_where_they_are_split() -> None:
     job = replace(JOB, shape=replace(JOB.shape, experts=experts))
     model = CommTimeModel(job)
     assert model.block(changed(BASE, {"mesh.dp_shard": 8})).forward.experts_s == 0
-    config, over = changed(BASE, {"mesh.dp_shard": 8}), replace(job, ep=8)
-    split = CommTimeModel(over).block(config).forward.experts_s
+    config = changed(BASE, {"mesh.dp_shard": 8, "mesh.ep": 8})
+    split = model.block(config).forward.experts_s
     assert split > 0
-    halved = replace(over, shape=replace(job.shape, experts=replace(experts, num_dense_layers=16)))
+    halved = replace(job, shape=replace(job.shape, experts=replace(experts, num_dense_layers=16)))
     assert CommTimeModel(halved).block(config).forward.experts_s == pytest.approx(split / 2)
 
 
 def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the_code_sends_it_so() -> None:
     def experts_s(num_chosen: int, **facts: bool) -> float:
         experts = Experts(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
-        job = replace(JOB, shape=replace(JOB.shape, experts=experts), ep=64)
+        job = replace(JOB, shape=replace(JOB.shape, experts=experts))
         return (
             PublishedCommModel(run_by(job, PublishedTraits(**facts)))
-            .block(changed(BASE, {"mesh.dp_shard": 64}))
+            .block(changed(BASE, {"mesh.dp_shard": 64, "mesh.ep": 64}))
             .forward.experts_s
         )
 
@@ -136,15 +136,16 @@ def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the
     assert experts_s(8, dedups_tokens=False) == pytest.approx(8 * experts_s(1, dedups_tokens=False), rel=0.02)
 
 
-def test_experts_that_are_not_split_are_the_nearest_ranks() -> None:
-    job = replace(JOB, shape=replace(JOB.shape, experts=Experts(num_experts=8, num_chosen=2, ffn_size=64)), ep=8)
-    split, whole = (
-        PublishedCommModel(run_by(job, PublishedTraits(splits_experts=splits, dedups_tokens=False)))
-        .block(changed(BASE, {"mesh.tp": 2, "mesh.dp_shard": 32, "tensor.sequence_parallel": True}))
-        .forward.experts_s
-        for splits in (True, False)
-    )
-    assert whole < split / 3  # of 16 ranks half are in another node
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tp_sums_what_it_splits_and_gathers_what_experts_return(sequence_parallel: bool) -> None:
+    config = changed(BASE, {"mesh.tp": 2, "tensor.sequence_parallel": sequence_parallel})
+    experts = Experts(num_experts=8, num_chosen=2, ffn_size=64)
+    jobs = [replace(JOB, shape=replace(JOB.shape, experts=each)) for each in (None, experts)]
+    dense, routed = (CommTimeModel(job).block(config).forward.tensor_s for job in jobs)
+    gathered = 0.0 if sequence_parallel else MODEL.network.collective_s("all_gather", ACTIVATION_BYTES, 2)
+    assert routed == pytest.approx(dense / 2 + gathered)
+    shared = replace(JOB, shape=replace(JOB.shape, experts=replace(experts, num_shared=1)))
+    assert CommTimeModel(shared).block(config).forward.tensor_s == dense
 
 
 def test_stages_gather_and_reduce_as_often_as_the_layout_says() -> None:
@@ -417,15 +418,17 @@ def test_what_overlaps_products_or_attention_is_a_share_of_each() -> None:
 
 def test_tokens_go_to_experts_and_come_back() -> None:
     experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
-    over_8, over_4 = (CommTimeModel(replace(JOB, shape=replace(JOB.shape, experts=experts), ep=ep)) for ep in (8, 4))
+    model = CommTimeModel(replace(JOB, shape=replace(JOB.shape, experts=experts), usual_skew=1.0))
     there_s = DISPATCH_NETWORK.collective_s("all_to_all", 2 * ACTIVATION_BYTES, 8)
-    one, two = (changed(BASE, {"mesh.dp_shard": 8, "mesh.tp": tp}) for tp in (1, 2))
-    assert over_8.block(one).forward.experts_s == pytest.approx(2 * there_s)
-    split = over_4.block(changed(two, {"tensor.sequence_parallel": True})).forward
-    assert split.experts_s == pytest.approx(2 * DISPATCH_NETWORK.collective_s("all_to_all", ACTIVATION_BYTES, 4, 2))
-    calls = over_4.data_calls(changed(two, {"zero.stage": 1}))
+    one, two = (changed(BASE, {"mesh.dp_shard": 8, "mesh.tp": tp, "mesh.ep": 8}) for tp in (1, 2))
+    assert model.block(one).forward.experts_s == pytest.approx(2 * there_s)
+    assert model.block(changed(one, {"experts.skew": 1.5})).forward.experts_s == pytest.approx(3 * there_s, rel=0.01)
+    # Each of two ranks sends half of the tokens.
+    half_s = DISPATCH_NETWORK.collective_s("all_to_all", ACTIVATION_BYTES, 8)
+    assert model.block(two).forward.experts_s == pytest.approx(2 * half_s)
+    calls = model.data_calls(changed(two, {"zero.stage": 1}))
     strides = {call.stride for call in calls if call.num_ranks > 1}
-    assert strides == {2, 8}  # of what all data ranks share, and of what every fourth does
+    assert strides == {2, 8}  # of what all data ranks share, and of the two that have the same experts
 
 
 def test_replicas_of_a_shard_stand_as_far_apart_as_a_shard_group_reaches() -> None:

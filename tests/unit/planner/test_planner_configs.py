@@ -138,11 +138,6 @@ def test_what_cannot_be_trained_is_refused(shape: ModelShape, config: ResolvedCo
         written(job(1, 1, shape), config)
 
 
-def test_experts_over_ranks_are_not_trained() -> None:
-    with refused("plan-only", "ep=2"):
-        written(replace(job(1, 1), ep=2), BASE)
-
-
 def test_none_that_toml_cannot_say_is_refused() -> None:
     with refused("none-in-toml", "optimizer.clip_norm"):
         to_toml(Config().override(["optimizer.clip_norm=none"]))

@@ -1,14 +1,22 @@
-"""Experts over ranks are priced, for runs of other codes."""
+"""Experts that `mesh.ep` divides are held, exchanged, searched and written."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from shardwise.config.resolve import Config
+from shardwise.planner.candidates import SearchSpace, candidates, placements
+from shardwise.planner.configs import base_of, job_of, written
 from shardwise.planner.folded_layout import FoldedLayouts
-from shardwise.planner.hardware import parse_cluster
+from shardwise.planner.hardware import cluster_of, parse_cluster
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
+from shardwise.planner.memory import MemoryModel
+from shardwise.planner.profile import MatmulTime, Profile
+from shardwise.planner.search import least_states_bytes
+from shardwise.verify.finalists import peak_of
 
 FAST = parse_cluster("h100:64")
 EXPERTS = Experts(num_experts=256, num_chosen=8, ffn_size=512, num_shared=1)
@@ -22,8 +30,73 @@ SHAPE = ModelShape(
 def test_each_rank_holds_its_experts_and_zero_shards_them_over_the_others(ep: int) -> None:
     job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
     one = changed(BASE, {"mesh.dp_shard": 64, "zero.stage": 1})
-    whole, split = (FoldedLayouts(replace(job, ep=each)).at_rest(one) for each in (1, ep))
+    whole, split = (FoldedLayouts(job).at_rest(changed(one, {"mesh.ep": each})) for each in (1, ep))
     experts = 2 * SHAPE.num_layers * 256 * 3 * 7168 * 512
     assert whole["param"] - split["param"] == pytest.approx(experts * (1 - 1 / ep), rel=0.001)
     # ZeRO-1's states are as many on each rank: ep times fewer experts over ep times fewer ranks.
     assert split["optimizer"] == pytest.approx(whole["optimizer"], rel=0.001)
+
+
+def test_the_most_experts_within_a_node_are_tried_first_and_legal() -> None:
+    job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
+    space = SearchSpace(pins={"mesh.pp": (1, 8), "mesh.tp": (1, 2), "mesh.cp": (1,)})
+    tried = [(each.mesh.pp, each.mesh.ep) for each in candidates(job, space)]
+    assert {ep for pp, ep in tried if pp == 1} == {8, 16, 32, 1}
+    assert {ep for pp, ep in tried if pp == 8} == {8, 1}
+    few = candidates(job, replace(space, pins={**space.pins, "mesh.ep": (2, 3)}))
+    assert {each.mesh.ep for each in few} == {2}
+    small = replace(job, shape=replace(SHAPE, experts=replace(EXPERTS, num_experts=8)))
+    assert {each.mesh.ep for each in candidates(small, space)} == {8, 1}
+    dense = replace(job, shape=replace(SHAPE, experts=None))
+    assert {each.mesh.ep for each in candidates(dense, space)} == {1}
+    compiled = changed(BASE, {"compile.enabled": True})
+    assert {(each.mesh.tp, each.mesh.ep) for each in candidates(job, space, compiled)} == {(1, 1)}
+
+
+def test_a_shard_group_is_a_multiple_of_the_ranks_that_divide_experts() -> None:
+    job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
+    config = changed(BASE, {"mesh.dp_shard": 32, "mesh.tp": 2, "mesh.ep": 16})
+    sizes = {placed["mesh.dp_shard"] for placed in placements(job, SearchSpace(), config)}
+    assert sizes == {8, 16, 32}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_least_states_are_those_of_dense_and_of_divided_parameters(tp: int) -> None:
+    job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
+    config = changed(BASE, {"mesh.dp_shard": 64 // tp, "mesh.tp": tp, "mesh.ep": 8, "zero.stage": 2})
+    held = FoldedLayouts(job).at_rest(config)
+    assert 0.4 * sum(held.values()) < least_states_bytes(job, config) <= 1.001 * sum(held.values())
+
+
+def test_what_is_written_divides_the_experts_too() -> None:
+    model = Config().override(['model.path="mixture"'])
+    job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST, base=base_of(model))
+    config = changed(job.base, {"mesh.dp_shard": 64, "mesh.ep": 8, "batch.micro_size": 4})
+    assert written(job, config).resolve(world_size=64).mesh.ep == 8
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 4}, {"dp_shard": 4, "ep": 4}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}]
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_and_peak_are_nearly_the_engine_s_own(tmp_path: Path, mesh: dict[str, int], stage: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.MixtralConfig(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=1000, max_position_embeddings=128, num_local_experts=8,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    config = Config.from_dict(
+        {
+            "model": {"path": str(tmp_path)}, "mesh": mesh, "zero": {"stage": stage}, "run": {"device": "cpu"},
+            "data": {"seq_len": 128}, "batch": {"micro_size": 8}, "precision": {"param": "bf16"},
+        }
+    )  # fmt: skip
+    product = MatmulTime(dtype="bf16", m=1, n=1, k=1, seconds=1e-9)
+    machine = Profile(device="cpu", num_ranks=4, num_threads=1, memory_bytes=1e10, matmuls=(product,))
+    job = replace(job_of(config, cluster_of(machine)), usual_skew=1.0)  # as simulated ranks share tokens
+    estimate, simulated = MemoryModel(job).estimate(config.resolve(4)), peak_of(config.model_dump_json(), 4, 0)
+    states = ("params", "grads", "optimizer")
+    assert sum(estimate.worst.peak[name] for name in states) == pytest.approx(
+        sum(simulated[name] for name in states), rel=0.02
+    )
+    assert estimate.worst.peak_bytes == pytest.approx(sum(simulated.values()), rel=0.25)

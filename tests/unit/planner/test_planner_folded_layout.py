@@ -177,9 +177,9 @@ def test_experts_are_spread_over_fewer_ranks() -> None:
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
     plain = changed(BASE, {"mesh.dp_shard": 1, "precision.param": "bf16"})
     assert FoldedLayouts(job).at_rest(plain)["param"] == 2 * shape.num_params
-    spread = changed(plain, {"mesh.dp_shard": 4})
+    spread = changed(plain, {"mesh.dp_shard": 4, "mesh.ep": 4})
     experts = 2 * 2 * 8 * 3 * 64 * 32  # bytes of both layers' experts
-    assert FoldedLayouts(replace(job, ep=4)).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
+    assert FoldedLayouts(job).at_rest(spread)["param"] == 2 * shape.num_params - experts * 3 // 4
 
 
 def test_biases_and_learned_positions_are_held() -> None:

@@ -298,7 +298,7 @@ FLAGS = "--num-layers 8 --hidden-size 768 --num-attention-heads 12 --seq-length 
 def test_experts_of_megatron():
     sizes = "--num-experts 8 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 512"
     imported = read_megatron(f"{FLAGS} {sizes} --expert-model-parallel-size 4")
-    assert imported.ep == 4
+    assert imported.settings["mesh.ep"] == 4
     assert imported.shape is not None
     experts = imported.shape.experts
     assert experts is not None

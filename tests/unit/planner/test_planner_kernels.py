@@ -45,7 +45,6 @@ def model(
     scores: float = FREE,
     stream: float = FREE,
     shape: ModelShape = SHAPE,
-    ep: int = 1,
     **facts: Any,
 ) -> ComputeTimeModel:
     """A machine that does so many FLOPs in products and in attention's scores, and moves so many bytes, a second."""
@@ -65,7 +64,7 @@ def model(
         call_s=1e-30,
     )
     cluster = Cluster(gpu=GPU, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9, profile=profile)
-    return ComputeTimeModel(PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, ep=ep, **facts))
+    return ComputeTimeModel(PlanJob(shape=shape, seq_len=TOKENS, global_batch=8, cluster=cluster, **facts))
 
 
 def seconds(times: PassTimes) -> tuple[float, float, float, float]:
@@ -101,21 +100,22 @@ def test_a_plain_feed_forward_has_two_matrices() -> None:
 
 @pytest.mark.parametrize("ep", [1, 4])
 def test_tokens_pass_the_experts_that_they_chose_and_those_that_all_pass(ep: int) -> None:
-    even = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS), ep=ep, expert_imbalance=1.0)
-    block = even.block(changed(BASE, {"mesh.dp_shard": 8}))
+    even = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS), usual_skew=1.0)
+    block = even.block(changed(BASE, {"mesh.dp_shard": 8, "mesh.ep": ep}))
     each_s = flops_s(ATTENTION_PARAMS + FFN_PARAMS / 4 + PASSED_PARAMS * 3 / 4)  # one layer of four is dense
     assert seconds(block) == pytest.approx((each_s, each_s, each_s, 0.0))
 
 
 def test_the_fullest_rank_of_experts_is_waited_for() -> None:
-    shape = replace(SHAPE, experts=EXPERTS)
-    config = changed(BASE, {"mesh.dp_shard": 8})
-    even, free = (model(products=RATE, shape=shape, expert_imbalance=each) for each in (1.0, 1.5))
-    assert free.block(config) == even.block(config)
-    split = [model(products=RATE, shape=shape, ep=4, expert_imbalance=each) for each in (1.0, 1.5)]
-    over = [each.block(config).forward_s for each in split]
+    even = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS), usual_skew=1.0)
+    whole, split = (changed(BASE, {"mesh.dp_shard": 8, "mesh.ep": ep}) for ep in (1, 4))
+    skewed = {"experts.skew": 1.5}
+    assert even.block(changed(whole, skewed)) == even.block(whole)
+    over = [even.block(config).forward_s for config in (split, changed(split, skewed))]
     routed = FFN_PARAMS / 96 * EXPERTS.ffn_size * EXPERTS.num_chosen
     assert over[1] - over[0] == pytest.approx(0.5 * flops_s(routed * 3 / 4))
+    usual = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS), usual_skew=1.5)
+    assert usual.block(split).forward_s == over[1]
 
 
 def test_streams_of_experts_grow_with_the_tokens_they_are_sent() -> None:
@@ -323,6 +323,7 @@ def test_a_softmax_that_is_written_out_reads_and_writes_scores_more_often(param:
 
 def test_gradients_of_a_rank_s_own_experts_are_added() -> None:
     shape = replace(SHAPE, experts=replace(EXPERTS, num_dense_layers=0))
-    block = model(stream=RATE, shape=shape, ep=4).block(changed(BASE, {"mesh.dp_shard": 8, "batch.accumulation": 2}))
+    config = changed(BASE, {"mesh.dp_shard": 8, "mesh.ep": 4, "batch.accumulation": 2})
+    block = model(stream=RATE, shape=shape).block(config)
     held = ATTENTION_PARAMS + 64 * 8 + (8 // 4 + 1) * 3 * 64 * 32  # the router, 2 experts of 8, and the shared one
     assert block.backward_weight_s == pytest.approx(8 * held / RATE)

@@ -49,6 +49,7 @@ JOB = PlanJob(
         ("llama", {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"dp_shard": 4, "dp_replicate": 2}, False),
         ("llama", {"rank": 3, "targets": ["q_proj"]}, {"dp_shard": 8}, False),
         ("qwen3_moe", {"rank": 4}, {"dp_shard": 8}, False),
+        ("qwen3_moe", {"rank": 4}, {"dp_shard": 8, "ep": 4}, False),
         ("llama", {"rank": 4, "base": "nf4"}, {"dp_shard": 8}, False),
         ("qwen3_moe", {"rank": 4, "base": "nf4"}, {"dp_shard": 8}, False),
     ],

@@ -96,11 +96,6 @@ def test_the_usual_batch_grows_with_the_gpus_and_divides_among_them(num_gpus: in
     assert any(f"{batch:,} sequences" in note and "--global-batch" in note for note in asked.notes)
 
 
-def test_divided_experts_are_not_priced() -> None:
-    with refused("plan-without-ep", "mesh.ep=2", "--dry-run"):
-        Question(read_model("llama-7b"), NODE, 512, settings=("mesh.ep=2",)).ask()
-
-
 def test_windows_of_a_model_or_of_the_attention_that_replaces_it() -> None:
     windowed = ModelSource(shape=replace(SHAPE, window=100), longest=4096)
     assert Question(windowed, NODE, global_batch=8).ask().job.shape.window == 100

@@ -26,7 +26,7 @@ from shardwise.planner.job import Experts, ModelShape, ModelSource
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 _COUNTS: Final = (
     "ffn-hidden-size", "num-query-groups", "kv-channels", "max-position-embeddings", "vocab-size", "padded-vocab-size",
-    "num-experts", "moe-ffn-hidden-size", "micro-batch-size", "global-batch-size",
+    "num-experts", "moe-ffn-hidden-size", "expert-tensor-parallel-size", "micro-batch-size", "global-batch-size",
 )  # fmt: skip
 _COUNTS_OR: Final = MappingProxyType(
     {
@@ -90,7 +90,6 @@ def read_megatron(source: str | Path) -> ModelSource:
         settings=_mesh(flags, name) | _zero(flags) | _precision(flags) | _recompute(flags),
         seq_len=flags.seq_length,
         global_batch=flags.global_batch_size,
-        ep=flags.expert_model_parallel_size,
         notes=tuple(_notes(flags)),
     )
 
@@ -187,6 +186,8 @@ def _shape(flags: Any, source: str) -> ModelShape:
 def _mesh(flags: Any, source: str) -> dict[str, object]:
     tp, pp, cp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.context_parallel_size
     settings: dict[str, object] = {f"mesh.{axis}": n for axis, n in (("tp", tp), ("pp", pp), ("cp", cp)) if n > 1}
+    if flags.expert_model_parallel_size > 1:
+        settings["mesh.ep"] = flags.expert_model_parallel_size
     if cp > 1:
         settings["context.transport"] = _TRANSPORTS.get(flags.cp_comm_type or "p2p", "ring")
     if tp > 1 and flags.sequence_parallel:
@@ -241,6 +242,9 @@ def _notes(flags: Any) -> Iterator[str]:
         yield "selective recomputation here repeats all but matrix products and attention, which saves more"
     if flags.recompute_method == "uniform" and flags.recompute_num_layers not in (None, 1):
         yield "every block's input is kept, not one of each group's"
+    of_expert = flags.expert_tensor_parallel_size or flags.tensor_model_parallel_size
+    if flags.num_experts is not None and of_expert > 1:
+        yield f"each expert is whole on its rank here, where --expert-tensor-parallel-size is {of_expert}"
     if flags.fp8_format is not None:
         yield "fp8 products are precision.linears=fp8 here; bf16 ones are priced"
 
