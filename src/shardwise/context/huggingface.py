@@ -86,7 +86,8 @@ def check_model(model: nn.Module) -> None:
         "cp-head-of-tokens": ("has a head that reads several tokens", not is_per_token),
         "cp-no-positions": ("takes no position_ids", not takes_positions),
         "cp-router-loss": (
-            "has a loss of its router, which is no mean over tokens; set config.output_router_logits=False",
+            "has a loss of its router, which is no mean over tokens; set config.output_router_logits=False, and "
+            "experts.aux_loss in its place",
             getattr(config, "output_router_logits", False),
         ),
         "cp-pooler": ("pools a sequence's first token; build it with add_pooling_layer=False", poolers),
