@@ -186,6 +186,14 @@ engine.save("shared/job7", data=loader)
 """,
         },
         "elastic": {0: _SMALL + "number = 8"},
+        "experts": {
+            0: """
+import torch
+from harness.listed_experts import ListedModel, ListedMoe as RemoteMoe
+
+model = ListedModel()
+"""
+        },
         "extending": {
             0: """
 from shardwise.schedule.pipelines import ScheduleRecipe, ScheduleRows, StagePlacement, _B, _F, _Pattern

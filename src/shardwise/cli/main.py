@@ -163,7 +163,9 @@ def presets() -> None:
     rows: list[tuple[str, ...]] = [("preset", "params", "layers", "hidden", "heads", "ffn", "vocab", "context", "GiB")]
     for name, shape in PRESETS.items():
         heads, gib = f"{shape.num_heads}/{shape.num_kv_heads}", _BYTES_AT_REST * num_params(shape) / 2**30
-        sizes = (f"{size:,}" for size in (shape.ffn_size, shape.vocab_size, shape.max_seq_len))
+        experts = f"{shape.num_experts} x " * (shape.num_experts > 0)
+        ffn = f"{experts}{shape.size_of_expert:,}"
+        sizes = (ffn, f"{shape.vocab_size:,}", f"{shape.max_seq_len:,}")
         width = f"{shape.hidden_size:,}"
         rows.append((name, format_count(num_params(shape)), f"{shape.num_layers}", width, heads, *sizes, f"{gib:,.1f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -171,6 +173,7 @@ def presets() -> None:
         columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         print("  ".join([name.ljust(widths[0]), *columns]))
     print("\nheads: of queries / of keys and values")
+    print("ffn: inner width, of each of so many experts")
     print("GiB: at extra over all ranks of ZeRO-3, 18 bytes a parameter: bf16, fp32 gradients and master, Adam")
 
 

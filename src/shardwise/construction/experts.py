@@ -25,10 +25,10 @@ def is_experts(module: nn.Module) -> bool:
     if not all(hasattr(module, flag) for flag in _FLAGS):
         return False
     packed = packed_stack(module, "down_proj")
-    down = getattr(module, "down_proj", None) if packed is None else packed.quant_state
-    if not (isinstance(down, nn.Parameter) or packed is not None) or len(down.shape) != 3:
+    down: Any = getattr(module, "down_proj", None) if packed is None else packed.quant_state
+    if packed is None and not isinstance(down, nn.Parameter):
         return False
-    return down.shape[0] > 0 and num_experts_of(module) % down.shape[0] == 0
+    return len(down.shape) == 3 and down.shape[0] > 0 and num_experts_of(module) % down.shape[0] == 0
 
 
 def num_experts_of(module: Any) -> int:
@@ -57,21 +57,25 @@ def part_of_packed(state: Any, name: str, ep: int, rank: int) -> Any:
     Raises:
         ConfigError: an expert is no whole number of the blocks of elements, or of scales, that have a scale.
     """
-    sizes = [state.shape.numel() // state.shape[0]]
-    for each in filter(None, (state, state.state2)):
-        if sizes[-1] % each.blocksize:
+    num_values = state.shape.numel() // state.shape[0]
+    for level in filter(None, (state, state.state2)):  # the second packs the scales of the first
+        if num_values % level.blocksize:
             raise ConfigError(
                 "opaque-over-ep",
-                f"mesh.ep={ep} divides the packed experts of {name}, and {sizes[-1]} of one are no whole number of "
-                f"blocks of {each.blocksize} that share a scale; set mesh.ep=1",
+                f"mesh.ep={ep} divides the packed experts of {name}, and {num_values} of one are no whole number of "
+                f"blocks of {level.blocksize} that share a scale; set mesh.ep=1",
             )
-        sizes.append(sizes[-1] // each.blocksize)
-    part = copy(state)
-    part.shape, part.absmax = torch.Size((state.shape[0] // ep, *state.shape[1:])), state.absmax.chunk(ep)[rank]
+        num_values //= level.blocksize
+    changes = {"shape": torch.Size((state.shape[0] // ep, *state.shape[1:]))}
     if state.state2 is not None:
-        part.state2 = copy(state.state2)
-        part.state2.absmax = state.state2.absmax.chunk(ep)[rank]
-    return part
+        changes["state2"] = _with_scales(state.state2, ep, rank)
+    return _with_scales(state, ep, rank, **changes)
+
+
+def _with_scales(state: Any, ep: int, rank: int, **changes: Any) -> Any:
+    copied = copy(state)
+    vars(copied).update(absmax=state.absmax.chunk(ep)[rank], **changes)
+    return copied
 
 
 def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | None]:

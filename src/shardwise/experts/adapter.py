@@ -86,8 +86,8 @@ class ExpertLayers:
             for stack in stack_names(module) if tokens.world_size > 1 else ():
                 packed = packed_stack(module, stack)
                 if packed is not None:
-                    part = part_of_packed(packed.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
-                    self._undo.append(set_attribute(packed, "quant_state", part))
+                    state = part_of_packed(packed.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
+                    self._undo.append(set_attribute(packed, "quant_state", state))
             for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
                 num_local = num_experts_of(module) // layout.mesh.ep
                 self._undo.append(set_attribute(wrapper, "num_experts", num_local))

@@ -26,7 +26,7 @@ from shardwise.runtime.torch_private import is_fake
 
 INIT_STD: Final = 0.02
 # The parameters of a linear layer, and what a stack of them has after its name.
-_KINDS: Final[Mapping[str, str]] = MappingProxyType({"weight": "", "bias": "_bias"})
+_SUFFIXES: Final[Mapping[str, str]] = MappingProxyType({"weight": "", "bias": "_bias"})
 
 
 def draw_normal(weight: Tensor, std: float) -> None:
@@ -49,6 +49,8 @@ class Router(nn.Module):
     Args:
         factory: device and dtype of the weight.
     """
+
+    e_score_correction_bias: Tensor | None
 
     def __init__(self, config: DecoderConfig, **factory: Any) -> None:
         super().__init__()
@@ -116,26 +118,28 @@ class Experts(nn.Module):
             ConfigError: one of them has no such layers, or they differ in sizes, biases or dtype.
         """
         mlps = list(experts)
-        parts = {"up_proj": (up,)} if gate is None else {"gate_up_proj": (gate, up)}
-        parts["down_proj"] = (down,)
-        kinds = {tuple((name, each.shape, each.dtype) for name, each in mlp.named_parameters()) for mlp in mlps}
-        weights, biases = ({f"{each}.{kind}" for names in parts.values() for each in names} for kind in _KINDS)
-        if len(kinds) != 1 or {name for name, *_ in next(iter(kinds))} not in (weights, weights | biases):
+        layers_of: dict[str, tuple[str, ...]] = {"up_proj": (up,)} if gate is None else {"gate_up_proj": (gate, up)}
+        layers_of["down_proj"] = (down,)
+        shapes = {tuple((name, p.shape, p.dtype) for name, p in mlp.named_parameters()) for mlp in mlps}
+        weights, biases = (
+            {f"{layer}.{tensor}" for layers in layers_of.values() for layer in layers} for tensor in _SUFFIXES
+        )
+        if len(shapes) != 1 or {name for name, *_ in next(iter(shapes))} not in (weights, weights | biases):
             raise ConfigError(
                 "experts-not-equal",
-                f"{len(mlps)} experts have {len(kinds)} kinds of parameters, and a stack is of one kind with "
+                f"{len(mlps)} experts have {len(shapes)} kinds of parameters, and a stack is of one kind with "
                 f"{', '.join(sorted(weights))}, and a bias of each or none; name their layers by gate=, up= and down=",
             )
         stacks = {}
-        for kind, suffix in _KINDS.items():
-            for stack, names in parts.items():
-                rows = [[getattr(mlp.get_submodule(name), kind) for name in names] for mlp in mlps]
+        for tensor, suffix in _SUFFIXES.items():
+            for stack, layers in layers_of.items():
+                rows = [[getattr(mlp.get_submodule(layer), tensor) for layer in layers] for mlp in mlps]
                 if rows[0][0] is not None:
-                    whole = torch.stack([torch.cat(row) for row in rows]).detach()
-                    stacks[stack + suffix] = nn.Parameter(whole, requires_grad=rows[0][0].requires_grad)
-        stacked = cls(stacks, act_fn)
-        stacked._check(mlps[0])
-        return stacked
+                    stacked = torch.stack([torch.cat(row) for row in rows]).detach()
+                    stacks[stack + suffix] = nn.Parameter(stacked, requires_grad=rows[0][0].requires_grad)
+        module = cls(stacks, act_fn)
+        module._check(mlps[0])
+        return module
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return for tokens [N, H] the sum of what their experts, index [N, k], make of them, by weights [N, k].
@@ -149,9 +153,9 @@ class Experts(nn.Module):
         else:
             counts = torch.bincount(index.reshape(-1), minlength=self.num_experts).tolist()
         rows = hidden[order // index.shape[-1]].split(counts)
-        made = torch.cat([self._run(expert, own) for expert, own in enumerate(rows)])
-        chosen = made[order.argsort()].view(*index.shape, made.shape[-1])  # [N, k, H]
-        return (chosen * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        made = torch.cat([self._run(expert, chosen) for expert, chosen in enumerate(rows)])
+        results = made[order.argsort()].view(*index.shape, made.shape[-1])  # [N, k, H]
+        return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _run(self, expert: int, rows: Tensor) -> Tensor:
         rows = self._multiply("gate_up_proj" if self.has_gate else "up_proj", expert, rows)
@@ -173,9 +177,9 @@ class Experts(nn.Module):
             return
         token = torch.linspace(-1, 1, self.down_proj.shape[1], out=torch.empty_like(self.down_proj[0, :, 0]))
         was_training = mlp.training
-        expected, found = mlp.eval()(token[None]), self._run(0, token[None])
+        expected, computed = mlp.eval()(token[None]), self._run(0, token[None])
         mlp.train(was_training)
-        if (expected - found).abs().max() > 64 * torch.finfo(token.dtype).eps * expected.abs().max():
+        if (expected - computed).abs().max() > 64 * torch.finfo(token.dtype).eps * expected.abs().max():
             raise ConfigError(
                 "experts-not-equal",
                 f"{type(mlp).__name__} computes something else than a stack with act_fn={self.act_fn}; give the "

@@ -125,8 +125,8 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
     used_keys = [what for what, is_there in foreign.items() if is_there]
     wanted, sections = replace(shape, name="", window=None), [base]
     for name, preset in PRESETS.items():
-        own = _section_values(ModelShape.of_decoder(preset))
-        changes = {key: value for key, value in _section_values(wanted).items() if value != own.get(key)}
+        values = _section_values(ModelShape.of_decoder(preset))
+        changes = {key: value for key, value in _section_values(wanted).items() if value != values.get(key)}
         if not used_keys and shape.hidden_size % shape.num_heads == 0:
             sections.append(ModelConfig(preset=name, **changes))
     same = [section for section in sections if ModelShape.of_decoder(decoder_config(section), name="") == wanted]

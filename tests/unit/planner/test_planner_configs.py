@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.config.resolve import Config, ResolvedConfig
-from shardwise.models.presets import PRESETS, preset
+from shardwise.models.presets import PRESETS, decoder_config, preset
 from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.configs import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, to_toml, written
 from shardwise.planner.folded_layout import StageTable
@@ -118,14 +118,21 @@ def test_what_the_planner_does_not_choose_stays() -> None:
     assert written(whole, on_device).tiers.nvme_path is None
 
 
+def test_experts_are_written_as_keys_of_the_model() -> None:
+    experts = Experts(num_experts=4, num_chosen=1, ffn_size=8, num_shared=2)
+    model = written(job(1, 1, replace(SHAPE, experts=experts)), BASE).model
+    assert (model.num_experts, model.num_chosen, model.expert_size, model.num_shared_experts) == (4, 1, 8, 2)
+    assert ModelShape.of_decoder(decoder_config(model)).experts == experts
+
+
 @pytest.mark.parametrize(
     ("shape", "config", "code", "value"),
     [
         (
-            replace(SHAPE, experts=Experts(num_experts=4, num_chosen=1, ffn_size=8)),
+            replace(SHAPE, experts=Experts(num_experts=4, num_chosen=1, ffn_size=8, num_dense_layers=1)),
             BASE,
             "model-plan-only",
-            "experts",
+            "dense layers before its experts",
         ),
         (replace(SHAPE, ffn="plain"), BASE, "model-plan-only", "two matrices"),
         (replace(SHAPE, has_biases=True), BASE, "model-plan-only", "biases"),

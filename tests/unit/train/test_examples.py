@@ -19,9 +19,9 @@ def test_an_example_is_a_job(path: Path) -> None:
     assert f"shardwise train examples/{path.name}" in path.read_text()
     config = job_config(path, ["run.device=cpu"])
     resolved, layout = check_job(config, world_size=config.run.num_procs or 2)
-    splits = resolved.mesh.pp > 1 or resolved.mesh.cp > 1
+    splits = max(resolved.mesh.pp, resolved.mesh.cp, resolved.mesh.ep) > 1
     shown = tiers_line(layout) or splits or resolved.attention.kind != "dense"
-    assert shown, "these show states off the device, stages, split sequences, or sparse attention"
+    assert shown, "these show states off the device, stages, split sequences, divided experts, or sparse attention"
 
 
 def test_the_example_of_a_cluster_is_one() -> None:

@@ -198,11 +198,11 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
             f"the decoder has num_shared_experts={config.num_shared_experts} and router_bias={config.router_bias}, and "
             "a folder is of Mixtral's experts, which have neither; save a checkpoint of Shardwise's own",
         )
-    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
+    family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
     if config.num_experts:
-        kind = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
-        kind |= {"num_local_experts": config.num_experts, "num_experts_per_tok": config.num_chosen}
-    return kind | {
+        family = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+        family |= {"num_local_experts": config.num_experts, "num_experts_per_tok": config.num_chosen}
+    return family | {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.size_of_expert if config.num_experts else config.ffn_size,
