@@ -455,7 +455,7 @@ def _end_step(parts: EngineParts) -> None:
     parts.losses.plain.begin_step()
     parts.draws.forget()
     if parts.experts is not None:
-        parts.experts.forget()
+        parts.experts.dispatch.forget()
     parts.sharding.end_step()
     parts.losses.clear()
     parts.timeline.close_step()

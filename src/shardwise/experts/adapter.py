@@ -62,10 +62,6 @@ class ExpertLayers:
                 num_local = num_experts_of(module) // layout.mesh.ep
                 self._undo.append(set_attribute(wrapper, "num_experts", num_local))
 
-    def forget(self) -> None:
-        """Drop what recomputations of the forwards so far would need."""
-        self.dispatch.forget()
-
     def close(self) -> None:
         """Give the modules their own forwards again."""
         for undo in reversed(self._undo):

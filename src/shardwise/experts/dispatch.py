@@ -119,11 +119,7 @@ class ExpertDispatch:
         return (chosen * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def check_routing(self) -> None:
-        """Raise where a recomputation on a device has chosen other experts; the host waits for the device.
-
-        Raises:
-            EngineError: it has, and the gradients are NaN.
-        """
+        """Raise where a recomputation on a device has chosen other experts; the host waits for the device."""
         for name, is_changed in self._comparisons:
             if is_changed:
                 raise _routing_error(name)
