@@ -79,7 +79,7 @@ class VersionWriter:
     def __init__(self, root: str | Path, file_bytes: int = _FILE_BYTES) -> None:
         self._root = Path(root)
         self._file_bytes = file_bytes
-        self._kept: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
         self._last: Version | None = None
 
     def write(self, weights: Iterable[tuple[str, Tensor | None]]) -> Version | None:
@@ -93,7 +93,7 @@ class VersionWriter:
         """
         number = len(_numbers(self._root))
         folder = self._root / f".{_FOLDER.format(number)}.unfinished"
-        kept, last, self._last = self._kept, self._last, None
+        copies, last, self._last = self._copies, self._last, None
         files = _VersionFiles(folder, "model" if last is None else "delta", self._file_bytes)
         digests: dict[str, str] = {}
         try:
@@ -101,12 +101,12 @@ class VersionWriter:
                 if tensor is not None:
                     values = tensor.detach().cpu().contiguous()
                     digests[name] = digest_of(values)
-                    files.add(_changed(name, values, None if last is None else kept.get(name)))
-                    _keep(kept, name, values)
+                    files.add(_changed(name, values, None if last is None else copies.get(name)))
+                    _keep(copies, name, values)
             if not digests:
                 return None
             chain = _chained("" if last is None else last.chain, digests)
-            num_whole_bytes = sum(kept[name].nbytes for name in digests)
+            num_whole_bytes = sum(copies[name].nbytes for name in digests)
             version = Version(number, chain, files.num_bytes, num_whole_bytes)
             files.finish({"version": number, "base": last and last.chain, "chain": chain, "digests": digests})
             with named_errors("finish", folder):
@@ -179,10 +179,10 @@ def read_weights(
         DamagedError: a version is not what was written, or does not follow the one before it.
         CheckpointError: there is none.
     """
-    root, version, found = Path(root), since, dict(weights or {})
+    root, version, current = Path(root), since, dict(weights or {})
     described = {number: _described(root / _FOLDER.format(number)) for number in _numbers(root)}
-    whole = [number for number, values in described.items() if values["base"] is None]
-    start = max(whole, default=0) if since is None else since.number + 1
+    complete = [number for number, values in described.items() if values["base"] is None]
+    start = max(complete, default=0) if since is None else since.number + 1
     for number in [number for number in described if number >= start]:
         folder, values = root / _FOLDER.format(number), described[number]
         base = "" if version is None or values["base"] is None else version.chain
@@ -190,11 +190,11 @@ def read_weights(
             raise DamagedError(
                 "version-chain", f"{folder} does not follow the version before it; read from a whole one"
             )
-        found = _taken(folder, values, found if base else {})
-        version = Version(number, values["chain"], 0, sum(tensor.nbytes for tensor in found.values()))
+        current = _taken(folder, values, current if base else {})
+        version = Version(number, values["chain"], 0, sum(tensor.nbytes for tensor in current.values()))
     if version is None:
         raise CheckpointError("no-version", f"{root} has no version of weights; write one by VersionWriter(root).write")
-    return version, found
+    return version, current
 
 
 def digest_of(tensor: Tensor) -> str:
@@ -248,30 +248,29 @@ def _changed(name: str, values: Tensor, before: Tensor | None) -> dict[str, Tens
     return {name: changed, f"{name}{_MASK}": torch.from_numpy(np.packbits(is_changed.numpy()))}
 
 
-def _keep(kept: dict[str, Tensor], name: str, values: Tensor) -> None:
+def _keep(copies: dict[str, Tensor], name: str, values: Tensor) -> None:
     """Keep a copy of a tensor, in the memory of the one before it."""
-    before = kept.get(name)
+    before = copies.get(name)
     if before is not None and before.dtype == values.dtype and before.shape == values.shape:
         before.copy_(values)
     else:
-        kept[name] = values.clone()
+        copies[name] = values.clone()
 
 
 def _taken(folder: Path, described: Mapping[str, Any], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a version, all checked; those before it stay as they are."""
-    stored: dict[str, Tensor] = {}
-    found: dict[str, Tensor] = {}
+    stored, weights = dict[str, Tensor](), dict[str, Tensor]()
     try:
         for file in sorted(set(described["files"].values())):
             with safe_open(folder / Path(file).name, "pt") as opened:
                 stored |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no mapping
         for name, digest in described["digests"].items():
-            found[name] = _restored(name, stored, before.get(name))
-            if digest_of(found[name]) != digest:
+            weights[name] = _restored(name, stored, before.get(name))
+            if digest_of(weights[name]) != digest:
                 raise DamagedError("weight-digest", f"{name} of {folder} is not what was written; read another version")
     except (OSError, SafetensorError, KeyError, RuntimeError, IndexError, AttributeError) as error:
         raise DamagedError("version-torn", f"{folder} cannot be read: {error}; read another version") from error
-    return found
+    return weights
 
 
 def _restored(name: str, stored: Mapping[str, Tensor], before: Tensor | None) -> Tensor:

@@ -49,11 +49,11 @@ class AdaptedModel:
     @cached_property
     def wrappers(self) -> tuple[str, ...]:
         """Return the names of the modules that PEFT has put in the place of others, without those inside of them."""
-        found: list[str] = []
+        names: list[str] = []
         for name, module in self.model.named_modules() if self.is_adapted else ():
-            if _is_wrapper(module) and not any(name.startswith(f"{each}.") for each in found):
-                found.append(name)
-        return tuple(found)
+            if _is_wrapper(module) and not any(name.startswith(f"{wrapper}.") for wrapper in names):
+                names.append(name)
+        return tuple(names)
 
     @cached_property
     def plain_names(self) -> Mapping[str, str]:
@@ -88,8 +88,9 @@ class AdaptedModel:
             CheckpointError: there is no adapter.
         """
         if not self.is_adapted:
-            kind = type(self.model).__name__
-            raise CheckpointError("no-adapters", f'adapters="only", and {kind} has none of PEFT; leave adapters out')
+            raise CheckpointError(
+                "no-adapters", f'adapters="only", and {type(self.model).__name__} has none of PEFT; leave adapters out'
+            )
         from peft import get_peft_model_state_dict
 
         empty = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
@@ -113,8 +114,8 @@ class AdaptedModel:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    kind = type(module)
-    return hasattr(kind, _UNLOAD) or (hasattr(kind, "get_base_layer") and hasattr(kind, "merge"))
+    cls = type(module)  # an instance answers for what it wraps
+    return hasattr(cls, _UNLOAD) or (hasattr(cls, "get_base_layer") and hasattr(cls, "merge"))
 
 
 def _copied(module: nn.Module, name: str, values: Mapping[str, Tensor]) -> nn.Module:
@@ -123,10 +124,10 @@ def _copied(module: nn.Module, name: str, values: Mapping[str, Tensor]) -> nn.Mo
     # Copied too is what a merge notes there, or the model's own modules would take themselves to be merged.
     state = {key: copy.copy(value) if isinstance(value, list | dict) else value for key, value in vars(module).items()}
     state |= {key: type(value)() for key, value in state.items() if "_hooks" in key and isinstance(value, dict)}
-    for kind in ("_parameters", "_buffers"):
-        state[kind] = {key: values.get(f"{name}.{key}", tensor) for key, tensor in state[kind].items()}
-    state["_modules"] = {
-        key: child and _copied(child, f"{name}.{key}", values) for key, child in state["_modules"].items()
-    }
-    vars(twin).update(state)
+    for tensors in ("_parameters", "_buffers"):
+        state[tensors] = {key: values.get(f"{name}.{key}", tensor) for key, tensor in vars(module)[tensors].items()}
+    children = vars(module)["_modules"].items()
+    vars(twin).update(
+        state, _modules={key: child and _copied(child, f"{name}.{key}", values) for key, child in children}
+    )
     return twin

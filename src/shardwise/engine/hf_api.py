@@ -18,11 +18,13 @@ from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.match import WantedState, match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
+from shardwise.engine.adapters import AdaptedModel
 from shardwise.engine.checkpoint_api import Checkpoints, saved_buffers
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import zero_grad
 from shardwise.engine.weight_items import hub_rules
 from shardwise.engine.weights import BUCKET_BYTES, WeightOptions, WeightSource
+from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.state_shards import StateShard
 from shardwise.zero import checkpoint_state
 
@@ -65,9 +67,10 @@ def export_weights(
     tokenizer: Tokenizer | None,
 ) -> Path:
     """Write a folder; the other arguments are those of `Engine.export_weights`."""
+    stored_dtype = dtype_name(torch_dtype(dtype or parts.layout.precision.param))
     source = WeightSource(parts, WeightOptions(names or "hf", dtype, "merge", None, BUCKET_BYTES))
-    tensors = [ExportTensor(name, (), shape, dtype_name(kind)) for name, kind, shape in source.metadata()]
-    others: dict[str, bytes | Path] = dict(config_files(describe(source.base), dtype_name(source.dtype)))
+    tensors = [ExportTensor(name, (), shape, dtype_name(stored)) for name, stored, shape in source.metadata()]
+    others: dict[str, bytes | Path] = dict(config_files(describe(AdaptedModel(parts.model, {}).base), stored_dtype))
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
     return export_jointly(ExportRequest(folder, tensors, source.blocks(), others), parts.agreement)
 

@@ -66,13 +66,9 @@ class WeightItem:
         """Return the bytes of the members, whole."""
         return sum(member.num_bytes for member in self.members)
 
-    def tensors(self, whole: Values) -> list[Tensor]:
-        """Return what is handed over, in the order of `outputs`.
-
-        Args:
-            whole: the members, by name.
-        """
-        values = whole if self.change is None else self.change(whole)
+    def tensors(self, members: Values) -> list[Tensor]:
+        """Return what is handed over of the members, whole, by name, in the order of `outputs`."""
+        values = members if self.change is None else self.change(members)
         blocks = {
             name: block
             for member, parts in self.parts.items()
@@ -92,21 +88,21 @@ def weight_items(parts: EngineParts, names: Names, dtype: Dtype | None, adapters
             are no adapters.
     """
     tensors, aliases = _model_tensors(parts, dtype)
-    shapes = {name: each.shape for each in tensors for name in (each.name, *aliases[each.name])}
+    shapes = {name: tensor.shape for tensor in tensors for name in (tensor.name, *aliases[tensor.name])}
     model = AdaptedModel(parts.model, shapes)
     if adapters == "only":
         stored = model.adapter_names()
-        own = [each for each in tensors if each.name in stored]
-        items = [_renamed(each, stored[each.name] if names else each.name) for each in own]
+        of_adapters = [tensor for tensor in tensors if tensor.name in stored]
+        items = [_renamed(tensor, stored[tensor.name] if names else tensor.name) for tensor in of_adapters]
     elif adapters is None and names is None:
-        items = [_renamed(each, each.name) for each in tensors]
+        items = [_renamed(tensor, tensor.name) for tensor in tensors]
     else:
         items = list(_base_items(model, tensors, aliases, names, adapters))
     members = [member for item in items for member in item.members]
-    packed = next((each.name for each in members if each.place is not None and each.place[0].is_opaque), None)
+    packed = next((member.name for member in members if member.group is not None and member.group.is_opaque), None)
     if packed is not None and (names is not None or adapters == "merge"):
         raise CheckpointError(
-            "weights-packed",
+            "export-packed",
             f"weights are handed over as floating numbers, and parameter {packed} is packed or of integers; in `with "
             'engine.gathered() as model:` call model.save_pretrained(folder) on rank 0, or take adapters="only"',
         )
@@ -118,7 +114,7 @@ def _renamed(tensor: ModelTensor, name: str) -> WeightItem:
 
 
 def _item(tensor: ModelTensor, parts: tuple[WeightPart, ...]) -> WeightItem:
-    outputs = tuple(WeightInfo(part.stored, tensor.dtype, part.stored_shape) for part in parts)
+    outputs = tuple(WeightInfo(stored.stored, tensor.dtype, stored.stored_shape) for stored in parts)
     return WeightItem((tensor,), outputs, {tensor.name: parts})
 
 
@@ -135,26 +131,26 @@ def _base_items(
     ties = "model_type" in described.get("config", {}) or decoder_config(described) is not None
     exported = [
         ExportTensor(
-            *(plain[each.name], others, each.shape, dtype_name(each.dtype)),
-            copies=() if each.place is not None and ties else others,
+            *(plain[tensor.name], others, tensor.shape, dtype_name(tensor.dtype)),
+            copies=() if tensor.group is not None and ties else others,
         )
-        for each in tensors
-        if each.name in plain
-        for others in [tuple(plain[alias] for alias in aliases[each.name] if alias in plain)]
+        for tensor in tensors
+        if tensor.name in plain
+        for others in [tuple(plain[alias] for alias in aliases[tensor.name] if alias in plain)]
     ]
     rules = hub_rules(model.base, names, {plain[name]: shape for name, shape in model.shapes.items() if name in plain})
     parts = folder_parts(exported, rules)
     inside = {name: wrapper for wrapper in model.wrappers for name in model.inside(wrapper) if adapters == "merge"}
-    for wrapper, group in groupby(tensors, lambda each: inside.get(each.name)):
+    for wrapper, group in groupby(tensors, lambda tensor: inside.get(tensor.name)):
         members = tuple(group)
-        items = [_item(each, parts[plain[each.name]]) for each in members if each.name in plain]
+        items = [_item(tensor, parts[plain[tensor.name]]) for tensor in members if tensor.name in plain]
         if wrapper is None:
             yield from items
             continue
         yield WeightItem(
             members,
             tuple(output for item in items for output in item.outputs),
-            {plain[each.name]: parts[plain[each.name]] for each in members if each.name in plain},
+            {plain[tensor.name]: parts[plain[tensor.name]] for tensor in members if tensor.name in plain},
             partial(model.merged, wrapper),
         )
 
@@ -163,13 +159,12 @@ def hub_rules(model: nn.Module, names: Names, shapes: Mapping[str, Shape]) -> Na
     """Return the rules for the names of a model's tensors in a folder.
 
     Args:
-        names: see `Engine.weights`.
+        names: as in `Engine.weights`; None for no rules.
         shapes: of parameters and persistent buffers, whole, by all their names.
     """
     if names is None:
         return NameMap()
-    given = NameMap() if names == "hf" else NameMap.of(names)
-    return given.then(folder_names(model, shapes))
+    return NameMap.of(None if names == "hf" else names).then(folder_names(model, shapes))
 
 
 def _model_tensors(parts: EngineParts, dtype: Dtype | None) -> tuple[list[ModelTensor], dict[str, tuple[str, ...]]]:
@@ -180,8 +175,8 @@ def _model_tensors(parts: EngineParts, dtype: Dtype | None) -> tuple[list[ModelT
         computed = layout.precision_of(group).param
         for param in group.params:
             aliases[param.name] = param.aliases
-            kept = torch_dtype(computed if group.is_opaque else dtype or computed)
-            tensors[param.name] = ModelTensor(param.name, param.global_shape, kept, (group, param))
+            sent = torch_dtype(computed if group.is_opaque else dtype or computed)
+            tensors[param.name] = ModelTensor(param.name, param.global_shape, sent, group, param)
     for buffer in saved_buffers(parts):
         name, shape = buffer.state_shard.name, buffer.state_shard.global_shape
         aliases[name] = buffer.state_shard.aliases
@@ -200,11 +195,7 @@ def _in_module_order(model: nn.Module) -> list[str]:
 
 
 def layerwise(values: Iterable[Each], key: Callable[[Each], str]) -> list[list[Each]]:
-    """Cut values into groups, one for each block, by their names; see the module.
-
-    Args:
-        key: returns a value's name.
-    """
+    """Cut values into groups, one for each block, by the names that `key` returns; see the module."""
     first, last = list[Each](), list[Each]()
     blocks: dict[str, dict[int, list[Each]]] = {}
     for value in values:
@@ -220,8 +211,8 @@ def layerwise(values: Iterable[Each], key: Callable[[Each], str]) -> list[list[E
 def _block_of(name: str) -> tuple[str, int | None]:
     """Return the name up to its first number, and that number."""
     before = list[str]()
-    for part in name.split("."):
-        if part.isdecimal():
-            return ".".join(before), int(part)
-        before.append(part)
+    for text in name.split("."):
+        if text.isdecimal():
+            return ".".join(before), int(text)
+        before.append(text)
     return name, None

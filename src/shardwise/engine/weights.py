@@ -27,19 +27,17 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.checkpoint.deltas import digest_of
 from shardwise.checkpoint.hf.exporter import Block, in_folder
 from shardwise.comm.agreement import listed
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import Dtype
-from shardwise.engine.adapters import AdaptedModel
 from shardwise.engine.parts import EngineParts, EngineStatus
 from shardwise.engine.weight_items import Adapters, Names, WeightInfo, WeightItem, layerwise, weight_items
 from shardwise.layout.layout import Layout
 from shardwise.layout.slicing import Rect
-from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import persistent_buffers
 from shardwise.zero.weight_gather import WeightReader
 
@@ -110,7 +108,7 @@ class WeightSource:
 
         Raises:
             CommError: another rank has stopped its walk, does not walk, or asks for other tensors.
-            EngineError: the weights have changed since the walk began, or another use of the engine has ended it.
+            EngineError: another use of the engine has ended the walk, such as a step.
         """
         return _Walk(self._parts.status, lambda: _pairs(self._walk()))
 
@@ -128,8 +126,8 @@ class WeightSource:
             once: leave out what another rank yields too, so that all ranks together yield each element once.
         """
         dtypes = {info.name: info.dtype for info in self.metadata()}
-        for name, place, values in self.blocks(once=once):
-            yield name, values.to(dtypes[name]), tuple(map(slice, place.start, place.stop))
+        for name, rect, values in self.blocks(once=once):
+            yield name, values.to(dtypes[name]), tuple(map(slice, rect.start, rect.stop))
 
     def blocks(self, *, once: bool = True) -> Iterator[Block]:
         """Yield the same as an export writes it: rectangles, and values in the dtype in which they are stored.
@@ -142,8 +140,8 @@ class WeightSource:
                 for member in item.members:
                     for rect, values in reader.held(member, once=once):
                         yield from in_folder(item.parts[member.name], rect, values)
-            elif (whole := reader.gather(item.members, [index % num_ranks])) is not None:
-                for (name, _, shape), tensor in zip(item.outputs, item.tensors(whole), strict=True):
+            elif (gathered := reader.gather(item.members, [index % num_ranks])) is not None:
+                for (name, _, shape), tensor in zip(item.outputs, item.tensors(gathered), strict=True):
                     yield name, Rect.whole(shape), tensor
 
     def buckets(self) -> Iterator[tuple[Tensor | None, list[FlatTensor]]]:
@@ -183,17 +181,6 @@ class WeightSource:
         return {name: digest_of(tensor) for name, tensor in self if tensor is not None}
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of most parameters."""
-        return torch_dtype(self._options.dtype or self._parts.layout.precision.param)
-
-    @property
-    def base(self) -> nn.Module:
-        """Return the model whose weights these are, without adapters."""
-        base: nn.Module = AdaptedModel(self._parts.model, {}).base
-        return base
-
-    @property
     def _receives(self) -> bool:
         return self._options.to_rank in (None, self._parts.comm.rank)
 
@@ -207,8 +194,7 @@ class WeightSource:
 
     def _reader(self) -> WeightReader:
         parts = self._parts
-        computed = self._options.dtype in (None, parts.layout.precision.param)
-        parts.status.check(params_suffice=computed)
+        parts.status.check(params_suffice=self._options.dtype is None and parts.layout.precision.gather == "param")
         parts.refuse_if_simulated()
         return WeightReader(parts.states(), parts.layout, dict(persistent_buffers(parts.model)))
 
@@ -228,10 +214,10 @@ class WeightSource:
                 rounds.agree()
                 for bucket in _filled(group, self._options.bucket_bytes):
                     with self._parts.failures_explained():
-                        whole = reader.gather([member for item in bucket for member in item.members], receivers)
-                    pairs = [pair for item in bucket for pair in _named(item, whole)]
+                        gathered = reader.gather([member for item in bucket for member in item.members], receivers)
+                    pairs = [pair for item in bucket for pair in _named(item, gathered)]
                     last = pairs[-1][0] if pairs else last
-                    del whole  # or it would be there while the next one is gathered, and so would the pairs
+                    del gathered  # or it would be there while the next one is gathered, and so would the pairs
                     yield pairs
                     del pairs
             rounds.agree()
@@ -249,7 +235,6 @@ class _Rounds:
 
     def __init__(self, parts: EngineParts, note: str) -> None:
         self._parts = parts
-        self._num_steps = parts.state.num_steps
         self._note = note
         self._is_open = True
 
@@ -260,7 +245,7 @@ class _Rounds:
             CommError: a rank has stopped, or walks over something else.
         """
         self._is_open = False  # if this raises, all ranks know
-        self._parts.agreement.run(_ROUND, self._work, self._judge, _SUBJECT).checked()
+        self._parts.agreement.run(_ROUND, lambda: self._note, self._judge, _SUBJECT).checked()
         self._is_open = True
 
     def leave(self, last: str) -> None:
@@ -270,13 +255,6 @@ class _Rounds:
                 "walk-stopped", f"its walk was stopped after {last}, mostly since the receiver has failed"
             )
             self._parts.agreement.leave(_ROUND, stop, _SUBJECT)
-
-    def _work(self) -> str:
-        if self._parts.state.num_steps != self._num_steps:
-            raise EngineError(
-                "weights-changed", "the engine has taken a step since the walk began; begin a walk after each step"
-            )
-        return self._note
 
     def _judge(self, notes: Mapping[int, str]) -> str:
         odd = [rank for rank, note in notes.items() if note != self._note]
@@ -334,7 +312,7 @@ def _filled(group: Sequence[WeightItem], bucket_bytes: int) -> Iterator[list[Wei
     """Yield items of a group, as many as fit into a bucket, at least one."""
     bucket: list[WeightItem] = []
     for item in group:
-        if bucket and sum(each.num_bytes for each in (*bucket, item)) > bucket_bytes:
+        if bucket and sum(filled.num_bytes for filled in (*bucket, item)) > bucket_bytes:
             yield bucket
             bucket = []
         bucket.append(item)
@@ -353,12 +331,12 @@ def _flattened(pairs: list[Pair]) -> tuple[Tensor | None, list[FlatTensor]]:
     if not parts:
         return None, table
     flat = torch.empty(end, dtype=torch.uint8, device=parts[0].device)
-    for part, place in zip(parts, table, strict=True):
-        flat[place.start_idx : place.end_idx] = part
+    for tensor_bytes, entry in zip(parts, table, strict=True):
+        flat[entry.start_idx : entry.end_idx] = tensor_bytes
     return flat, table
 
 
-def _named(item: WeightItem, whole: Mapping[str, Tensor] | None) -> Iterator[Pair]:
-    tensors = [None] * len(item.outputs) if whole is None else item.tensors(whole)
+def _named(item: WeightItem, gathered: Mapping[str, Tensor] | None) -> Iterator[Pair]:
+    tensors = [None] * len(item.outputs) if gathered is None else item.tensors(gathered)
     for info, tensor in zip(item.outputs, tensors, strict=True):
         yield info.name, tensor

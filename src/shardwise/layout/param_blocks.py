@@ -16,14 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import add, sub
-from typing import TYPE_CHECKING
 
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Rect, flat_range_to_rects
-
-if TYPE_CHECKING:
-    from shardwise.layout.layout import Layout
 
 Range = tuple[int, int]
 
@@ -36,7 +32,7 @@ class Block:
         offset: the first element of `box`, whose elements are contiguous there.
         box: a rectangle of the rank's local tensor.
         inside: the part of it that is `rect`: without padding, and without what another rank sends.
-        rect: of the whole parameter.
+        rect: the same elements in the whole parameter.
     """
 
     offset: int
@@ -70,6 +66,7 @@ class GroupRoutes:
     """Says from which ranks each rank gets the parameters of a group.
 
     Attributes:
+        mesh: on which the group is placed.
         holders: the ranks of the pipeline that hold the group.
         is_whole: every rank that holds it has all of the flat buffer; otherwise its shard.
     """
@@ -78,11 +75,6 @@ class GroupRoutes:
     mesh: MeshShape
     holders: tuple[int, ...]
     is_whole: bool
-
-    @classmethod
-    def of(cls, layout: Layout, group: GroupSpec, is_whole: bool) -> GroupRoutes:
-        """Return the routes of a group of any stage."""
-        return cls(group, layout.mesh.experts if group.is_experts else layout.mesh, layout.holders(group), is_whole)
 
     def sends(self, param: ParamSpec, source: Coordinate, receiver: Coordinate) -> bool:
         """Say whether a rank sends what it has of a parameter to another one, or to itself."""
@@ -93,15 +85,15 @@ class GroupRoutes:
             return False
         return not param.split.is_whole or source.tp == receiver.tp
 
-    def held(self, place: Coordinate) -> Range:
+    def held(self, rank: Coordinate) -> Range:
         """Return the range of the flat buffer that a rank has."""
-        return (0, self.group.padded_numel) if self.is_whole else self.group.shard_range(self._shard(place))
+        return (0, self.group.padded_numel) if self.is_whole else self.group.shard_range(self._shard(rank))
 
-    def written(self, place: Coordinate) -> Range:
+    def written(self, rank: Coordinate) -> Range:
         """Return the range that a rank has, so that those of all ranks with the same `tp` are the buffer once."""
-        if place.pp != self.holders[0]:
+        if rank.pp != self.holders[0]:
             return 0, 0
-        return self.group.written_range(self._shard(place), place.dp_replicate)
+        return self.group.written_range(self._shard(rank), rank.dp_replicate)
 
-    def _shard(self, place: Coordinate) -> int:
-        return self.mesh.index_along(SHARD_AXES, self.mesh.rank_of(place))
+    def _shard(self, rank: Coordinate) -> int:
+        return self.mesh.index_along(SHARD_AXES, self.mesh.rank_of(rank))

@@ -21,7 +21,6 @@ fails, `discard_export` removes what was begun.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -31,6 +30,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,14 +123,12 @@ def plan_export(
         CheckpointError: two tensors have one name in the folder, or a rule does not fit a shape.
     """
     parts = folder_parts(tensors, NameMap.of(names))
-    unplaced = sorted(
-        (
-            PlacedTensor(part.stored, tensor.dtype, part.stored_shape, "", 0)
-            for tensor in tensors
-            for part in parts[tensor.name]
-        ),
-        key=lambda tensor: numbered(tensor.name),
-    )
+    unplaced = [
+        PlacedTensor(stored.stored, tensor.dtype, stored.stored_shape, "", 0)
+        for tensor in tensors
+        for stored in parts[tensor.name]
+    ]
+    unplaced.sort(key=lambda tensor: numbered(tensor.name))
     groups = list(_fill_files(unplaced, max_file_bytes))
     files = [WEIGHTS_NAME] if len(groups) == 1 else [_file_name(i, len(groups)) for i in range(len(groups))]
     headers, placed = {}, dict[str, PlacedTensor]()
@@ -160,9 +158,9 @@ def folder_parts(tensors: Iterable[ExportTensor], rules: NameMap) -> dict[str, t
     parts, owners = dict[str, tuple[WeightPart, ...]](), dict[str, str]()
     for tensor in tensors:
         names = (tensor.name, *tensor.copies)
-        parts[tensor.name] = tuple(part for name in names for part in rules.split(name, tensor.shape))
-        stored = [part.stored for part in parts[tensor.name]]
-        for name in itertools.chain(stored, *map(rules.stored_names, tensor.aliases)):
+        parts[tensor.name] = tuple(chain.from_iterable(rules.split(name, tensor.shape) for name in names))
+        stored = (weight_part.stored for weight_part in parts[tensor.name])
+        for name in chain(stored, *map(rules.stored_names, tensor.aliases)):
             if owners.setdefault(name, tensor.name) != tensor.name:
                 raise CheckpointError(
                     "export-names-clash",
@@ -339,30 +337,25 @@ def stored_blocks(plan: ExportPlan, state_shards: Iterable[StateShard]) -> Itera
     for state_shard in state_shards:
         if state_shard.state != PARAM or state_shard.name not in plan.parts:
             continue
-        for held in written_parts(state_shard):
-            for piece in held.written:
-                values = held.flat.read(piece.local_offset, piece.local_stop).view(piece.rect.shape)
-                yield from in_folder(plan.parts[held.name], piece.rect, values)
+        for window in written_parts(state_shard):
+            for piece in window.written:
+                values = window.flat.read(piece.local_offset, piece.local_stop).view(piece.rect.shape)
+                yield from in_folder(plan.parts[window.name], piece.rect, values)
 
 
 def in_folder(parts: Iterable[WeightPart], rect: Rect, values: Tensor) -> Iterator[Block]:
-    """Yield a rectangle of a model's tensor as rectangles of tensors of a folder, as views.
-
-    Args:
-        parts: of the tensor.
-        values: those of the rectangle, in its shape.
-    """
-    for part in parts:
-        common = part.rect.intersect(rect)
+    """Yield a rectangle of a model's tensor, which has these parts, as rectangles of tensors of a folder, as views."""
+    for weight_part in parts:
+        common = weight_part.rect.intersect(rect)
         if common is None:
             continue
-        block, inside = values[common.slices_in(rect)].detach(), common.slices_in(part.rect)
-        start, stop = tuple(each.start for each in inside), tuple(each.stop for each in inside)
-        if part.is_stacked:
+        block, inside = values[common.slices_in(rect)].detach(), common.slices_in(weight_part.rect)
+        start, stop = tuple(index.start for index in inside), tuple(index.stop for index in inside)
+        if weight_part.is_stacked:
             block, start, stop = block[0], start[1:], stop[1:]
-        if part.is_transposed:
+        if weight_part.is_transposed:
             block, start, stop = block.T, start[::-1], stop[::-1]
-        yield part.stored, Rect(start, stop), block
+        yield weight_part.stored, Rect(start, stop), block
 
 
 def _write_block(file: int, block: Tensor, rect: Rect, placed: PlacedTensor) -> Iterator[int]:

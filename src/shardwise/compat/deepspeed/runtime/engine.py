@@ -528,11 +528,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         values = {name: tensor.cpu() for name, tensor in walk if tensor is not None}
         if self.global_rank:
             return None
-        own, firsts, state = {name for name, _ in self._own_parameters()}, dict[int, str](), dict[str, Tensor]()
+        names, firsts, state = {name for name, _ in self._own_parameters()}, dict[int, str](), dict[str, Tensor]()
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             first = firsts.setdefault(id(parameter), name)
             if parameter.requires_grad or not exclude_frozen_parameters:
-                state[name] = values[first] if first in own else parameter.detach().cpu()
+                state[name] = values[first] if first in names else parameter.detach().cpu()
         return state | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
