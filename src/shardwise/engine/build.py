@@ -263,7 +263,7 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers, RouterBalance]:
+) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers | None, RouterBalance]:
     """Set up attention, split layers, experts, convert linear ones, key dropouts, chunk, recompute and compile, in this
     order.
 
@@ -284,8 +284,10 @@ def _alter_modules(
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
         _undo_at_end(cleanup, undo)
-    experts = ExpertLayers(model, layout, tp, resources.comms.tokens, config.experts)
-    cleanup.callback(experts.close)
+    experts, tokens = None, resources.comms.tokens
+    if tokens is not None or any(entry.experts for entry in layout.facts.params):
+        experts = ExpertLayers(model, layout, tp, tokens, config.experts)
+        cleanup.callback(experts.close)
     mappings = mappings_of(model) if tensor is not None else None
     balance = RouterBalance(model, layout, config, resources.comms, mappings.keeps_whole if mappings else bool)
     cleanup.callback(balance.close)

@@ -307,6 +307,7 @@ class EngineParts:
         watchdog: None where there is one rank.
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
+        experts: None where the model has none.
     """
 
     model: nn.Module
@@ -328,7 +329,7 @@ class EngineParts:
     split_values: SplitModelValues | None
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
-    experts: ExpertLayers
+    experts: ExpertLayers | None
     balance: RouterBalance
 
     @property

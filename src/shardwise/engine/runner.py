@@ -109,15 +109,15 @@ class RankBatch:
             agree_on_hooks(parts)
         has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
         data, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
-        given, routing = parts.experts.take_routing(data[0] if has_more else data)
+        for_model, routing = _take_routing(parts, data[0] if has_more else data)
         if routing is not None:
-            data = (given, *data[1:]) if has_more else given
+            data = (for_model, *data[1:]) if has_more else for_model
         share = (_whole_share if parts.sequences is None else _own_share)(parts, data, has_more)
         if num_items is not None:
             check_num_items(parts.model, num_items, share.num_targets)
         inputs = to_device(share.inputs, parts.device, parts.param_dtype)
-        own = _own_routing(parts, routing, share)
-        return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number, own)
+        routing = _own_routing(parts, routing, share)
+        return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number, routing)
 
     def loss(self, parts: EngineParts, output: Any) -> LossSum:
         """Read the loss of this share from the model's output."""
@@ -154,10 +154,16 @@ def _own_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
     return TokenShard(moved, inputs, share.tokens, weight, num_targets)
 
 
+def _take_routing(parts: EngineParts, inputs: Any) -> tuple[Any, Tensor | None]:
+    """Take from a model's inputs the experts that its tokens are to be sent to, where they name them."""
+    return (inputs, None) if parts.experts is None else parts.experts.take_routing(inputs)
+
+
 def _own_routing(parts: EngineParts, routing: Tensor | None, share: TokenShard) -> Tensor | None:
-    """Return the experts of this rank's tokens, where a batch names any."""
-    own = routing if routing is None or share.tokens is None else take_tokens(routing, share.tokens)
-    return None if own is None else copied_to(parts.device, own, own.dtype)
+    """Return the experts of this rank's tokens on its device."""
+    if routing is not None and share.tokens is not None:
+        routing = take_tokens(routing, share.tokens)
+    return None if routing is None else copied_to(parts.device, routing, routing.dtype)
 
 
 def _num_samples(inputs: Any) -> int:
@@ -185,7 +191,10 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
 @contextmanager
 def _routers_of(parts: EngineParts, taken: RankBatch) -> Iterator[None]:
     """Let routers follow the batch inside, where it names experts, and be watched."""
-    with parts.experts.following(taken.routing), parts.balance.forward(taken.num_samples):
+    routing = nullcontext()
+    if parts.experts is not None and taken.routing is not None:
+        routing = parts.experts.following(taken.routing)
+    with routing, parts.balance.forward(taken.num_samples):
         yield
 
 
@@ -231,8 +240,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     """
     parts.status.check(params_suffice=not torch.is_grad_enabled())
     parts.losses.plain.is_on |= torch.is_grad_enabled()
-    kwargs, routing = parts.experts.take_routing(kwargs)
-    cp, share = parts.layout.mesh.cp, TokenShard(None, kwargs)
+    cp = parts.layout.mesh.cp
     if parts.sequences is not None and args:
         raise ConfigError(
             "plain-inputs-unnamed",
@@ -243,8 +251,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         parts.check_batch((args, kwargs), is_first_step=parts.state.num_steps == 0)
     if parts.state.num_forwards == 0:
         agree_on_hooks(parts)
-    if parts.sequences is not None:
-        share = _own_share(parts, kwargs, False)
+    kwargs, routing = _take_routing(parts, kwargs)
+    share = TokenShard(None, kwargs) if parts.sequences is None else _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
     number = parts.state.take_forward(num_samples, parts.model.training)
     taken = RankBatch(share, num_samples, *number, _own_routing(parts, routing, share))

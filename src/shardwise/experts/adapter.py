@@ -7,7 +7,7 @@ Where ranks of tp have the same tokens, each dispatches an equal part of them, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -66,7 +66,6 @@ class ExpertLayers:
     ) -> None:
         self._undo: list[Callable[[], None]] = []
         self._follows = section.replay
-        self._has_experts = any(is_experts(module) for module in model.modules())
         if tokens is not None:
             self._dispatch_to(tokens, model, layout, tensor, section.skew)
         if tokens is not None or section.replay:
@@ -98,7 +97,7 @@ class ExpertLayers:
         Raises:
             ConfigError: they do, and the config says nothing of it, or they do not fit.
         """
-        if not (self._has_experts and isinstance(inputs, Mapping) and ROUTED_EXPERTS in inputs):
+        if not isinstance(inputs, Mapping) or ROUTED_EXPERTS not in inputs:
             return inputs, None
         if not self._follows:
             raise ConfigError(
@@ -109,9 +108,9 @@ class ExpertLayers:
         others = {name: value for name, value in inputs.items() if name != ROUTED_EXPERTS}
         return others, self._routers.checked(inputs[ROUTED_EXPERTS], main_input(others).shape[:2])
 
-    def following(self, routing: Tensor | None) -> AbstractContextManager[None]:
+    def following(self, routing: Tensor) -> AbstractContextManager[None]:
         """Send the tokens of forwards inside to the experts that `take_routing` has returned."""
-        return nullcontext() if routing is None else self._routers.following(routing)
+        return self._routers.following(routing)
 
     def close(self) -> None:
         """Give the modules their own forwards again."""

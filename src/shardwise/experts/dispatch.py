@@ -86,13 +86,7 @@ class ExpertDispatch:
         )
 
     def forward(
-        self,
-        experts: Any,
-        hidden: Tensor,
-        index: Tensor,
-        weights: Tensor,
-        name: str,
-        is_same_again: bool = False,
+        self, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, name: str, is_same_again: bool = False
     ) -> Tensor:
         """Return what a layer's experts make of this rank's tokens, summed over the choices of each: [N, H].
 

@@ -1,11 +1,12 @@
-"""Let the routers of a model choose the experts that they are given; the model's own code does everything else.
+"""Let the routers of a model choose the experts that are wanted; the model's own code does everything else.
 
 A router scores the experts for each token and takes the best by `topk`. That call is answered by another choice: the
-scores of the experts that are given, and their indices. So the weights are what the model's code makes of these scores,
-and their gradient reaches the router. A choice is given by a batch, or by the first pass of a forward that is computed
+scores of the wanted experts, and their indices. So the weights are what the model's code makes of these scores, and
+their gradient reaches the router. A choice comes from a batch, or from the first pass of a forward that is computed
 again, whose rows would otherwise not fit those that were sent.
 
->>> with Choice(3, given=torch.tensor([[[2, 0]]])):
+>>> router = Router("layer", 3, lambda: torch.tensor([[[2, 0]]]))
+>>> with router.choosing():
 ...     torch.tensor([[0.5, 0.3, 0.2]]).topk(2)
 torch.return_types.topk(
 values=tensor([[0.2000, 0.5000]]),
@@ -15,7 +16,7 @@ indices=tensor([[2, 0]]))
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -35,37 +36,63 @@ ROUTED_EXPERTS: Final = "routed_experts"  # of a batch, as vLLM and SGLang name 
 _ROUTER: Final = "_shardwise_router"
 
 
-class Choice(TorchFunctionMode):
-    """Answers each `topk` among experts, or groups of them, in the forward of a module that has a router.
-
-    In a second pass the answers are those of the first.
+class Router(TorchFunctionMode):
+    """Answers each `topk` among a layer's experts, or groups of them, inside `choosing`; a second pass repeats it.
 
     Args:
-        given: the experts of each token [B, S, k]; None for the router's own choice.
+        name: of the layer, in messages.
+        wanted: returns the experts of each token, [B, S, k]; None for the router's own choice.
         part: the number of this rank and of all among which sequences may be split.
 
     Attributes:
-        index: what `topk` has chosen among all experts, [N, k]; None before.
-        is_given: whether that is what was given.
+        index: what `topk` has chosen among all experts in the call that runs, [N, k]; None where it has not.
     """
 
-    def __init__(self, num_experts: int, given: Tensor | None, part: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, name: str, num_experts: int, wanted: Callable[[], Tensor | None], part: tuple[int, int] = (0, 1)
+    ) -> None:
         super().__init__()
-        self._num_experts, self._given, self._part = num_experts, given, part
+        self._name, self._num_experts, self._wanted, self._part = name, num_experts, wanted, part
         self.index: Tensor | None = None
-        self.is_given = False
+        self._follows = self._is_proved = False
+
+    @contextmanager
+    def choosing(self) -> Iterator[None]:
+        """Answer, in a call of the module around the experts, where a choice is wanted or may be repeated."""
+        self._follows = False
+        with nullcontext() if self._wanted() is None and not is_repeatable() else self:
+            try:
+                yield
+            finally:
+                self.index = None
+
+    def check(self, index: Tensor) -> None:
+        """Check that the layer is called with the experts that are wanted, if any; the first time by their values.
+
+        Raises:
+            EngineError: it is not.
+        """
+        wanted, chosen = self._wanted(), self.index
+        if wanted is None or (self._follows and self._is_proved):
+            return
+        if chosen is not None and not self._follows:
+            raise EngineError(
+                "routing-shape",
+                f"{self._name}: {ROUTED_EXPERTS} has {wanted.shape[-1]} experts of each of {wanted.shape[:2].numel()} "
+                f"tokens, and the router chooses {chosen.shape[1]} of each of {len(chosen)}; give as many",
+            )
+        if chosen is None or not (is_fake(index) or torch.equal(index.sort(-1)[0], chosen.sort(-1)[0])):
+            raise EngineError(
+                "router-not-replayable",
+                f"{self._name}: its router does not send tokens where its topk says, or has none, so it cannot follow "
+                f"{ROUTED_EXPERTS}; set experts.replay=false, and leave it out of the batch",
+            )
+        self._is_proved = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._topk if func in (torch.topk, Tensor.topk) else func)(*args, **(kwargs or {}))
 
-    def _topk(
-        self,
-        input: Tensor,  # noqa: A002
-        k: int,
-        dim: int = -1,
-        largest: bool = True,
-        sorted: bool = True,  # noqa: A002
-    ) -> Any:
+    def _topk(self, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
         # Attention may choose keys in the same forward, mostly more of them than there are experts.
         if k > self._num_experts or dim % input.dim() != input.dim() - 1 or not largest:
             return torch.topk(input, k, dim, largest, sorted)
@@ -75,81 +102,29 @@ class Choice(TorchFunctionMode):
         return torch.return_types.topk((input.gather(-1, index), index))
 
     def _choose(self, scores: Tensor, k: int, is_sorted: bool) -> Tensor:
-        width, rows = scores.shape[-1], self._rows(scores.numel() // scores.shape[-1])
+        width = scores.shape[-1]
+        rows = self._rows(scores.numel() // width)
         if rows is not None and width < self._num_experts and scores.dim() == 2:
             # [Note: Groups of experts]
-            # Some routers choose groups first, and mask the scores of the others. So the groups of the given experts
+            # Some routers choose groups first, and mask the scores of the others. So the groups of the wanted experts
             # come before all others.
             scores = scores.scatter(-1, rows.long() * width // self._num_experts, torch.inf)
-        if rows is not None and width >= self._num_experts and k == rows.shape[-1]:
-            self.is_given, index = True, rows.view(*scores.shape[:-1], k)
+        if rows is not None and width >= self._num_experts and k == rows.shape[1]:
+            self._follows, index = True, rows.view(*scores.shape[:-1], k)
         else:
             index = torch.topk(scores, k, sorted=is_sorted)[1]
         return index.to(torch.int16 if width < 2**15 else torch.int32)
 
     def _rows(self, num_rows: int) -> Tensor | None:
-        """Return what is given for so many tokens of this rank; None where it is for others."""
-        given, (rank, num_ranks) = self._given, self._part
-        if given is not None and num_rows * num_ranks == given.shape[0] * given.shape[1] and num_ranks > 1:
-            given = given.chunk(num_ranks, 1)[rank]
-        return None if given is None or given.shape[:2].numel() != num_rows else given.flatten(0, 1)
-
-
-class LayerRouter:
-    """Makes one layer of experts choose what is given, in each call."""
-
-    def __init__(self, name: str, num_experts: int, given: Callable[[], Tensor | None], part: tuple[int, int]) -> None:
-        self._name, self._num_experts, self._given, self._part = name, num_experts, given, part
-        self._choice: Choice | None = None
-        self._is_proved = False
-
-    @property
-    def is_answered(self) -> bool:
-        """Return whether, in the call that runs, `topk` chose the experts: a second pass chooses them again."""
-        return self._choice is not None and self._choice.index is not None
-
-    @contextmanager
-    def choosing(self) -> Iterator[None]:
-        """Give the choice, inside a call of the module around the experts."""
-        given = self._given()
-        if given is None and not is_repeatable():
-            yield
-            return
-        with Choice(self._num_experts, given, self._part) as self._choice:
-            try:
-                yield
-            finally:
-                self._choice = None
-
-    def check(self, index: Tensor) -> None:
-        """Check that the experts of a layer are called with those that are given, if any; it is once read from there.
-
-        Raises:
-            EngineError: they are not.
-        """
-        given, choice = self._given(), self._choice
-        if given is None or (self._is_proved and choice is not None and choice.is_given):
-            return
-        if choice is None or choice.index is None:
-            pass
-        elif not choice.is_given:
-            raise EngineError(
-                "routing-shape",
-                f"{self._name}: {ROUTED_EXPERTS} has {given.shape[-1]} experts of each of {given.shape[:2].numel()} "
-                f"tokens, and the router chooses {choice.index.shape[1]} of each of {len(choice.index)}; give as many",
-            )
-        elif is_fake(index) or torch.equal(index.sort(-1)[0], choice.index.sort(-1)[0]):
-            self._is_proved = True
-            return
-        raise EngineError(
-            "router-not-replayable",
-            f"{self._name}: its router does not send tokens where its topk says, or has none, so it cannot follow "
-            f"{ROUTED_EXPERTS}; set experts.replay=false, and leave it out of the batch",
-        )
+        """Return what is wanted for the tokens of so many rows, all or this rank's part; None for other rows."""
+        wanted, (rank, num_ranks) = self._wanted(), self._part
+        if wanted is not None and wanted.shape[:2].numel() == num_rows * num_ranks:
+            wanted = wanted.chunk(num_ranks, 1)[rank]
+        return None if wanted is None or wanted.shape[:2].numel() != num_rows else wanted.flatten(0, 1)
 
 
 class Routers:
-    """Makes the routers of a model's layers of experts choose what is given; `close` puts their own forwards back.
+    """Makes the routers of a model choose what is wanted; `close` gives the modules their own forwards again.
 
     Args:
         part: the number of this rank and of all among which sequences may be split between layers.
@@ -160,19 +135,20 @@ class Routers:
         self._routing: Tensor | None = None
         modules = dict(model.named_modules(remove_duplicate=False))
         layers = {id(module): (name, module) for name, module in modules.items() if is_experts(module)}
-        self._num_experts = [num_experts_of(module) for _, module in layers.values()]
+        self._nums_experts = [num_experts_of(module) for _, module in layers.values()]
         self._blocks = [_block_of(name, modules) for name, _ in layers.values()]
         for number, (name, module) in enumerate(layers.values()):
-            router = LayerRouter(name, self._num_experts[number], partial(self._given, number), part)
+            router = Router(name, self._nums_experts[number], partial(self._of_layer, number), part)
             outermost = [name, *wrappers_of(name, modules)][-1]
             parent = modules[outermost.rpartition(".")[0]]
             # Of two layers in one module the second has no choice, as no `topk` is known to be its own.
-            for altered, kind in ((module, _IsChecked), *([] if hasattr(parent, _ROUTER) else [(parent, _Chooses)])):
-                self._undo += [subclass_module(altered, kind), set_attribute(altered, _ROUTER, router)]
+            around = [] if hasattr(parent, _ROUTER) else [(parent, _Chooses)]
+            for altered, joined in ((module, _IsChecked), *around):
+                self._undo += [subclass_module(altered, joined), set_attribute(altered, _ROUTER, router)]
 
     @contextmanager
-    def following(self, routing: Tensor | None) -> Iterator[None]:
-        """Send the tokens of forwards inside to the experts that `checked` has returned; None for the routers' own."""
+    def following(self, routing: Tensor) -> Iterator[None]:
+        """Send the tokens of forwards inside to the experts that `checked` has returned."""
         self._routing = routing
         try:
             yield
@@ -180,34 +156,31 @@ class Routers:
             self._routing = None
 
     def checked(self, routing: Any, tokens: torch.Size) -> Tensor:
-        """Return the experts [B, S, L, k] of a batch of tokens [B, S].
+        """Return the experts of a batch of tokens [B, S] for each layer of experts, [B, S, L, k].
 
         Args:
-            routing: of the layers of experts, or of all blocks of the model.
+            routing: the same, or for all blocks of the model.
 
         Raises:
             ConfigError: it does not fit the tokens or the model, or names no expert.
         """
-        num_layers, is_tensor = len(self._blocks), isinstance(routing, Tensor) and routing.dim() == 4
+        num_layers, shape = len(self._blocks), tuple(routing.shape) if isinstance(routing, Tensor) else ()
         num_blocks = self._blocks[0][1] if len({num for _, num in self._blocks}) == 1 else num_layers
-        if not is_tensor or routing.shape[:2] != tokens or routing.shape[2] not in (num_layers, num_blocks):
-            found = tuple(routing.shape) if isinstance(routing, Tensor) else type(routing).__name__
-            sizes = f"{num_layers} layers of experts" + f" or {num_blocks} blocks" * (num_blocks != num_layers)
+        if len(shape) != 4 or shape[:2] != tokens or shape[2] not in (num_layers, num_blocks):
             raise ConfigError(
                 "routing-shape",
-                f"{ROUTED_EXPERTS} is {found}, and must be a tensor [B, S, L, k] of the batch's {tuple(tokens)} "
-                f"tokens [B, S] and the model's {sizes}; pad it as the tokens are",
+                f"{ROUTED_EXPERTS} of shape {shape} must be a tensor [B, S, L, k] of the {tuple(tokens)} tokens of the "
+                f"batch and of {num_layers} layers of experts, or {num_blocks} blocks; pad it as the tokens are",
             )
-        if routing.shape[2] != num_layers:
-            routing = routing[:, :, [block for block, _ in self._blocks]]
-        limits = torch.tensor(self._num_experts, device=routing.device)[:, None]
-        if routing.is_floating_point() or not (is_fake(routing) or ((routing >= 0) & (routing < limits)).all()):
+        own = routing if shape[2] == num_layers else routing[:, :, [block for block, _ in self._blocks]]
+        limits = torch.tensor(self._nums_experts, device=own.device)[:, None]
+        if own.is_floating_point() or not (is_fake(own) or ((own >= 0) & (own < limits)).all()):
             raise ConfigError(
                 "routing-range",
-                f"{ROUTED_EXPERTS} must be integers that name experts, from 0 to {max(self._num_experts) - 1}, for "
-                "each token; give tokens of padding any, such as 0, and recorded ones those of the same model",
+                f"{ROUTED_EXPERTS} must be integers from 0 to {max(self._nums_experts) - 1}, which name experts; give "
+                "tokens of padding any of them, and take the others from the same model",
             )
-        return routing
+        return own
 
     def close(self) -> None:
         """Give the modules their own forwards again."""
@@ -215,31 +188,29 @@ class Routers:
             undo()
         self._undo.clear()
 
-    def _given(self, number: int) -> Tensor | None:
+    def _of_layer(self, number: int) -> Tensor | None:
         return None if self._routing is None else self._routing[:, :, number]
 
 
 def _block_of(name: str, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
     """Return the number of the block that a module is in, and how many blocks its list has."""
     parts = name.split(".")
-    for depth, part in enumerate(parts):
-        blocks = modules[".".join(parts[:depth])]
-        if part.isdigit() and isinstance(blocks, nn.ModuleList):
-            return int(part), len(blocks)
-    return 0, 1
+    lists = [modules[".".join(parts[:depth])] for depth in range(len(parts))]
+    numbered = [(int(part), blocks) for part, blocks in zip(parts, lists, strict=True) if part.isdigit()]
+    return next(((number, len(blocks)) for number, blocks in numbered if isinstance(blocks, nn.ModuleList)), (0, 1))
 
 
 def chose_by_topk(experts: nn.Module) -> bool:
     """Say whether a second pass of the call that runs is certain to call a layer's experts with the same index."""
-    router: LayerRouter | None = getattr(experts, _ROUTER, None)
-    return router is not None and router.is_answered
+    router: Router = getattr(experts, _ROUTER)
+    return router.index is not None
 
 
 class _Chooses(nn.Module):
     """Is joined with the class of the module around experts, which calls their router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        router: LayerRouter = getattr(self, _ROUTER)
+        router: Router = getattr(self, _ROUTER)
         with router.choosing():
             return super().forward(*args, **kwargs)
 
@@ -248,6 +219,6 @@ class _IsChecked(nn.Module):
     """Is joined with the class of a module of experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        router: LayerRouter = getattr(self, _ROUTER)
+        router: Router = getattr(self, _ROUTER)
         router.check(top_k_index)
         return super().forward(hidden_states, top_k_index, top_k_weights)

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -185,8 +185,8 @@ def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) 
         batch = _batch(job, model, step, number)
         at = draws.at(step, number // num_data_ranks, number * micro_size, micro_size)
         with closing(Routers(model)) as routers, at:
-            routing = batch.pop(ROUTED_EXPERTS, None) if job.config.experts.replay else None
-            with routers.following(routing):
+            replays = job.config.experts.replay
+            with routers.following(batch.pop(ROUTED_EXPERTS)) if replays else nullcontext():
                 output = model(batch[0]) if loss_fn is not None else model(**batch)
         loss_sum, count = _own_loss(model, output.loss, batch) if loss_fn is None else loss_fn(output, batch)
         loss_sum.backward()
