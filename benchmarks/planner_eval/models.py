@@ -181,8 +181,12 @@ class PublishedMemoryModel(MemoryModel):
 
     def _layer_shape(self, config: ResolvedConfig, *, has_experts: bool) -> LayerShape:
         found, traits = super()._layer_shape(config, has_experts=has_experts), published_traits(self.job)
+        weighs_early = traits.code is not None and traits.code.name == "megatron" and traits.code.year > 2024
         return dataclasses.replace(
             found,
+            # A token's weight is multiplied in before an expert's last product, whose output no backward reads then
+            # (Megatron-LM's experts.py, `permuted_probs`, since core 0.12).
+            num_routed=found.num_routed / (2 if weighs_early else 1),
             score_bytes=_score_bytes(traits, DTYPE_BYTES[param_of(config)]),
             mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
             norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
@@ -472,7 +476,7 @@ class PublishedComputeModel(ComputeTimeModel):
 
     def _host_costs(self, s: ResolvedConfig) -> HostCosts:
         traits, found = published_traits(self.job), super()._host_costs(s)
-        plain = dataclasses.replace(found, block_s=(0.0, 0.0), param_s=0.0)
+        plain = dataclasses.replace(found, block_s=(0.0, 0.0), param_s=0.0, num_syncs=0.0)
         return plain if traits.code is None else host_costs(traits.code, plain, self.job, s)
 
     @property

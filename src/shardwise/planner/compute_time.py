@@ -186,6 +186,7 @@ class ComputeTimeModel:
             backward_launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else BACKWARD_LAUNCH_S),
             block_s=(_FORWARD_PART * engine_s, (1 - _FORWARD_PART) * engine_s),
             param_s=_STEP_PARAM_S,
+            num_syncs=float(s.mesh.ep > 1),  # the numbers of tokens that ranks exchange
         )
 
     def head(self, config: ResolvedConfig) -> PassTimes:

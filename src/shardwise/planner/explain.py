@@ -183,6 +183,8 @@ def _plainer(s: ResolvedConfig) -> Iterator[tuple[str, list[tuple[str, ResolvedC
             less = {f"mesh.{axis}": size // 2, "mesh.dp_shard": 2 * s.mesh.dp_shard, "zero.stage": max(1, s.zero.stage)}
             less |= halves | (alone[axis] if size == 2 else {})
             yield f"{axis.upper()} {size}", [(f"{axis.upper()} {size // 2}", changed(s, less))]
+    if s.mesh.ep % 2 == 0:
+        yield f"EP {s.mesh.ep}", [(f"EP {s.mesh.ep // 2}", changed(s, {"mesh.ep": s.mesh.ep // 2}))]
     if s.zero.stage and s.mesh.dp_shard * s.mesh.cp > 1:
         of_all = changed(s, {"zero.stage": 0, "mesh.dp_shard": num_data_ranks(s), "mesh.dp_replicate": 1})
         lower = [(f"ZeRO-{stage}", changed(s, {"zero.stage": stage})) for stage in range(s.zero.stage - 1, 0, -1)]

@@ -37,7 +37,7 @@ from shardwise.runtime.format import format_bytes, format_count, format_s, forma
 
 # Of docs/planner-accuracy.md, where `tests/unit/planner/test_planner_page.py` looks for them.
 VALIDATION: Final = (
-    "10.5 % off on average of 300 published runs that nothing is fitted to; "
+    "10.6 % off on average of 300 published runs that nothing is fitted to; "
     "its first choice in 10 comparisons of layouts was 1.5 % slower than the best"
 )
 _BAR_WIDTH: Final = 60
