@@ -191,7 +191,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
 @contextmanager
 def _routers_of(parts: EngineParts, taken: RankBatch) -> Iterator[None]:
     """Let routers follow the batch inside, where it names experts, and be watched."""
-    routing = nullcontext()
+    routing: AbstractContextManager[None] = nullcontext()
     if parts.experts is not None and taken.routing is not None:
         routing = parts.experts.following(taken.routing)
     with routing, parts.balance.forward(taken.num_samples):
