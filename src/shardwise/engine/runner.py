@@ -120,7 +120,7 @@ class RankBatch:
             check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
-        return parts.balance.add(loss)
+        return parts.state.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -154,7 +154,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
     resharded.
     """
     try:
-        with parts.sharding.serving(), _numbers_for(parts, taken), parts.balance.forward(taken.num_samples):
+        with parts.sharding.serving(), _numbers_for(parts, taken), parts.state.balance.forward(taken.num_samples):
             result = read(call_model(parts.model, taken.share.inputs))
             settle_unless_trained(parts)
             return result
@@ -222,8 +222,8 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         share = _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
     taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
-    numbers, routers = _numbers_for(parts, taken, args), parts.balance.forward(num_samples)
-    with _forward_phase(parts), parts.sharding.serving(), numbers, routers:
+    numbers, balance = _numbers_for(parts, taken, args), parts.state.balance
+    with _forward_phase(parts), parts.sharding.serving(), numbers, balance.forward(num_samples):
         try:
             output = parts.model(*args, **share.inputs)
         except Exception as error:
@@ -233,16 +233,19 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         settle_unless_trained(parts)
         if parts.split_values is not None:
             output = parts.split_values.results.take(output)
-        if share.loss_weight is not None and getattr(output, "loss", None) is not None:
-            output.loss = output.loss * share.loss_weight * cp
-        if parts.balance.is_in_loss:
-            if (loss := getattr(output, "loss", None)) is None:
+        loss = getattr(output, "loss", None)
+        if share.loss_weight is not None and loss is not None:
+            loss = loss * share.loss_weight * cp
+        if balance.is_in_loss:
+            if loss is None:
                 raise ConfigError(
                     "aux-loss-in-plain-mode",
                     "the losses of routers are added to the loss of the model's output, which has none; pass labels, "
                     "or set experts.aux_loss=0 and experts.z_loss=0",
                 )
-            output.loss = parts.balance.add(LossSum(loss, torch.ones_like(loss))).total
+            loss = balance.add(LossSum(loss, torch.ones_like(loss))).total
+        if loss is not None and loss is not output.loss:
+            output.loss = loss
     return output
 
 
