@@ -209,7 +209,7 @@ def _make_parts(
     scheduler = inputs.scheduler or own_scheduler(config, sharded.optimizer)
     parts = EngineParts(
         model=inputs.model,
-        state=StepState(config, layout, inputs.loss_fn, scheduler, deque(maxlen=config.batch.accumulation)),
+        state=StepState(config, layout, inputs.loss_fn, scheduler, deque(maxlen=config.batch.accumulation), balance),
         resources=resources,
         comm_factory=comm_factory,
         watchdog=watchdog,
@@ -228,7 +228,6 @@ def _make_parts(
         heads=deferring_heads(inputs.model),
         hooks_once=hooks_once,
         experts=experts,
-        balance=balance,
     )
     if parts.heads:
         settle = partial(_settle_if_alone, parts.heads, weakref.ref(sharding))

@@ -25,9 +25,10 @@ from shardwise.engine.step import before_model, begin_backward, update
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
 from shardwise.pipeline.boundary import Shapes, open_boundaries
+from shardwise.pipeline.carried_calls import RecordedOutputs
 from shardwise.pipeline.executor import Handlers, StageCompute, evaluation_schedule, execute, pipeline_of, step_schedule
 from shardwise.pipeline.split_backward import WeightGradQueue
-from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
+from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind

@@ -131,7 +131,7 @@ class RankBatch:
                 check_loss_by_token(parts.state.loss_fn, output, share.batch, num_tokens, cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
-        return parts.balance.add(loss)
+        return parts.state.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -194,7 +194,7 @@ def _routers_of(parts: EngineParts, taken: RankBatch) -> Iterator[None]:
     routing: AbstractContextManager[None] = nullcontext()
     if parts.experts is not None and taken.routing is not None:
         routing = parts.experts.following(taken.routing)
-    with routing, parts.balance.forward(taken.num_samples):
+    with routing, parts.state.balance.forward(taken.num_samples):
         yield
 
 
@@ -267,16 +267,19 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         settle_unless_trained(parts)
         if parts.split_values is not None:
             output = parts.split_values.results.take(output)
-        if share.loss_weight is not None and getattr(output, "loss", None) is not None:
-            output.loss = output.loss * share.loss_weight * cp
-        if parts.balance.is_in_loss:
-            if (loss := getattr(output, "loss", None)) is None:
+        loss = getattr(output, "loss", None)
+        if share.loss_weight is not None and loss is not None:
+            loss = loss * share.loss_weight * cp
+        if balance.is_in_loss:
+            if loss is None:
                 raise ConfigError(
                     "aux-loss-in-plain-mode",
                     "the losses of routers are added to the loss of the model's output, which has none; pass labels, "
                     "or set experts.aux_loss=0 and experts.z_loss=0",
                 )
-            output.loss = parts.balance.add(LossSum(loss, torch.ones_like(loss))).total
+            loss = balance.add(LossSum(loss, torch.ones_like(loss))).total
+        if loss is not None and loss is not output.loss:
+            output.loss = loss
     return output
 
 

@@ -144,7 +144,7 @@ class RouterBalance:
     def _watch(self, modules: Mapping[str, nn.Module], name: str, places: slice) -> _Layer:
         parent = min(wrappers_of(name, modules), key=len, default=name).rpartition(".")[0]
         named = [*modules[parent].named_buffers(), *modules[parent].named_parameters()]
-        biases = [each for each, bias in named if each.endswith(_BIASES) and not bias.requires_grad]
+        biases = [bias for bias, tensor in named if bias.endswith(_BIASES) and not tensor.requires_grad]
         if self._config.bias_rate and len(biases) != 1:
             raise ConfigError(
                 "router-without-bias",
@@ -175,9 +175,10 @@ class RouterBalance:
     def _note_logits(self, layer: _Layer, router: nn.Module, own: Call, args: Any, kwargs: Any) -> Any:
         """Call a router, which returns logits, alone or first."""
         output = own(*args, **kwargs)
-        tensors = [each for each in (output if isinstance(output, tuple) else [output]) if isinstance(each, Tensor)]
-        fitting = (each for each in tensors if each.shape[-1:] == (layer.num_experts,) and each.is_floating_point())
-        if (logits := next(fitting, None)) is not None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        tensors = (tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.is_floating_point())
+        logits = next((tensor for tensor in tensors if tensor.shape[-1:] == (layer.num_experts,)), None)
+        if logits is not None:
             self._logits[layer.name] = logits
             if self._num_parts > 1 and self._num_samples and not self._keeps_whole():
                 self._record_whole(logits)
@@ -215,13 +216,13 @@ class RouterBalance:
             return loss
         if not self.tables:
             raise _unknown_logits("no layer")
-        own = list(self.tables)
-        sums = torch.cat([*(table.detach().flatten() for table in own), loss.count.to(own[0].dtype).reshape(1)])
+        flat = [table.detach().flatten() for table in self.tables]
+        sums = torch.cat([*flat, loss.count.to(flat[0].dtype).reshape(1)])
         for comm in self._sharing:
             comm.sum_in_place(sums, "sums of routers")
-        *parts, (count,) = sums.split([*(table.numel() for table in own), 1])
+        *summed, (count,) = sums.split([*map(len, flat), 1])
         count = count / self._num_parts  # ranks of tp have one loss, and one count
-        tables = [(table, part.view_as(table)) for table, part in zip(own, parts, strict=True)]
+        tables = [(table, of_all.view_as(table)) for table, of_all in zip(self.tables, summed, strict=True)]
         local = count * torch.stack([router_loss(*pair, self._config) for pair in tables]).mean()
         value = torch.stack([router_loss(of_all, of_all, self._config) for _, of_all in tables]).mean()
         return LossSum(loss.total + (local - local.detach()) + loss.count * value, loss.count, loss.is_counted)
@@ -238,7 +239,7 @@ class RouterBalance:
         """
         by_layer, changes = [counts[layer.places] for layer in self._layers], {}
         if self._config.bias_rate and not skipped:
-            moves = [move for own in by_layer for move in bias_changes(own, self._config.bias_rate)]
+            moves = [move for chosen in by_layer for move in bias_changes(chosen, self._config.bias_rate)]
             on_device = numbers_on(self._counts.device, moves)
             # [Note: Biases of other stages]
             # Each rank moves those of all layers: which rank saves a buffer is no matter of the stage that uses it.
@@ -268,8 +269,8 @@ class RouterBalance:
         for items in recorded_lists().values():
             if items and items[-1] is logits:
                 by_token = logits.view(self._num_samples or 1, -1, logits.shape[-1]).transpose(0, 1)
-                whole = all_rows(by_token, self._tensor, len(by_token) * self._num_parts)
-                items[-1] = whole.transpose(0, 1).reshape(-1, logits.shape[-1])
+                gathered = all_rows(by_token, self._tensor, len(by_token) * self._num_parts)
+                items[-1] = gathered.transpose(0, 1).reshape(-1, logits.shape[-1])
 
 
 def _unknown_logits(name: str) -> EngineError:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.config.errors import ConfigError
+from shardwise.hf.recorded import recorded_lists
 from shardwise.pipeline.pytree_codec import take_apart
 from shardwise.runtime.param_guard import ReleasedParameterError
 from shardwise.runtime.torch_private import hook_dicts
@@ -39,6 +40,18 @@ class CarriedCalls(NamedTuple):
     calls: list[list[Any]]
 
 
+class RecordedOutputs(NamedTuple):
+    """Holds a boundary value, and what the model has recorded until there."""
+
+    output: Any
+    lists: dict[str, list[Any]]
+
+
+def without_recorded(value: Any) -> Any:
+    """Return the boundary value of what was sent."""
+    return value.output if isinstance(value, RecordedOutputs) else value
+
+
 class HookCarrier:
     """Records the calls that hooks see in earlier stages, and shows them in the last one.
 
@@ -47,6 +60,10 @@ class HookCarrier:
             what it sends.
         units: the names and modules of all units, in the order of the stages.
         holds_loss: whether this rank has the last stage.
+
+    Attributes:
+        lists: to which units add; each stage begins with what those before it have added, as with those in which a
+            Hugging Face model records outputs.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[tuple[str, nn.Module]], holds_loss: bool) -> None:
@@ -61,6 +78,7 @@ class HookCarrier:
         self._received: CarriedCalls | None = None
         self._calls: list[HookedCall] = []
         self._recording = ExitStack()
+        self.lists: dict[str, list[Any]] = {}
 
     def begin_step(self) -> None:
         """Find the modules that have hooks of users.
@@ -99,8 +117,15 @@ class HookCarrier:
         self._received = None
         self._calls.clear()
 
+    def put_recorded(self, value: Any) -> None:
+        """Fill lists with what was recorded before; call it where the sender's forward ended."""
+        active = recorded_lists() | self.lists
+        for key, items in value.lists.items() if isinstance(value, RecordedOutputs) else ():
+            if key in active:
+                active[key][:] = items
+
     def pack(self, units: range, value: Any) -> Any:
-        """Return what a stage sends for a boundary value.
+        """Return what a stage sends for a boundary value: with it goes what the model has recorded, if anything.
 
         Raises:
             ConfigError: the loss is computed on this rank, whose hooks have seen the call by now, and others since.
@@ -112,6 +137,8 @@ class HookCarrier:
                 "what it keeps would be of another one; use pipeline.schedule='1f1b', or return the feature from the "
                 "model and remove the hook",
             )
+        recorded = {key: list(items) for key, items in (recorded_lists() | self.lists).items() if items}
+        value = RecordedOutputs(value, recorded) if recorded else value
         before = self._received or CarriedCalls(None, [], [])
         hooked = before.hooked + [name for index, name, _ in self._hooked if index in units]
         return CarriedCalls(value, hooked, before.calls + list(map(_encoded, self._calls))) if hooked else value

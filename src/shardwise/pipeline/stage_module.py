@@ -39,8 +39,7 @@ from torch import Tensor, nn
 from shardwise.comm.agreement import Agreement
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
-from shardwise.hf.recorded import recorded_lists
-from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
+from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier, without_recorded
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
 from shardwise.pipeline.root_state import NO_PIPELINE, RootState
 from shardwise.pipeline.skipped_units import CutError, SkippedUnits
@@ -54,9 +53,6 @@ from shardwise.runtime.torch_private import (
     replaced_checkpoints,
 )
 from shardwise.runtime.user_hooks import is_in_function, without_user_hooks
-
-Lists = Callable[[], Mapping[str, list[Any]]]
-"""Returns the lists in which a model records what its modules compute, by what they hold."""
 
 _UNUSED: Final = "appears to not have been used in the graph"  # as torch says it of a derivative
 _FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {NO_PIPELINE}"
@@ -136,7 +132,6 @@ class StageForward:
         self._hooks = HookCarrier(model, places, holds_loss=len(units) - 1 in held)
         is_watched = not (is_simulated or self._is_chain)
         self._root = RootState(model, self._modules, held, len(units)) if is_watched else None
-        self._lists: Lists = recorded_lists
 
     def install(self, carried: Mapping[str, list[Any]] | None = None) -> list[Callable[[], None]]:
         """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order.
@@ -144,7 +139,7 @@ class StageForward:
         Args:
             carried: lists that units add to; each stage begins with what those before it have added.
         """
-        self._lists = lambda: {**recorded_lists(), **(carried or {})}
+        self._hooks.lists.update(carried or {})
         undo = [replace_forward(self._model, self._ended(self._model.forward))]
         if self._is_chain:
             return undo
@@ -266,7 +261,7 @@ class StageForward:
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
-        put_recorded(self._received, self._lists)
+        self._hooks.put_recorded(self._received)
         received = without_recorded(self._received)
         value = pytree.tree_map_only(Tensor, _writable, received) if self._start else input
         if self._stop == len(self._names):
@@ -275,7 +270,7 @@ class StageForward:
             module = self._modules[index]
             value = module(value) if self._skipped is None else self._skipped.run(index, module, (value,), {})
         if self._stop < len(self._names):
-            value = self._hooks.pack(self._own, with_recorded(value, self._lists))
+            value = self._hooks.pack(self._own, value)
         return value
 
     def _check_ended(self) -> None:
@@ -351,7 +346,7 @@ class StageForward:
         self._check_function(index)
         # Here, since the unit before the cut returns here: what the model records from now on comes after what the
         # earlier stages have recorded, as in one process.
-        put_recorded(self._received, self._lists)
+        self._hooks.put_recorded(self._received)
         if self._stop == len(self._names):
             self._hooks.show(self._start)
         return _in_own_containers(without_recorded(self._received))
@@ -410,7 +405,7 @@ class StageForward:
         if self._has_placeholders(output):
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
-            self._sent.append(self._hooks.pack(self._own, with_recorded(_in_own_containers(output), self._lists)))
+            self._sent.append(self._hooks.pack(self._own, _in_own_containers(output)))
             # From here on nothing of the forward counts for this stage, but the model's code must reach its end. On
             # meta that takes no memory and no kernels.
             self._like_known = self._without_device(output)
@@ -572,29 +567,3 @@ def _fingerprint(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return leaf if isinstance(leaf, int | float | str | bool) else type(leaf).__name__
-
-
-class RecordedOutputs(NamedTuple):
-    """Holds a boundary value, and what the model has recorded until there."""
-
-    output: Any
-    lists: dict[str, list[Any]]
-
-
-def with_recorded(output: Any, lists: Lists) -> Any:
-    """Return what is sent for the boundary value `output`: with it goes what the model has recorded, if anything."""
-    recorded = {key: list(items) for key, items in lists().items() if items}
-    return RecordedOutputs(output, recorded) if recorded else output
-
-
-def without_recorded(value: Any) -> Any:
-    """Return the boundary value of what was sent."""
-    return value.output if isinstance(value, RecordedOutputs) else value
-
-
-def put_recorded(value: Any, lists: Lists) -> None:
-    """Fill the lists of the running model with what was recorded before; call it where the sender's forward ended."""
-    active = lists()
-    for key, items in value.lists.items() if isinstance(value, RecordedOutputs) else ():
-        if key in active:
-            active[key][:] = items

@@ -83,10 +83,10 @@ class _Steps:
         self._add_skew(line.get("expert_skew"))
 
     def _add_skew(self, given: Any) -> None:
-        own = [_number(value) for value in given] if isinstance(given, list) else []
-        if own and all(map(math.isfinite, own)):
-            _, sums, num = self.skew if len(self.skew[1]) == len(own) else ([], [0.0] * len(own), 0)
-            self.skew = own, [a + b for a, b in zip(sums, own, strict=True)], num + 1
+        layers = [_number(value) for value in given] if isinstance(given, list) else []
+        if layers and all(map(math.isfinite, layers)):
+            _, sums, num = self.skew if len(self.skew[1]) == len(layers) else ([], [0.0] * len(layers), 0)
+            self.skew = layers, [a + b for a, b in zip(sums, layers, strict=True)], num + 1
 
     @property
     def num(self) -> int:

@@ -225,9 +225,9 @@ def small_copy(model: nn.Module, degree: int) -> tuple[nn.Module, dict[str, Tens
     config: Any = model.config
     with torch.random.fork_rng(devices=[]), unseen_by_op_modes(is_real=True):
         values = _shrunk(config.to_dict(), Scale(MeshShape(tp=degree), MeshShape(tp=2)))
+        if "output_router_logits" in values:
+            values["output_router_logits"] = False  # parts of those of a sequence are gathered in an engine alone
         small_config = type(config).from_dict(values)
-        if hasattr(small_config, "output_router_logits"):
-            small_config.output_router_logits = False  # parts of those of a sequence are gathered in an engine alone
         with torch.device("meta"):
             num_elements = sum(each.numel() for each in type(model)(small_config).parameters())
         if num_elements > MAX_ELEMENTS:
