@@ -270,6 +270,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         loss = getattr(output, "loss", None)
         if share.loss_weight is not None and loss is not None:
             loss = loss * share.loss_weight * cp
+        balance = parts.state.balance
         if balance.is_in_loss:
             if loss is None:
                 raise ConfigError(
