@@ -40,7 +40,6 @@ class Router(TorchFunctionMode):
     """Answers each `topk` among a layer's experts, or groups of them, inside `choosing`; a second pass repeats it.
 
     Args:
-        name: of the layer, in messages.
         wanted: returns the experts of each token, [B, S, k]; None for the router's own choice.
         part: the number of this rank and of all among which sequences may be split.
 
@@ -172,15 +171,15 @@ class Routers:
                 f"{ROUTED_EXPERTS} of shape {shape} must be a tensor [B, S, L, k] of the {tuple(tokens)} tokens of the "
                 f"batch and of {num_layers} layers of experts, or {num_blocks} blocks; pad it as the tokens are",
             )
-        own = routing if shape[2] == num_layers else routing[:, :, [block for block, _ in self._blocks]]
-        limits = torch.tensor(self._nums_experts, device=own.device)[:, None]
-        if own.is_floating_point() or not (is_fake(own) or ((own >= 0) & (own < limits)).all()):
+        chosen = routing if shape[2] == num_layers else routing[:, :, [block for block, _ in self._blocks]]
+        limits = torch.tensor(self._nums_experts, device=chosen.device)[:, None]
+        if chosen.is_floating_point() or not (is_fake(chosen) or ((chosen >= 0) & (chosen < limits)).all()):
             raise ConfigError(
                 "routing-range",
                 f"{ROUTED_EXPERTS} must be integers from 0 to {max(self._nums_experts) - 1}, which name experts; give "
                 "tokens of padding any of them, and take the others from the same model",
             )
-        return own
+        return chosen
 
     def close(self) -> None:
         """Give the modules their own forwards again."""
@@ -194,10 +193,12 @@ class Routers:
 
 def _block_of(name: str, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
     """Return the number of the block that a module is in, and how many blocks its list has."""
-    parts = name.split(".")
-    lists = [modules[".".join(parts[:depth])] for depth in range(len(parts))]
-    numbered = [(int(part), blocks) for part, blocks in zip(parts, lists, strict=True) if part.isdigit()]
-    return next(((number, len(blocks)) for number, blocks in numbered if isinstance(blocks, nn.ModuleList)), (0, 1))
+    keys = name.split(".")
+    for depth, key in enumerate(keys):
+        blocks = modules[".".join(keys[:depth])]
+        if isinstance(blocks, nn.ModuleList):
+            return int(key), len(blocks)
+    return 0, 1
 
 
 def chose_by_topk(experts: nn.Module) -> bool:

@@ -465,7 +465,7 @@ _UNDER_WAY: Final[ContextVar[tuple[PassRecord, ...]]] = ContextVar("shardwise_fi
 class _Pass:
     """Holds what a second pass repeats, and what opens the context of those of the forward that runs."""
 
-    kept: dict[str, Iterator[Any]] = field(default_factory=dict)
+    repeated: dict[str, Iterator[Any]] = field(default_factory=dict)
     opening: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -475,7 +475,7 @@ _PASS: Final[ContextVar[_Pass]] = ContextVar("shardwise_second_pass", default=_P
 @contextmanager
 def around_second_passes(opening: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Open the same around second passes of what is recomputed of the forward inside, which other threads may run."""
-    token = _PASS.set(_Pass(_PASS.get().kept, opening))
+    token = _PASS.set(_Pass(_PASS.get().repeated, opening))
     try:
         yield
     finally:
@@ -484,7 +484,7 @@ def around_second_passes(opening: Callable[[], AbstractContextManager[Any]]) -> 
 
 def same_again(name: str, make: Callable[[], Value]) -> Value:
     """Return a new value of this name; in a second pass the one that the first pass has made at this place."""
-    found = next(_PASS.get().kept.get(name, iter(())), None)
+    found = next(_PASS.get().repeated.get(name, iter(())), None)
     value = make() if found is None else found
     for record in _UNDER_WAY.get():
         record.keep(name, value)
@@ -493,7 +493,7 @@ def same_again(name: str, make: Callable[[], Value]) -> Value:
 
 def is_repeatable() -> bool:
     """Say whether a pass is under way that may be repeated, or that repeats another."""
-    return bool(_UNDER_WAY.get() or _PASS.get().kept)
+    return bool(_UNDER_WAY.get() or _PASS.get().repeated)
 
 
 def note_generator(generator: torch.Generator) -> None:
