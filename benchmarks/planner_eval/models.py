@@ -250,7 +250,7 @@ class PublishedMemoryModel(MemoryModel):
             "queries": shape.num_heads * shape.head_dim / s.mesh.tp,
             "keys": 2 * shape.num_kv_heads * shape.head_dim / s.mesh.tp,
             "ffn": (experts.ffn_size * chosen if experts else shape.ffn_size) / s.mesh.tp,
-            "routed": experts.num_chosen * hidden if experts else 0.0,
+            "routed": self._layer_shape(s, has_experts=has_experts).num_routed * hidden,
             "inner": 1.0 if published_traits(self.job).fuses_gate else 2.0,
         }
         tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]

@@ -263,9 +263,8 @@ def _expert_sizes(job: PlanJob, space: SearchSpace, base: ResolvedConfig, num_ra
     experts = job.shape.experts
     if experts is None or base.compile.enabled:  # compiled blocks have no divided experts
         return [ep for ep in space.of("mesh.ep", (1,)) if ep == 1]
-    legal = [
-        ep for ep in divisors(math.gcd(experts.num_experts, num_ranks)) if not _cuts_blocks(job.shape, base, 1, ep)
-    ]
+    common = divisors(math.gcd(experts.num_experts, num_ranks))
+    legal = [ep for ep in common if not _cuts_blocks(job.shape, base, 1, ep)]
     if "mesh.ep" in space.pins:
         return [ep for ep in space.pins["mesh.ep"] if ep in legal]
     near = max(ep for ep in legal if ep <= _link_domain(job))
@@ -287,7 +286,7 @@ def _tensor_sizes(job: PlanJob, space: SearchSpace, base: ResolvedConfig) -> lis
         for tp in space.of("mesh.tp", [degree for degree in divisors(shape.num_heads) if degree <= domain])
         if shape.num_heads % tp == 0
         and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
-        and (_split_ffn_size(shape) % tp == 0)
+        and _split_ffn_size(shape) % tp == 0
         and not (tp > 1 and base.compile.enabled and shape.experts)
         and job.cluster.num_gpus % tp == 0
         and (tp == 1 or base.lora.base == "keep")  # a packed matrix cannot be split
@@ -316,8 +315,8 @@ def _cuts_blocks(shape: ModelShape, base: ResolvedConfig, tp: int, ep: int = 1) 
     try:
         for key in keys:
             check_blocks({name: param.split(tp) for name, param in params.items()}, "tp", key)
-            of_experts = {name: (param.shape, param.experts) for name, param in params.items() if param.experts}
-            check_blocks({name: expert_split(*each, ep) for name, each in of_experts.items()}, "ep", key)
+            of_experts = ((name, param.shape, param.experts) for name, param in params.items() if param.experts)
+            check_blocks({name: expert_split(shape, experts, ep) for name, shape, experts in of_experts}, "ep", key)
     except ConfigError:
         return True
     return False

@@ -175,23 +175,8 @@ class CommTimeModel:
         back are two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
         """
         s = config
-        split = (
-            s.mesh.tp,
-            s.mesh.cp,
-            s.mesh.ep,
-            s.experts.skew,
-            s.batch.micro_size,
-            s.tensor.sequence_parallel,
-            param_of(s),
-        )
-        key = (
-            *split,
-            s.tensor.overlap_chunks,
-            s.context.transport,
-            s.context.heads_over,
-            s.recompute.mode,
-            s.recompute.every,
-        )
+        split = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.batch.micro_size, s.tensor, param_of(s))
+        key = (*split, s.experts.skew, s.context.transport, s.context.heads_over, s.recompute.mode, s.recompute.every)
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]

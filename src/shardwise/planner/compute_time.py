@@ -136,18 +136,10 @@ class ComputeTimeModel:
     def block(self, config: ResolvedConfig) -> PassTimes:
         """Price one micro-batch of one block: the mean over blocks where only some have experts."""
         s = config
-        linears = (
-            s.mesh.tp,
-            s.mesh.cp,
-            s.mesh.ep,
-            s.experts.skew,
-            s.batch.micro_size,
-            s.tensor.sequence_parallel,
-            s.batch.accumulation > 1,
-        )
+        linears = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.batch.micro_size, s.batch.accumulation > 1)
         number = self._numbers.of
         sections = number(s.recompute), number(s.precision), number(s.lora)
-        key = (*linears, s.zero.stage >= 3, s.compile.enabled, *sections)
+        key = (*linears, s.tensor.sequence_parallel, s.zero.stage >= 3, s.compile.enabled, s.experts.skew, *sections)
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
@@ -235,11 +227,8 @@ class ComputeTimeModel:
         expert_share = shape.num_expert_layers / shape.num_layers
         for has_experts, share in ((False, 1 - expert_share), (True, expert_share)):
             if share > 0:
-                linears = (
-                    self._expert_linears(s)
-                    if has_experts
-                    else self._ffn_linears(s, shape.ffn_size / s.mesh.tp, self._tokens(s))
-                )
+                dense = self._ffn_linears(s, shape.ffn_size / s.mesh.tp, self._tokens(s))
+                linears = self._expert_linears(s) if has_experts else dense
                 kernels = self._linears(linears, s, product_dtype(s)).plus(self._adapters(s, has_experts=has_experts))
                 kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
                 products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
@@ -267,9 +256,7 @@ class ComputeTimeModel:
     def _ffn_linears(
         self, s: ResolvedConfig, inner: float, tokens: float, count: float = 0.0, *, is_frozen: bool | None = None
     ) -> list[GemmShape]:
-        """Return the layers of a rank's part of a feed-forward, or of `count` experts side by side, each over so many
-        tokens.
-        """
+        """Return the layers of a rank's feed-forward, or of `count` experts side by side, each over so many tokens."""
         shape = self.job.shape
         is_frozen, is_routed = not trains_all(s) if is_frozen is None else is_frozen, count > 0
         wide = inner * (shape.num_ffn_matrices - 1)

@@ -311,7 +311,7 @@ class FoldedLayouts:
         key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
         if key not in self._units:
             entries, params = entries_of(self.job.shape, config, name, kind), unit_params(self.job.shape, config, kind)
-            splits = {f"{name}.{each.name}": each.split(config.mesh.tp) for each in params if each.experts is None}
+            splits = {f"{name}.{one.name}": one.split(config.mesh.tp) for one in params if one.experts is None}
             self._units[key] = _Unit(tuple(entries), splits)
         return self._units[key]
 

@@ -437,9 +437,8 @@ class PlanJob:
     Attributes:
         global_batch: sequences of `seq_len` tokens in an optimizer step.
         base: the config that every candidate has, but for the keys that say how it is split; one rank runs it.
-        usual_skew: takes the place of `experts.skew` where that says nothing. The fullest
-            expert has 1.04 to 1.72 times the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even
-            out.
+        usual_skew: in the place of `experts.skew` where that says nothing. The fullest expert has 1.04 to 1.72 times
+            the mean (Wang et al. 2024, arXiv 2408.15664, table 2); a rank's several even out.
     """
 
     shape: ModelShape

@@ -446,16 +446,8 @@ def _candidate_of(item: _Timed | ResolvedConfig) -> tuple[Any, ...]:
     """Return what is left of a candidate without where its states are stored."""
     config = item.config if isinstance(item, _Timed) else item
     pipeline = (config.mesh.pp, config.pipeline.schedule, config.pipeline.virtual_stages)
-    return (
-        *pipeline,
-        config.mesh.tp,
-        config.mesh.ep,
-        config.tensor,
-        config.mesh.cp,
-        config.context,
-        config.batch,
-        config.recompute,
-    )
+    split = (config.mesh.tp, config.mesh.ep, config.tensor, config.mesh.cp, config.context)
+    return *pipeline, *split, config.batch, config.recompute
 
 
 def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:
