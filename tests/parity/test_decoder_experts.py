@@ -38,6 +38,9 @@ FACTORS = {
     "router_bias": [False, True],
 }
 MODEL_KEYS = ("num_shared_experts", "router_bias")
+# A layer of shared experts after the others makes a recomputation gather their rows again.
+GATHERED_AGAIN = {key: values[0] for key, values in FACTORS.items()}
+GATHERED_AGAIN |= {"tp": 2, "recompute": "selective", "num_shared_experts": 2}
 
 
 def fits(options: dict[str, Any]) -> bool:
@@ -57,7 +60,7 @@ def reference(options: tuple[tuple[str, Any], ...], num_data_ranks: int, num_mic
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("options", pairwise(FACTORS, fits), ids=combination_id)
+@pytest.mark.parametrize("options", [*pairwise(FACTORS, fits), GATHERED_AGAIN], ids=combination_id)
 def test_our_decoders_experts_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
     overrides = {
