@@ -83,10 +83,10 @@ class ExpertLayers:
             layer = ExpertLayer(name, dispatch, same_tokens)
             self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
             for stack in stack_names(module) if tokens.world_size > 1 else ():
-                packed = packed_stack(module, stack)
-                if packed is not None:
-                    state = part_of_packed(packed.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
-                    self._undo.append(set_attribute(packed, "quant_state", state))
+                unpacking = packed_stack(module, stack)
+                if unpacking is not None:
+                    state = part_of_packed(unpacking.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
+                    self._undo.append(set_attribute(unpacking, "quant_state", state))
             for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
                 num_local = num_experts_of(module) // layout.mesh.ep
                 self._undo.append(set_attribute(wrapper, "num_experts", num_local))

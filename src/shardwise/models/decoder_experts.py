@@ -82,7 +82,6 @@ class Experts(nn.Module):
     Args:
         stacks: the weights [E, out, in], `gate_up_proj` (gate first) or `up_proj`, and `down_proj`; their biases
             [E, out] under these names with `_bias`.
-        act_fn: the activation.
     """
 
     is_transposed: Final = False
@@ -192,7 +191,6 @@ class DrawnExperts(Experts):
 
     Args:
         down_std: standard deviation of the initial values of `down_proj`.
-        factory: device and dtype.
     """
 
     def __init__(self, config: DecoderConfig, down_std: float, **factory: Any) -> None:
