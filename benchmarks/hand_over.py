@@ -34,7 +34,7 @@ from shardwise.checkpoint.deltas import VersionWriter
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 
 NUM_RANKS = 2
-LEARNING_RATE = 1e-5
+LEARNING_RATE = 1e-6
 
 
 def make_model(num_layers: int) -> Decoder:

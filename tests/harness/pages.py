@@ -173,6 +173,11 @@ engine = shardwise.initialize(AutoModelForCausalLM.from_pretrained("my-llama"), 
 input_ids = torch.tensor([[2, 3, 4]])
 """
 # What a page's Python has at its start, or before its block of that number.
+_SERVER: Final = """
+from types import SimpleNamespace
+server = SimpleNamespace(**dict.fromkeys(("announce", "load", "start", "finish"), lambda *_: None))
+loader = []
+"""
 PRELUDES: Final[Mapping[str, Mapping[int, str]]] = MappingProxyType(
     {
         "checkpoints": {0: _SMALL + _ENGINE, 1: _HUGGING_FACE, 2: _OTHER_NAMES},
@@ -199,6 +204,7 @@ model = ListedModel()
 from shardwise.schedule.pipelines import ScheduleRecipe, ScheduleRows, StagePlacement, _B, _F, _Pattern
 """
         },
+        "hand-over": {0: _SMALL + _ENGINE + _SERVER},
         "index": {0: "import torch\nmicro_batches = torch.arange(16).view(2, 1, 8)"},
         "models": {
             0: _SMALL + _HUGGING_FACE + 'hf_config = AutoConfig.from_pretrained("my-llama")\nMyModel = lambda: model'
