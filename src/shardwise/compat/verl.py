@@ -1,4 +1,4 @@
-"""An engine of Shardwise behind verl's interface; import it where verl reads `external_lib`, and name it as strategy.
+"""An engine of Shardwise with verl's interface; import it where verl reads `external_lib`, and name it as strategy.
 
 verl's losses are divided by what counts on all data ranks, times their number, and summed over micro-batches. So they
 are losses of plain mode (`Engine.forward`), and the gradient is that of verl's other engines. What only infers, such as
@@ -31,6 +31,7 @@ from shardwise.context.batch import IGNORED
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES, MeshShape
+from shardwise.runtime.device import KINDS
 from shardwise.tensor.token_log_probs import token_log_probs
 
 STRATEGY: Final = "shardwise"
@@ -124,8 +125,8 @@ class _Mode(BaseEngineCtx):
         super().__exit__(kind, error, trace)
 
 
-@EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=["cpu", "cuda"])
-@EngineRegistry.register(model_type="value_model", backend=STRATEGY, device=["cpu", "cuda"])
+@EngineRegistry.register(model_type="language_model", backend=STRATEGY, device=[*KINDS])
+@EngineRegistry.register(model_type="value_model", backend=STRATEGY, device=[*KINDS])
 class ShardwiseEngine(BaseEngine):
     """Trains a causal language model, or a critic: a model of token classification with one label.
 
