@@ -172,6 +172,17 @@ _GENERATION: Final = """
 engine = shardwise.initialize(AutoModelForCausalLM.from_pretrained("my-llama"), {})
 input_ids = torch.tensor([[2, 3, 4]])
 """
+_POLICY: Final = """
+from types import SimpleNamespace
+import torch, shardwise
+from shardwise.models.decoder import Decoder
+from shardwise.models.presets import preset
+
+engine = shardwise.initialize(Decoder(preset("tiny")), {"zero": {"stage": 3}})
+inputs = torch.randint(64, (2, 8))
+targets, mask, sampled = inputs.roll(-1, 1), torch.ones(2, 8), torch.zeros(2, 8)
+run, result, reward = SimpleNamespace(log=lambda *args, **values: None), None, 0.5
+"""
 # What a page's Python has at its start, or before its block of that number.
 _SERVER: Final = """
 from types import SimpleNamespace
@@ -211,6 +222,7 @@ from shardwise.schedule.pipelines import ScheduleRecipe, ScheduleRows, StagePlac
         },
         "optimizers": {0: _SMALL},
         "offload": {0: _SMALL, 1: _ENGINE.splitlines()[-1]},
+        "rl": {0: _POLICY},
         "tensor-parallel": {0: _SMALL + _HUGGING_FACE + _NET, 2: _GENERATION},
         "timeline": {
             0: """

@@ -1,0 +1,186 @@
+"""verl's engine over ours: registered by verl's own registry, it trains and infers as plain torch does, in any layout.
+
+verl is not among the packages of the tests; modules of the same shape stand for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.huggingface import VOCAB_SIZE, build_model
+from harness.pool import WorkerPool
+from harness.reference import max_error
+from harness.refusals import refused
+from harness.verl_stub import Batch, EngineRegistry, instead_of_verl, jagged
+
+pytest.importorskip("transformers")
+LENGTHS: Final = (5, 9, 7, 6)
+NUM_STEPS: Final = 3
+OPTIMIZER: Final = SimpleNamespace(
+    lr=1e-2,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    clip_grad=1.0,
+    total_training_steps=10,
+    lr_warmup_steps=2,
+    lr_warmup_steps_ratio=0.0,
+)
+LAYOUTS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
+    "alone": (1, {}),
+    "tp": (2, {"mesh": {"tp": 2}}),
+    "zero-2, host": (2, {"zero": {"stage": 2}, "tiers": {"optimizer": "host"}}),
+    "zero-3": (2, {}),
+}
+
+
+def sequences(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(4, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+def mask_of(ids: Tensor) -> Tensor:
+    return torch.ones(len(ids)).index_fill(0, torch.arange(2), 0.0)
+
+
+def sft_loss(model_output: Any, data: Batch, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+    """As verl's: a place counts where the next token does; over all tokens of the batch, times the data ranks."""
+    mask = data["loss_mask"].values().roll(-1)
+    total = (model_output["log_probs"].values() * mask).sum()
+    return -total / data["batch_num_tokens"] * data["dp_size"], {}
+
+
+def make_engine(folder: Path, model: Any, layout: dict[str, Any], model_type: str = "language_model") -> Any:
+    with instead_of_verl() as verl:
+        settings = {"enable_gradient_checkpointing": False, "lora_rank": 0, "trust_remote_code": False}
+        model_config = SimpleNamespace(
+            local_path=str(folder), hf_config=copy.deepcopy(model.config), model_type=model_type, **settings
+        )
+        sections = {"run": {"device": "cpu"}, **layout}
+        config = verl.ShardwiseEngineConfig(dtype="float32", config=sections)
+        actor = verl.ShardwiseActorConfig(shardwise=config)
+        assert actor.engine.strategy == "shardwise"
+        kind = EngineRegistry.engines[model_type, actor.strategy, "cpu"]
+        assert EngineRegistry.engines[model_type, "shardwise", "cuda"] is kind
+        return kind(model_config, config, OPTIMIZER, {"save_contents": ["model", "hf_model"]})
+
+
+def train(rank: int, world_size: int, folder: Path, layout: dict[str, Any], saved: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine = make_engine(folder, build_model("llama"), layout)
+    first, num_data_ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    engine.initialize()
+    found: dict[str, Any] = {"seen": [], "norms": [], "rates": []}
+    for step in range(NUM_STEPS):
+        own = sequences(step)[first::num_data_ranks]
+        batch = {"input_ids": jagged(own), "loss_mask": jagged(list(map(mask_of, own))), "temperature": 1.0}
+        with engine.eval_mode():
+            found["seen"].append(engine.infer_batch(Batch(batch))["model_output"]["log_probs"])
+        with engine.train_mode():
+            found["norms"].append(engine.train_batch(Batch(batch), sft_loss)["grad_norm"])
+        found["rates"].append(engine.lr_scheduler_step())
+    source = first == 0 and engine.is_mp_src_rank_with_outputs()
+    assert source == (rank == 0)
+    engine.save_checkpoint(str(saved))
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    with engine.train_mode():
+        engine.train_batch(Batch(batch), sft_loss)
+    engine.load_checkpoint(str(saved))
+    found["parameters"] = dict(engine.get_per_tensor_param()[0])
+    assert all(torch.equal(before[name], tensor) for name, tensor in found["parameters"].items())
+    engine.inner.close()
+    return found
+
+
+def train_plainly() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: Any = build_model("llama")
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    for parameter in model.parameters():
+        groups[parameter.dim() < 2]["params"].append(parameter)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    found: dict[str, Any] = {"seen": [], "norms": []}
+    for step in range(NUM_STEPS):
+        own, total, count, seen = sequences(step), 0.0, 0.0, []
+        for ids in own:
+            logs = model(ids[None]).logits[0].log_softmax(-1)
+            picked = logs[:-1].gather(-1, ids[1:, None])[:, 0]
+            mask = mask_of(ids)
+            total, count = total - (picked * mask[1:]).sum(), count + mask.sum().item()
+            seen.append(picked.detach())
+        found["seen"].append(seen)
+        optimizer.zero_grad()
+        (total / count).backward()  # type: ignore[attr-defined]
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, step / 2)
+        optimizer.step()
+    return {**found, "parameters": {name: tensor.detach() for name, tensor in model.named_parameters()}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("verl") / "llama"
+    model: Any = build_model("llama")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_verls_engine_equals_plain_torch(ranks: WorkerPool, folder: Path, tmp_path: Path, name: str) -> None:
+    num_ranks, layout = LAYOUTS[name]
+    results, expected = ranks(num_ranks).run(train, folder, layout, tmp_path), train_plainly()
+    for rank, found in enumerate(results):
+        assert found["rates"] == pytest.approx([5e-3, 1e-2, 1e-2])
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+        for step, seen in enumerate(found["seen"]):
+            num_shares = len(LENGTHS) // len(seen)
+            wanted = expected["seen"][step][rank % num_shares :: num_shares]
+            for actual, picked in zip(seen, wanted, strict=True):
+                torch.testing.assert_close(actual[:-1], picked, rtol=1e-4, atol=1e-4)
+                assert actual[-1] == 0
+        assert max_error(found["parameters"], expected["parameters"]) <= 1e-4
+
+
+def value(rank: int, world_size: int, folder: Path) -> None:
+    engine = make_engine(folder, build_model("llama"), {}, "value_model")
+    engine.initialize()
+    own = sequences(0)
+    batch = {"input_ids": jagged(own), "loss_mask": jagged(list(map(mask_of, own)))}
+    losses = []
+
+    def loss_of(model_output: Any, data: Batch, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
+        return (model_output["values"].values() - 1.0).square().sum() / data["batch_num_tokens"], {}
+
+    for _ in range(4):
+        with engine.train_mode():
+            losses.append(sum(engine.train_batch(Batch(batch), loss_of)["loss"]))
+        engine.lr_scheduler_step()
+    with engine.eval_mode():
+        values = engine.infer_batch(Batch(batch))["model_output"]["values"]
+    assert [len(each) for each in values] == list(LENGTHS)
+    assert losses[-1] < losses[0]
+    assert all(map(math.isfinite, losses))
+    engine.inner.close()
+
+
+def test_a_critic_learns_values(ranks: WorkerPool, folder: Path) -> None:
+    ranks(1).run(value, folder)
+
+
+def refuse(rank: int, world_size: int, folder: Path) -> None:
+    for mesh in ({"pp": 2}, {"cp": 2}):
+        with refused("verl-layout"):
+            make_engine(folder, build_model("llama"), {"mesh": mesh})
+
+
+def test_layouts_that_cut_sequences_or_layers_do_not_train(ranks: WorkerPool, folder: Path) -> None:
+    ranks(2).run(refuse, folder)
