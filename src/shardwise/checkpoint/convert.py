@@ -98,7 +98,7 @@ def export_checkpoint(
         for stored in [each.states[PARAM].dtype]
     ]
     main_dtype = _named(wanted) or (exported[0].dtype if exported else "F32")
-    shapes = {name: each.shape for each in tensors for name in (each.name, *each.aliases)}
+    shapes = {name: tensor.shape for tensor in tensors for name in (tensor.name, *tensor.aliases)}
     others, described = _described(manifest, source, main_dtype, hf_config)
     plan = plan_export(exported, described_names(described, shapes, str(source)))
     begin_export(plan, folder, {**others, **_tokenizer_files(tokenizer)})
@@ -152,19 +152,19 @@ def _described(
     manifest: Manifest, source: Path, dtype: str, hf_config: Path | None
 ) -> tuple[dict[str, bytes], Mapping[str, Any]]:
     """Return the files beside the weights, and the description of the model by which it has names."""
-    own, described = decoder_config(manifest.model) is not None, manifest.model
+    described = manifest.model
     if hf_config is not None:
         values = _read_config_file(hf_config)
-        kind, *_ = values.get("architectures") or [manifest.model.get("class", "")]
-        described = {"class": kind, "config": values}
+        architecture, *_ = values.get("architectures") or [described.get("class", "")]
+        described = {"class": architecture, "config": values}
     others = config_files(described, dtype)
     if not others:
         raise CheckpointError(
             "model-class-unknown",
-            f"{source} is of {manifest.model.get('class', 'a model')}, and does not say how transformers would "
+            f"{source} is of {described.get('class', 'a model')}, and does not say how transformers would "
             "build it; give the config.json of that model: --hf-config",
         )
-    return others, manifest.model if own else described
+    return others, described if decoder_config(manifest.model) is None else manifest.model
 
 
 def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:

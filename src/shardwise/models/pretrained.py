@@ -68,24 +68,21 @@ def build_model(config: Any, name: str, *, trusts_code: bool = False) -> nn.Modu
         return model
 
 
-def skeleton(kind: str, values: Mapping[str, Any], name: str) -> nn.Module | None:
+def skeleton(architecture: str, values: Mapping[str, Any], name: str) -> nn.Module | None:
     """Return a model on meta of one of transformers' own classes, by its config; None where it has no such class.
-
-    Args:
-        name: as in `open_config`.
 
     Raises:
         ConfigError: transformers cannot build it.
     """
     import transformers
 
-    found: Any = getattr(transformers, kind, None)
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    model_class: Any = getattr(transformers, architecture, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         return None
-    what = f"{name} has a config of which transformers builds no {kind}"
+    what = f"{name} has a config of which transformers builds no {architecture}"
     with _one_line("model-not-buildable", what, _FIX, values, trusts_code=False), torch.device("meta"):
-        config: Any = found.config_class
-        model: nn.Module = found(config.from_dict(dict(values)))
+        config: Any = model_class.config_class
+        model: nn.Module = model_class(config.from_dict(dict(values)))
         return model
 
 

@@ -69,27 +69,18 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def folder_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
-    """Return the rules for the names of a model's tensors in a folder: those by which transformers saves and loads it.
-
-    Args:
-        model: any, also one on meta, or one of which ranks hold parts.
-        shapes: of its parameters and persistent buffers, whole, by all their names.
-
-    Raises:
-        CheckpointError: as in `converted_names`.
-    """
+    """Return the rules for the names of a model's tensors in a folder; the arguments are those of `converted_names`."""
     return converted_names(model, shapes) if decoder_config(describe(model)) is None else decoder_names()
 
 
 def described_names(described: Mapping[str, Any], shapes: Mapping[str, Shape], name: str) -> NameMap:
-    """Return what `folder_names` returns, of a model that `describe` described; none where its class is not known.
+    """Return the `folder_names` of a model that `describe` described; none where its class is not known.
 
     Args:
-        shapes: as in `folder_names`.
         name: what the description is of, for messages.
 
     Raises:
-        CheckpointError: as in `folder_names`; or transformers is missing, or does not build the model.
+        CheckpointError: as in `converted_names`; or transformers is missing, or does not build the model.
     """
     if decoder_config(described) is not None:
         return decoder_names()
@@ -97,9 +88,8 @@ def described_names(described: Mapping[str, Any], shapes: Mapping[str, Shape], n
     if "model_type" not in values:
         return NameMap()
     if find_spec("transformers") is None:
-        raise CheckpointError(
-            "extra-missing", f"transformers knows the names of {name} in a folder; pip install 'shardwise[hf]'"
-        )
+        text = f"transformers knows the names of {name} in a folder; pip install 'shardwise[hf]'"
+        raise CheckpointError("extra-missing", text)
     try:
         check_model_config(values, name)
         model = pretrained.skeleton(str(described.get("class")), values, name)

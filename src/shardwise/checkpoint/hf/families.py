@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.hf.key_map import NameMap, Rule, WeightPart
+from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import DecoderConfig
@@ -62,20 +63,6 @@ class _Tracked(Tensor):
         return args[0] if func is Tensor.contiguous else super().__torch_function__(func, types, args, kwargs)
 
 
-class _Whole:
-    """Answers as a model whose parameters have their whole shapes, where ranks hold parts of them."""
-
-    def __init__(self, model: nn.Module, wholes: Mapping[str, Tensor]) -> None:
-        self._model = model
-        self._wholes = wholes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self._wholes[name]
-
-
 def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
     """Return the rules for the names of a model of transformers where that library converts weights as it loads them.
 
@@ -89,19 +76,18 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
     Raises:
         CheckpointError: the folder's tensors are no parts of the model's, such as those that are permuted.
     """
-    if not (hasattr(model, "base_model_prefix") and hasattr(getattr(model, "config", None), "model_type")):
-        return NameMap()
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before version 5 models and folders have the same names
+    loading: Any = sys.modules.get("transformers.core_model_loading")  # which a model of transformers has imported
+    if loading is None or not (hasattr(model, "base_model_prefix") and hasattr(model, "config")):
         return NameMap()
     wholes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {id(tensor): name for name, tensor in wholes.items()}
     given: dict[str, Tensor] = {name: tensor.as_subclass(_Tracked) for name, tensor in wholes.items()}
-    parts: dict[str, list[WeightPart]] = {}
+    parts: dict[str, list[WeightPart]] = {name: [] for name in given}
     unknown, reverted = [], dict[str, Tensor]()
     try:
-        reverted = revert_weight_conversion(cast(Any, _Whole(model, wholes)), given)
+        answering: Any = copy.copy(model)
+        answering.__dict__["get_parameter"] = wholes.__getitem__  # ranks hold parts, of other shapes
+        reverted = loading.revert_weight_conversion(answering, given)
     except (AttributeError, KeyError, ValueError) as error:  # it asks for what a split or quantized model lacks
         unknown.append(f"a weight ({error})")
     for stored, tensor in reverted.items():
@@ -110,11 +96,10 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
         if part is None or name is None:
             unknown.append(stored)
         else:
-            parts.setdefault(name, []).append(part)
-    changed = {name: found for name, found in parts.items() if [each.stored for each in found] != [name]}
-    rules = NameMap(tuple(dict.fromkeys(filter(None, (_rule_of(name, found) for name, found in changed.items())))))
-    unknown += [name for name, found in parts.items() if {*rules.split(name, shapes[name])} != {*found}]
-    unknown += [name for name in given if name not in parts]
+            parts[name].append(part)
+    # A folder has the parts of a stack in the order of its experts.
+    ordered = {name: tuple(sorted(found, key=lambda part: part.rect.start)) for name, found in parts.items()}
+    unknown += [name for name in given if sum(part.rect.numel for part in ordered[name]) != wholes[name].numel()]
     if unknown:
         raise CheckpointError(
             "weights-converted",
@@ -122,7 +107,8 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
             "and parts; load it by from_pretrained before initialize, and save it by model.save_pretrained(folder) on "
             "rank 0, in `with engine.gathered() as model:`",
         )
-    return rules
+    same = {name: (WeightPart(name, Rect.whole(shape)),) for name, shape in shapes.items()}
+    return NameMap(parts={name: found for name, found in ordered.items() if found != same[name]})
 
 
 def _part_of(stored: str, view: Tensor, shape: Shape) -> WeightPart | None:
@@ -133,52 +119,12 @@ def _part_of(stored: str, view: Tensor, shape: Shape) -> WeightPart | None:
         start.append(remaining // max(stride, 1))
         remaining %= max(stride, 1)
     for is_stacked, is_transposed in ((False, False), (True, False), (False, True)):
-        sizes, steps = all_sizes, all_steps
-        if is_transposed:
-            sizes, steps = sizes[::-1], steps[::-1]
-        if is_stacked:
-            sizes, steps = [1, *sizes], [0, *steps]
+        sizes, steps = ([1] * is_stacked + values[:: -1 if is_transposed else 1] for values in (all_sizes, all_steps))
         fits = len(sizes) == len(shape) and (not is_transposed or len(shape) == 2)
         if fits and all(size == 1 or step == stride for size, step, stride in zip(sizes, steps, strides, strict=True)):
             rect = Rect(tuple(start), tuple(first + size for first, size in zip(start, sizes, strict=True)))
             return WeightPart(stored, rect, is_transposed, is_stacked)
     return None
-
-
-def _rule_of(name: str, parts: Sequence[WeightPart]) -> Rule | None:
-    """Return the rule by which a tensor has these parts, with wildcards for the numbers that both names have."""
-    is_stacked, is_transposed = parts[0].is_stacked, parts[0].is_transposed
-    first = [part for part in parts if part.rect.start[:1] == (0,)] if is_stacked else list(parts)
-    starts = [part.rect.start for part in first]
-    dims = [dim for dim in range(len(starts[0])) if len({start[dim] for start in starts}) > 1]
-    if len(dims) > 1:
-        return None
-    dim = dims[0] if dims else int(is_stacked and len(first) > 1)
-    first.sort(key=lambda part: part.rect.start)
-    stored = [part.stored for part in first]
-    if is_stacked:  # the model's numbers come first, then the expert's
-        num_before = len(_NUMBER.findall(name))
-        stored = [_with_counter(each, num_before) for each in stored]
-    shares = tuple(part.rect.shape[dim] for part in first) if len(first) > 1 else ()
-    numbers = _NUMBER.findall(name)
-    if all(_NUMBER.findall(each) == numbers for each in stored):
-        name, *stored = (_NUMBER.sub("*", each) for each in (name, *stored))
-    try:
-        return Rule(name, tuple(stored), is_transposed, dim, shares)
-    except CheckpointError:
-        return None
-
-
-def _with_counter(stored: str, num_before: int) -> str:
-    """Return the name of a stack's first tensor with `#` for its number, which comes after the model's numbers."""
-    places = [match.span() for match in _NUMBER.finditer(stored)]
-    if num_before >= len(places):
-        return stored
-    start, stop = places[num_before]
-    return f"{stored[:start]}#{stored[stop:]}"
-
-
-_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def open_folder(
         kind
         for name, aliases in model_names.items()
         for each in (name, *aliases)
-        for kind in (_kind(each), *_kinds(rules, each))
+        for kind in map(_kind, (each, *rules.stored_names(each)))
     }
     entries = {name: entry for name, entry in _entries(folder) if _kind(name) in wanted or not _is_junk(name, entry)}
     renamed, is_head = _meet(wanted, entries)
@@ -249,10 +249,6 @@ def _typed(schema: type[Any], values: dict[str, Any], path: Path) -> dict[str, A
 def _kind(name: str) -> str:
     """Return the name with all numbers between dots made equal, so that a model has few kinds of names."""
     return re.sub(r"(?<![^.])(\d+|#)(?![^.])", "0", name)
-
-
-def _kinds(rules: NameMap, name: str) -> Iterator[str]:
-    return map(_kind, rules.stored_names(name))
 
 
 def _is_junk(name: str, entry: FileTensor) -> bool:

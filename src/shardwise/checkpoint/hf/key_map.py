@@ -23,7 +23,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Self
 
 from shardwise.checkpoint.manifest import CheckpointError
@@ -119,20 +119,17 @@ class Rule:
             return None
         return tuple(_filled(pattern, match.groups()) for pattern in self.stored)
 
-    def model_name(self, stored_name: str) -> str | None:
-        """Return the name of the model's tensor that a folder's tensor is, or is part of; None where none fits."""
-        for pattern in self.stored:
-            match = re.fullmatch(_regex(pattern).replace(re.escape(_COUNTER), r"\d+"), stored_name)
-            if match is not None:
-                return _filled(self.model, match.groups())
-        return None
-
 
 @dataclass(frozen=True)
 class NameMap:
-    """Maps names by rules: the first that fits applies; a tensor without a rule has the same name in the folder."""
+    """Maps names by rules: the first that fits applies; a tensor without a rule has the same name in the folder.
+
+    Attributes:
+        parts: by name, what tensors without a rule are in the folder where that is more than their name.
+    """
 
     rules: tuple[Rule, ...] = ()
+    parts: Mapping[str, tuple[WeightPart, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, names: NameMap | Mapping[str, Any] | None) -> NameMap:
@@ -147,21 +144,12 @@ class NameMap:
 
     def then(self, other: NameMap) -> Self:
         """Return a map of these rules, followed by those of `other`."""
-        return type(self)((*self.rules, *other.rules))
+        return type(self)((*self.rules, *other.rules), {**other.parts, **self.parts})
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """Return the folder's names for a tensor of the model; those of a stack have `#` for the number."""
-        return self._find(name)[1]
-
-    def model_name(self, stored_name: str) -> str:
-        """Return the name of the model's tensor that a folder's tensor is, or is part of.
-
-        >>> rules = NameMap.of({"**.down": "**.#.w2", "blocks.*.norm": "h.*.ln"})
-        >>> [rules.model_name(name) for name in ("h.0.experts.12.w2", "h.3.ln", "norm")]
-        ['h.0.experts.down', 'blocks.3.norm', 'norm']
-        """
-        found = (rule.model_name(stored_name) for rule in self.rules)
-        return next((name for name in found if name is not None), stored_name)
+        rule, stored = self._find(name)
+        return tuple(part.stored for part in self.parts[name]) if rule is _SAME and name in self.parts else stored
 
     def split(self, name: str, shape: Shape) -> tuple[WeightPart, ...]:
         """Split a tensor of the model into the parts that a folder has, in the folder's order.
@@ -170,6 +158,8 @@ class NameMap:
             CheckpointError: the rule for the name does not fit the shape.
         """
         rule, stored = self._find(name)
+        if rule is _SAME and name in self.parts:
+            return self.parts[name]
         lengths = _share_out(rule, name, shape) if len(stored) > 1 else ()
         return tuple(_parts(rule, stored, name, shape, lengths))
 
@@ -180,18 +170,14 @@ class NameMap:
             CheckpointError: the folder's shapes do not fit together by the rule.
         """
         rule, stored = self._find(name)
-        first = [pattern.replace(_COUNTER, "0") if rule.is_stacked else pattern for pattern in stored]
-        if not all(each in shapes for each in first):
-            return None
-        block = [shapes[each][::-1] if rule.transpose else shapes[each] for each in first]
-        if rule.is_stacked:
-            count = next(i for i in itertools.count() if stored[0].replace(_COUNTER, str(i)) not in shapes)
-            block = [(count, *shape) for shape in block]
-        shape, lengths = block[0], tuple[int, ...]()
-        if len(block) > 1:
-            lengths = tuple(_length(rule, name, each) for each in block)
-            shape = (*shape[: rule.dim], sum(lengths), *shape[rule.dim + 1 :])
-        parts = tuple(_parts(rule, stored, name, shape, lengths))
+        if rule is _SAME and name in self.parts:
+            parts = self.parts[name]
+            shape = tuple(map(max, zip(*(part.rect.stop for part in parts), strict=True)))
+        else:
+            joined = _joined(rule, stored, name, shapes)
+            if joined is None:
+                return None
+            shape, parts = joined
         for part in parts:
             if part.stored not in shapes:
                 return None
@@ -199,7 +185,7 @@ class NameMap:
                 raise CheckpointError(
                     "rule-shape-differs",
                     f"{name} {shape} would need {part.stored} of shape {part.stored_shape}, the folder has "
-                    f"{shapes[part.stored]}; correct the name rule {rule.model!r}",
+                    f"{shapes[part.stored]}; correct the name rule, or take a folder of this model",
                 )
         return shape, parts
 
@@ -212,6 +198,24 @@ class NameMap:
 
 
 _SAME: Final = Rule("**", ("**",))
+
+
+def _joined(
+    rule: Rule, stored: Sequence[str], name: str, shapes: Mapping[str, Shape]
+) -> tuple[Shape, tuple[WeightPart, ...]] | None:
+    """Return the shape and parts of a tensor by its rule, and as many experts as the folder has."""
+    first = [pattern.replace(_COUNTER, "0") if rule.is_stacked else pattern for pattern in stored]
+    if not all(each in shapes for each in first):
+        return None
+    block = [shapes[each][::-1] if rule.transpose else shapes[each] for each in first]
+    if rule.is_stacked:
+        count = next(i for i in itertools.count() if stored[0].replace(_COUNTER, str(i)) not in shapes)
+        block = [(count, *shape) for shape in block]
+    shape, lengths = block[0], tuple[int, ...]()
+    if len(block) > 1:
+        lengths = tuple(_length(rule, name, each) for each in block)
+        shape = (*shape[: rule.dim], sum(lengths), *shape[rule.dim + 1 :])
+    return shape, tuple(_parts(rule, stored, name, shape, lengths))
 
 
 def _parts(rule: Rule, stored: Sequence[str], name: str, shape: Shape, lengths: Sequence[int]) -> Iterator[WeightPart]:
@@ -268,7 +272,7 @@ def _filled(pattern: str, texts: Sequence[str]) -> str:
 
 def _rule(model: str, value: Any) -> Rule:
     options = dict(value) if isinstance(value, Mapping) else {"stored": value}
-    known = [field.name for field in fields(Rule) if field.name != "model"]
+    known = [each.name for each in fields(Rule) if each.name != "model"]
     for key in options:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1) or known

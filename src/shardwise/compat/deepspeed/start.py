@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -180,7 +180,7 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
         model.__dict__["_apply"] = functools.partial(_moved, model)
     groups = engine.inner.layout.model_groups
     kept_whole = {param.name for group in groups if group.is_replicated or group.is_small for param in group.params}
-    split = [param.name for group in groups for param in group.params if param.over_tp is not None]
+    split = {param.name for group in groups for param in group.params if param.over_tp is not None}
     if split:
         model.__dict__["state_dict"] = functools.partial(_whole_state_dict, model, split)
     for number, (name, parameter) in enumerate(model.named_parameters()):
@@ -197,16 +197,17 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
         engine.zero_grad()
 
 
-def _whole_state_dict(model: nn.Module, split: Sequence[str], *given: Any, **options: Any) -> dict[str, Any]:
-    """Return the state dict with the whole of what ranks hold parts of; all ranks call it, as Accelerate does."""
+def _whole_state_dict(model: nn.Module, split: set[str], *given: Any, **options: Any) -> dict[str, Any]:
+    """Return the state dict with the whole of what ranks hold parts of; all ranks call it, as Accelerate's do."""
     state: dict[str, Any] = type(model).state_dict(model, *given, **options)
-    engine = model.__dict__[ENGINE]()
+    engine, prefix = model.__dict__[ENGINE](), options.get("prefix", "")
     if engine is not None and engine.module is model and not engine.is_destroyed:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name in split:
-            value, owner = engine.inner.read(name), parameters[name]
-            aliases = (f"{options.get('prefix', '')}{alias}" for alias, each in parameters.items() if each is owner)
-            state.update({alias: value for alias in aliases if alias in state})
+        values = {
+            id(parameter): engine.inner.read(name) for name, parameter in model.named_parameters() if name in split
+        }
+        for name, parameter in model.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            if id(parameter) in values and name in state:
+                state[name] = values[id(parameter)]
     return state
 
 
