@@ -231,7 +231,7 @@ class FoldedLayouts:
     def __init__(self, job: PlanJob, stages: StageTable | None = None) -> None:
         self.job = job
         self.stages = stages or StageTable(job)
-        self._units: dict[tuple[Any, ...], _Unit] = {}
+        self._units: dict[tuple[Any, ...], tuple[tuple[ParamEntry, ...], dict[str, ParamSplit]]] = {}
         self._numbers = SectionNumbers()
         self._ranks: dict[tuple[Any, ...], FoldedLayout] = {}
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
@@ -290,15 +290,15 @@ class FoldedLayouts:
                 for unit in [f"{name}.{index}" for index in range(count)] if is_unfolded else [name]:
                     counts[unit] = 1 if is_unfolded else count
                     members.append(((stage,), unit, kind))
-        units = [(used_by, self._unit(config, unit, kind)) for used_by, unit, kind in members]
-        entries = tuple(entry for _, unit in units for entry in unit.entries)
+        units = [(used_by, *self._unit(config, unit, kind)) for used_by, unit, kind in members]
+        entries = tuple(entry for _, of_unit, _ in units for entry in of_unit)
         pipeline = tensor = None
         if config.mesh.pp > 1:
-            stages_of = {entry.name: used_by for used_by, unit in units for entry in unit.entries}
+            stages_of = {entry.name: used_by for used_by, of_unit, _ in units for entry in of_unit}
             gathers_once = config.pipeline.gather == "batch" or not STAGES[config.zero.stage].unshard_for_use
             pipeline = PipelineLayout(stages.placement, (), stages_of, gathers_once, index=pipeline_rank)
         if config.mesh.tp > 1:
-            splits = {name: split for _, unit in units for name, split in unit.splits.items()}
+            splits = {name: split for _, _, of_unit in units for name, split in of_unit.items()}
             tensor = TensorLayout(TensorPlan(), splits, config.mesh.tp, config.tensor.sequence_parallel)
         names = tuple(dict.fromkeys(entry.unit for entry in entries if entry.unit != ROOT))
         facts = ModelFacts(self.job.shape.name, names, entries)
@@ -307,19 +307,15 @@ class FoldedLayouts:
         layout = replace(layout, units=tuple(unit for unit in names if unit in held_units), elsewhere=())
         return FoldedLayout(layout, tuple(LayerCount(group, counts[group.unit]) for group in layout.groups))
 
-    def _unit(self, config: ResolvedConfig, name: str, kind: UnitKind) -> _Unit:
+    def _unit(
+        self, config: ResolvedConfig, name: str, kind: UnitKind
+    ) -> tuple[tuple[ParamEntry, ...], dict[str, ParamSplit]]:
         key = (name, kind, self._numbers.of(config.lora), config.optimizer.name, config.mesh.tp)
         if key not in self._units:
             entries, params = entries_of(self.job.shape, config, name, kind), unit_params(self.job.shape, config, kind)
             splits = {f"{name}.{one.name}": one.split(config.mesh.tp) for one in params if one.experts is None}
-            self._units[key] = _Unit(tuple(entries), splits)
+            self._units[key] = tuple(entries), splits
         return self._units[key]
-
-
-@dataclass(frozen=True)
-class _Unit:
-    entries: tuple[ParamEntry, ...]
-    splits: Mapping[str, ParamSplit]
 
 
 def _root(shape: ModelShape, stages: StageLayouts) -> Iterator[tuple[tuple[int, ...], str, UnitKind]]:

@@ -199,8 +199,8 @@ class _Head:
     inner_s: float
 
     @property
-    def left(self) -> range:
-        return range(self.index, len(self.family.pipelines))
+    def stop(self) -> int:
+        return len(self.family.pipelines)
 
     @property
     def bound_s(self) -> float:
@@ -263,10 +263,10 @@ class _Search:
         fits = {_candidate_of(price.config) for price in self.fitting}
         num_fallbacks = 0
         if not fits <= left | self._tried:  # of a search that was cut
-            unopened = ((head.family, index) for head in heads for index in head.left)
-            num_fallbacks = len(fits & {_candidate_of(family.member(index)) for family, index in unopened})
+            unopened = (head.family.member(index) for head in heads for index in range(head.index, head.stop))
+            num_fallbacks = len(fits & set(map(_candidate_of, unopened)))
         fits &= left | self._tried
-        num_left = sum(len(head.left) for head in heads) - num_fallbacks + len(left - fits)
+        num_left = sum(head.stop - head.index for head in heads) - num_fallbacks + len(left - fits)
         self.rejected["not looked at" if self.is_cut else "slower even at best"] += num_left
         self.rejected["out of memory"] += len(self._tried - left - fits)
         return len(fits) + num_fallbacks
@@ -287,7 +287,7 @@ class _Search:
             self._tried.add(_candidate_of(item))
             self._add(item)
             return
-        if isinstance(item, _Head) and item.index + 1 < len(item.family.pipelines):
+        if isinstance(item, _Head) and item.index + 1 < item.stop:
             following = _Head(item.family, item.index + 1, item.inner_s)
             yield following.bound_s, following
         config = item.config if isinstance(item, _Timed) else item.family.member(item.index)
