@@ -120,7 +120,7 @@ class RankBatch:
             check_loss_by_token(parts.state.loss_fn, output, share.batch, main_input(share.inputs).shape[1], cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
-        return parts.state.balance.add(loss)
+        return loss if parts.state.balance is None else parts.state.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -154,7 +154,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
     resharded.
     """
     try:
-        with parts.sharding.serving(), _numbers_for(parts, taken), parts.state.balance.forward(taken.num_samples):
+        with parts.sharding.serving(), _numbers_for(parts, taken), _watched_routers(parts, taken.num_samples):
             result = read(call_model(parts.model, taken.share.inputs))
             settle_unless_trained(parts)
             return result
@@ -163,6 +163,10 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
         explain_dtypes(error, parts.model, parts.param_dtype)
         refuse_misfit(error, parts.model, taken.share.inputs)
         raise
+
+
+def _watched_routers(parts: EngineParts, num_samples: int) -> AbstractContextManager[None]:
+    return nullcontext() if parts.state.balance is None else parts.state.balance.forward(num_samples)
 
 
 def settle_unless_trained(parts: EngineParts) -> None:
@@ -223,7 +227,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
     num_samples = _num_samples((args, kwargs))
     taken = RankBatch(share, num_samples, *parts.state.take_forward(num_samples, parts.model.training))
     numbers, balance = _numbers_for(parts, taken, args), parts.state.balance
-    with _forward_phase(parts), parts.sharding.serving(), numbers, balance.forward(num_samples):
+    with _forward_phase(parts), parts.sharding.serving(), numbers, _watched_routers(parts, num_samples):
         try:
             output = parts.model(*args, **share.inputs)
         except Exception as error:
@@ -236,7 +240,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         loss = getattr(output, "loss", None)
         if share.loss_weight is not None and loss is not None:
             loss = loss * share.loss_weight * cp
-        if balance.is_in_loss:
+        if balance is not None and balance.is_in_loss:
             if loss is None:
                 raise ConfigError(
                     "aux-loss-in-plain-mode",
