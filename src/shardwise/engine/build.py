@@ -207,9 +207,10 @@ def _make_parts(
     split_values, hooks_once = _follow_hooks(inputs, comms, draws, sharding, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     scheduler = inputs.scheduler or own_scheduler(config, sharded.optimizer)
+    watched = balance if len(balance.counts()) else None
     parts = EngineParts(
         model=inputs.model,
-        state=StepState(config, layout, inputs.loss_fn, scheduler, deque(maxlen=config.batch.accumulation), balance),
+        state=StepState(config, layout, inputs.loss_fn, scheduler, deque(maxlen=config.batch.accumulation), watched),
         resources=resources,
         comm_factory=comm_factory,
         watchdog=watchdog,

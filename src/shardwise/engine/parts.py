@@ -215,7 +215,7 @@ class StepState:
     Attributes:
         layout: another one after parameters were frozen.
         batches: of this step, to search them for values that are not finite.
-        balance: counts the tokens of this step's experts, and adds the losses of routers.
+        balance: counts the tokens of this step's experts, and adds the losses of routers; None where not wanted.
         num_backwards, num_forwards, num_samples: how many there were since the last step.
         syncs: whether gradients are summed over ranks: not inside `without_sync`.
         before_update: called after the last backward of a step, such as to measure.
@@ -228,7 +228,7 @@ class StepState:
     loss_fn: LossFn | None
     scheduler: Scheduler
     batches: deque[Any]
-    balance: RouterBalance
+    balance: RouterBalance | None
     num_steps: int = 0
     num_backwards: int = 0
     num_forwards: int = 0
@@ -268,7 +268,8 @@ class StepState:
         """Count from 0: a step has ended or was given up."""
         self.num_backwards = self.num_forwards = self.num_samples = 0
         self.batches.clear()
-        self.balance.forget()
+        if self.balance is not None:
+            self.balance.forget()
 
     def continue_from(self, num_steps: int) -> None:
         """Go on after a checkpoint's step."""

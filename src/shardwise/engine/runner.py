@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, Self, TypeVar
 
@@ -131,7 +131,7 @@ class RankBatch:
                 check_loss_by_token(parts.state.loss_fn, output, share.batch, num_tokens, cp)
         with nullcontext() if whole is None or parts.state.loss_fn is None else whole.parameters.shown():
             loss = read_loss(output, share.batch, parts.state.loss_fn, cp, share.loss_weight, share.num_targets)
-        return parts.state.balance.add(loss)
+        return loss if parts.state.balance is None else parts.state.balance.add(loss)
 
 
 def _whole_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
@@ -191,10 +191,11 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
 @contextmanager
 def _routers_of(parts: EngineParts, taken: RankBatch) -> Iterator[None]:
     """Let routers follow the batch inside, where it names experts, and be watched."""
-    routing: AbstractContextManager[None] = nullcontext()
-    if parts.experts is not None and taken.routing is not None:
-        routing = parts.experts.following(taken.routing)
-    with routing, parts.state.balance.forward(taken.num_samples):
+    with ExitStack() as inside:
+        if parts.experts is not None and taken.routing is not None:
+            inside.enter_context(parts.experts.following(taken.routing))
+        if parts.state.balance is not None:
+            inside.enter_context(parts.state.balance.forward(taken.num_samples))
         yield
 
 
@@ -271,7 +272,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         if share.loss_weight is not None and loss is not None:
             loss = loss * share.loss_weight * cp
         balance = parts.state.balance
-        if balance.is_in_loss:
+        if balance is not None and balance.is_in_loss:
             if loss is None:
                 raise ConfigError(
                     "aux-loss-in-plain-mode",
