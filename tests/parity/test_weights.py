@@ -101,6 +101,9 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
     "tp of stage 1": (4, {"mesh": {"tp": 2, "dp_shard": 2}, "zero": {"stage": 1}}),
     "stages": (4, SPLIT),
     "nvme": (4, {**SPLIT, "tiers": {"params": "nvme", "optimizer": "nvme", "grads": "host"}}),
+    "experts": (4, {"mesh": {"dp_shard": 4, "ep": 2}, "zero": {"stage": 3}}),
+    "experts of tp": (4, {"mesh": {"dp_shard": 2, "tp": 2, "ep": 4}, "zero": {"stage": 2}}),
+    "tokens": (2, {"mesh": {"cp": 2}, "zero": {"stage": 3}}),
     "encoded": (2, {"zero": {"stage": 2}, "precision": {"param": "fp32", "gather": "int8"}}),
 }
 ARGUMENTS: list[Options] = [
@@ -117,6 +120,10 @@ def test_every_layout_and_tier_hands_the_same_over(ranks: WorkerPool, layout: st
     if "tiers" in options:
         options = {**options, "tiers": {**options["tiers"], "nvme_path": str(tmp_path / "swap")}}
     families = ["hf:gpt2", "zoo:llama", "zoo:llama/tied", "moe:mixtral"]
+    if "experts" in layout:
+        families = ["moe:mixtral", "moe:gpt_oss"]
+    elif layout == "tokens":
+        families = ["zoo:llama"]
     arguments = [each for each in ARGUMENTS if each.get("to_rank", 0) < num_ranks]
     by_rank = ranks(num_ranks).run(walk, families, options, arguments)
     for family in families:
