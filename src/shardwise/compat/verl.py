@@ -137,16 +137,13 @@ class ShardwiseEngine(BaseEngine):
         super().__init__()
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
-        self.mode: str | None = None
         self._is_critic = model_config.model_type == "value_model"
-        sections = sections_of(model_config, engine_config, optimizer_config)
-        self.config = Config.from_dict(sections)
+        self.config = Config.from_dict(sections_of(model_config, engine_config, optimizer_config))
         self.mesh = MeshShape.from_config(self.config.resolve(dist.get_world_size()).mesh)
         if self.mesh.pp * self.mesh.cp > 1 and not engine_config.forward_only:
             raise ConfigError(
                 "verl-layout",
-                f"mesh.pp={self.mesh.pp}, mesh.cp={self.mesh.cp}: verl's losses read whole sequences between forward "
-                "and step; use mesh.tp, zero.stage and tiers to train",
+                f"mesh.pp={self.mesh.pp}, mesh.cp={self.mesh.cp}: verl's losses read whole sequences; use mesh.tp",
             )
         self._away: frozenset[str] = frozenset()
 
@@ -215,10 +212,9 @@ class ShardwiseEngine(BaseEngine):
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
         group, comm = self.get_data_parallel_group(), self.inner.parts.comms.data
-        own = data["loss_mask"].sum().reshape(1).to(self.inner.device)
-        (num_tokens,) = comm.sum_scalars(own, "tokens of verl's batch")
-        counts = {"sp_size": 1, "batch_num_tokens": num_tokens, "dp_size": self.get_data_parallel_size()}
-        tensordict_utils.assign_non_tensor(data, **counts)
+        (num_tokens,) = comm.sum_scalars(data["loss_mask"].sum().reshape(1).to(comm.device), "tokens of verl's batch")
+        num_ranks = self.get_data_parallel_size()
+        tensordict_utils.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens, dp_size=num_ranks)
         batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         keeps_output = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
         outputs = []
@@ -229,8 +225,8 @@ class ShardwiseEngine(BaseEngine):
                 loss, metrics = loss_function(model_output=output, data=batch, dp_group=group)
             if not forward_only:
                 self.inner.backward(loss, is_boundary=number == len(batches))
-            kept = {name: value.detach() for name, value in output.items()} if keeps_output else {}
-            outputs.append({"model_output": kept, "loss": loss.item(), "metrics": metrics})
+            detached = {name: value.detach() for name, value in output.items()} if keeps_output else {}
+            outputs.append({"model_output": detached, "loss": loss.item(), "metrics": metrics})
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
     def _compute(self, batch: Any, forward_only: bool) -> dict[str, Tensor]:
@@ -273,12 +269,11 @@ class ShardwiseEngine(BaseEngine):
         names = {"params": model, "master": optimizer, "optimizer": optimizer, "grads": grad}
         moved = frozenset(name for name, is_moved in names.items() if is_moved)
         away = self._away | moved if device == "cpu" else self._away - moved
-        if self.inner.device.type == "cpu" or away == self._away:
-            return
-        self.inner.reload()
-        self._away = away
-        if away:
-            self.inner.offload(sorted(away))
+        if self.inner.device.type != "cpu" and away != self._away:
+            self.inner.reload()
+            self._away = away
+            if away:
+                self.inner.offload(sorted(away))
 
     def save_checkpoint(self, local_path: str, *more: Any, **options: Any) -> None:
         """Save into a folder of the step; verl removes old ones."""

@@ -88,7 +88,7 @@ class _UnitRead:
 
     Attributes:
         last: of the unit's parameters, in the model's order.
-        context: keeps the unit whole.
+        context: to be closed once the unit need not be whole.
     """
 
     def __init__(self, parts: EngineParts, unit: str) -> None:
@@ -111,7 +111,7 @@ def gathered_in_turn(parameter: nn.Parameter) -> Iterator[None]:
     """
     parts = _ENGINE_OF.get(id(parameter))
     groups = [] if parts is None else parts.sharding.groups
-    unit = next((group.spec.unit for group in groups if any(each is parameter for each in group.parameters)), None)
+    unit = next((group.spec.unit for group in groups if any(parameter is one for one in group.parameters)), None)
     if parts is None or unit is None or parts.status.is_in_backward:
         with gathered([parameter]):
             yield
