@@ -23,11 +23,10 @@ from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights
-from shardwise.engine.other_names import attribute_of
 from shardwise.engine.runner import evaluate, forward_plain, log_probs, micro_batches
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, update, zero_grad
-from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
+from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult, attribute_of
 from shardwise.engine.weights import BUCKET_BYTES, WeightOptions, WeightSource
 from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout

@@ -74,9 +74,8 @@ def prove_sequences(model: nn.Module, tensor: TensorLayout, config: Config, shap
         return []
     without_user_hooks(copied)  # which see whole sequences in a run
     for module in copied.modules():  # nor would a loss of routers be given the logits of all tokens, as it is in a run
-        config_of_model: Any = getattr(module, "config", None)
-        if hasattr(config_of_model, "output_router_logits"):
-            config_of_model.output_router_logits = False
+        if hasattr(getattr(module, "config", None), "output_router_logits"):
+            setattr(module.config, "output_router_logits", False)  # noqa: B010
     if is_cut and is_huggingface(copied):
         for module in copied.modules():
             if hasattr(module, "base_model_prefix") and module.base_model is module:
