@@ -1,4 +1,4 @@
-"""What goes in and out of an engine besides tensors: results of a step or evaluation, a schedule; and its other names."""
+"""What goes in and out of an engine besides tensors, such as results of a step; and its names in other libraries."""
 
 from __future__ import annotations
 
