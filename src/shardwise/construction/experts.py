@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,37 @@ from shardwise.layout.facts import ExpertDim
 
 _FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "num_experts")
 _ROUTER_NAMES: Final = frozenset({"router", "gate"})  # tell it from other matrices that have as many rows by chance
+
+
+@dataclass(frozen=True)
+class FoundExperts:
+    """Says where a model has a module of experts.
+
+    Attributes:
+        wrappers: PEFT's around it, by name.
+        parent: the module around it and its wrappers, which calls its router.
+    """
+
+    name: str
+    module: nn.Module
+    wrappers: Mapping[str, Any]
+    parent_name: str
+    parent: nn.Module
+
+    @property
+    def num_experts(self) -> int:
+        return num_experts_of(self.module)
+
+
+def experts_of(model: nn.Module) -> list[FoundExperts]:
+    """Return the modules of experts of a model in its order, each once, by its last name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for name in {id(module): name for name, module in modules.items() if is_experts(module)}.values():
+        wrappers = _wrappers_of(name, modules)
+        parent = [name, *wrappers][-1].rpartition(".")[0]
+        found.append(FoundExperts(name, modules[name], wrappers, parent, modules[parent]))
+    return found
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -104,13 +136,13 @@ def _adapters(prefix: str, modules: Mapping[str, nn.Module], num_experts: int) -
 
     A has the ranks of one expert after the other, and B all experts of one rank after the other.
     """
-    for at, wrapper in wrappers_of(prefix, modules).items():
+    for at, wrapper in _wrappers_of(prefix, modules).items():
         for name, rank in wrapper.r.items():
             yield f"{at}.lora_A.{name}.weight", ExpertDim(num_experts)
             yield f"{at}.lora_B.{name}.weight", ExpertDim(num_experts, dim=1, num_repeats=rank)
 
 
-def wrappers_of(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+def _wrappers_of(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Return PEFT's wrappers around a module of experts, by name."""
     wrappers = {}
     while name.endswith(".base_layer"):

@@ -17,14 +17,7 @@ from torch.autograd import Function
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ExpertsConfig
-from shardwise.construction.experts import (
-    is_experts,
-    num_experts_of,
-    packed_stack,
-    part_of_packed,
-    stack_names,
-    wrappers_of,
-)
+from shardwise.construction.experts import experts_of, packed_stack, part_of_packed, stack_names
 from shardwise.context.batch import main_input
 from shardwise.experts.dispatch import ExpertDispatch
 from shardwise.experts.routers import ROUTED_EXPERTS, Routers, chose_by_topk
@@ -75,9 +68,8 @@ class ExpertLayers:
     def _dispatch_to(self, tokens: Comm, model: nn.Module, layout: Layout, tensor: Comm, skew: float) -> None:
         dispatch = ExpertDispatch(tokens, skew)
         self._undo.append(dispatch.close)
-        modules = dict(model.named_modules(remove_duplicate=False))
-        layers = {id(module): (name, module) for name, module in modules.items() if is_experts(module)}
-        for name, module in layers.values():
+        for experts in experts_of(model):
+            name, module = experts.name, experts.module
             has_part = has_part_of_sequence(layout, name)
             same_tokens = None if has_part or tensor.world_size == 1 else tensor
             layer = ExpertLayer(name, dispatch, same_tokens)
@@ -87,9 +79,8 @@ class ExpertLayers:
                 if unpacking is not None:
                     state = part_of_packed(unpacking.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
                     self._undo.append(set_attribute(unpacking, "quant_state", state))
-            for wrapper in wrappers_of(name, modules).values():  # they make the change of this rank's experts
-                num_local = num_experts_of(module) // layout.mesh.ep
-                self._undo.append(set_attribute(wrapper, "num_experts", num_local))
+            for wrapper in experts.wrappers.values():  # they make the change of this rank's experts
+                self._undo.append(set_attribute(wrapper, "num_experts", experts.num_experts // layout.mesh.ep))
 
     def take_routing(self, inputs: Any) -> tuple[Any, Tensor | None]:
         """Take from a model's inputs the experts that its tokens are to be sent to, where they name them.

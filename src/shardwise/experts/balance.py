@@ -20,7 +20,7 @@ A table is a part of the block's graph, so a recomputation makes it again; it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from shardwise.comm.mesh import CommGroups
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.config.sections import ExpertsConfig
-from shardwise.construction.experts import is_experts, num_experts_of, router_of, wrappers_of
+from shardwise.construction.experts import FoundExperts, experts_of, router_of
 from shardwise.experts.adapter import all_rows, has_part_of_sequence
 from shardwise.hf.recorded import recorded_lists
 from shardwise.layout.layout import Layout
@@ -120,11 +120,10 @@ class RouterBalance:
         self._num_samples: int | None = None  # of the forward that runs
         self._logits: dict[str, Tensor] = {}  # by layer, until its experts are called
         self._undo: list[Callable[[], None]] = []
-        modules = dict(model.named_modules(remove_duplicate=False))
-        names = {id(module): name for name, module in modules.items() if is_experts(module)}
+        found = experts_of(model)
         is_asked = self._has_loss or config.experts.bias_rate > 0
-        if is_asked and (config.compile.enabled or not names):
-            why = "compile.enabled=true compiles them" if names else f"{type(model).__name__} has no such experts"
+        if is_asked and (config.compile.enabled or not found):
+            why = "compile.enabled=true compiles them" if found else f"{type(model).__name__} has no such experts"
             raise ConfigError(
                 "routers-not-seen",
                 "experts.aux_loss, z_loss and bias_rate need routers of experts with Hugging Face's interface, which "
@@ -132,18 +131,18 @@ class RouterBalance:
             )
         self._layers: list[_Layer] = []
         end = 0
-        for name in names.values() if is_asked or layout.mesh.divides_experts else ():
-            start, end = end, end + num_experts_of(modules[name])
-            self._layers.append(self._watch(modules, name, slice(start, end)))
+        for experts in found if is_asked or layout.mesh.divides_experts else ():
+            start, end = end, end + experts.num_experts
+            self._layers.append(self._watch(experts, slice(start, end)))
         is_split = any(has_part_of_sequence(layout, layer.name) for layer in self._layers)
         self._tensor, self._num_parts = comms.tensor, comms.tensor.world_size if is_split else 1
         sharing = [comms.data if config.experts.aux_scope == "global" else comms.context]
         self._sharing = [comm for comm in [*sharing, *[comms.tensor] * is_split] if comm.world_size > 1]
         self._counts = torch.zeros(end, dtype=torch.int64, device=comms.all.device)
 
-    def _watch(self, modules: Mapping[str, nn.Module], name: str, places: slice) -> _Layer:
-        parent = min(wrappers_of(name, modules), key=len, default=name).rpartition(".")[0]
-        named = [*modules[parent].named_buffers(), *modules[parent].named_parameters()]
+    def _watch(self, experts: FoundExperts, places: slice) -> _Layer:
+        parent = experts.parent_name
+        named = [*experts.parent.named_buffers(), *experts.parent.named_parameters()]
         biases = [bias for bias, tensor in named if bias.endswith(_BIASES) and not tensor.requires_grad]
         if self._config.bias_rate and len(biases) != 1:
             raise ConfigError(
@@ -151,10 +150,10 @@ class RouterBalance:
                 f"experts.bias_rate moves the bias of a router's choices, and {parent} has {len(biases)} frozen ones "
                 f"named {' or '.join(_BIASES)}; set experts.bias_rate=0, and experts.aux_loss",
             )
-        layer = _Layer(name, places, f"{parent}.{biases[0]}".removeprefix(".") if biases else None)
-        if (router := router_of(modules[parent], modules[name])) is not None:
+        layer = _Layer(experts.name, places, f"{parent}.{biases[0]}".removeprefix(".") if biases else None)
+        if (router := router_of(experts.parent, experts.module)) is not None:
             self._undo.append(answer_calls(router, partial(self._note_logits, layer)))
-        self._undo.append(answer_calls(modules[name], partial(self._note_choice, layer)))
+        self._undo.append(answer_calls(experts.module, partial(self._note_choice, layer)))
         return layer
 
     @property

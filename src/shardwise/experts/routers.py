@@ -15,7 +15,7 @@ indices=tensor([[2, 0]]))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.config.errors import ConfigError, EngineError
-from shardwise.construction.experts import is_experts, num_experts_of, wrappers_of
+from shardwise.construction.experts import experts_of
 from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.runtime.forward_state import is_repeatable, same_again
 from shardwise.runtime.torch_private import is_fake
@@ -132,17 +132,14 @@ class Routers:
     def __init__(self, model: nn.Module, part: tuple[int, int] = (0, 1)) -> None:
         self._undo: list[Callable[[], None]] = []
         self._routing: Tensor | None = None
-        modules = dict(model.named_modules(remove_duplicate=False))
-        layers = {id(module): (name, module) for name, module in modules.items() if is_experts(module)}
-        self._nums_experts = [num_experts_of(module) for _, module in layers.values()]
-        self._blocks = [_block_of(name, modules) for name, _ in layers.values()]
-        for number, (name, module) in enumerate(layers.values()):
-            router = Router(name, self._nums_experts[number], partial(self._of_layer, number), part)
-            outermost = [name, *wrappers_of(name, modules)][-1]
-            parent = modules[outermost.rpartition(".")[0]]
+        found = experts_of(model)
+        self._nums_experts = [experts.num_experts for experts in found]
+        self._blocks = [_block_of(experts.name, model) for experts in found]
+        for number, experts in enumerate(found):
+            router = Router(experts.name, experts.num_experts, partial(self._of_layer, number), part)
             # Of two layers in one module the second has no choice, as no `topk` is known to be its own.
-            around = [] if hasattr(parent, _ROUTER) else [(parent, _Chooses)]
-            for altered, joined in ((module, _IsChecked), *around):
+            around = [] if hasattr(experts.parent, _ROUTER) else [(experts.parent, _Chooses)]
+            for altered, joined in ((experts.module, _IsChecked), *around):
                 self._undo += [subclass_module(altered, joined), set_attribute(altered, _ROUTER, router)]
 
     @contextmanager
@@ -191,11 +188,11 @@ class Routers:
         return None if self._routing is None else self._routing[:, :, number]
 
 
-def _block_of(name: str, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
+def _block_of(name: str, model: nn.Module) -> tuple[int, int]:
     """Return the number of the block that a module is in, and how many blocks its list has."""
     keys = name.split(".")
     for depth, key in enumerate(keys):
-        blocks = modules[".".join(keys[:depth])]
+        blocks = model.get_submodule(".".join(keys[:depth]))
         if isinstance(blocks, nn.ModuleList):
             return int(key), len(blocks)
     return 0, 1

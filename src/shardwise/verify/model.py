@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import ConfigError
-from shardwise.construction.experts import is_experts, num_experts_of
+from shardwise.construction.experts import experts_of
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.shrink import CHOICE_NAMES
 from shardwise.runtime.keyed_rng import derive_seed, init_parameters, keyed_generator
@@ -99,7 +99,7 @@ class ExpertSizes:
 
 def expert_sizes(model: Any) -> ExpertSizes | None:
     """Return the sizes of a model's experts; None where it has none, or their routers have no known size."""
-    nums = [num_experts_of(module) for module in model.modules() if is_experts(module)]
+    nums = [experts.num_experts for experts in experts_of(model)]
     config = model.config.get_text_config() if nums and hasattr(model, "config") else None
     chosen = [getattr(config, name) for name in CHOICE_NAMES if isinstance(getattr(config, name, None), int)]
     return ExpertSizes(len(nums), min(nums), chosen[0]) if chosen else None
