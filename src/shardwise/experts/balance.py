@@ -29,6 +29,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.attention.backends import wide_dtype
 from shardwise.comm.loss import LossSum
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.errors import ConfigError, EngineError
@@ -47,7 +48,7 @@ _BIASES: Final = ("e_score_correction_bias", "expert_bias")  # ends of their nam
 
 def router_table(logits: Tensor, index: Tensor, num_groups: int = 1) -> Tensor:
     """Sum over equal groups of tokens, one after the other: logits [N, E], index [N, k] -> [groups, 2E + 2]."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(num_groups, -1, logits.shape[-1])
+    wide = logits.to(wide_dtype(logits.dtype)).view(num_groups, -1, logits.shape[-1])
     counts = counts_of(index.view(num_groups, -1), logits.shape[-1]).to(wide.dtype)
     rows, squares = torch.full_like(counts[:, :1], wide.shape[1]), wide.logsumexp(-1).square().sum(1, keepdim=True)
     return torch.cat([counts, wide.softmax(-1).sum(1), rows, squares], 1)

@@ -29,19 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.attention.backends import wide_dtype
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.layout.activation_bytes import CPU_LOGITS, KERNEL_LOGITS
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of
-from shardwise.models.decoder_experts import (
-    INIT_STD,
-    DrawnExperts,
-    MixtureOfExperts,
-    Router,
-    draw_normal,
-    wide_dtype,
-)
+from shardwise.models.decoder_experts import INIT_STD, DrawnExperts, MixtureOfExperts, Router, draw_normal
 from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.device import number_dtype
 from shardwise.runtime.torch_private import is_fake

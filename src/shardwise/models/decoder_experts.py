@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.attention.backends import wide_dtype
 from shardwise.config.errors import ConfigError
 from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.torch_private import is_fake
@@ -33,11 +34,6 @@ def draw_normal(weight: Tensor, std: float) -> None:
     """Draw a weight from normal(0, std)."""
     if not weight.is_meta:  # on meta torch would import its compiler, 0.9 s, without drawing
         nn.init.normal_(weight, std=std)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return fp32, or the dtype where that is wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Router(nn.Module):
