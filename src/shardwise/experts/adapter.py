@@ -1,15 +1,15 @@
 """Let the experts of a model compute their tokens on the ranks that hold them; the model's own code stays.
 
-A module of experts gets another forward, which is called with what its own is: tokens, the experts of each, weights.
+What computes a module of experts is called with what its own forward is: tokens, the experts of each, weights.
 Where ranks of tp have the same tokens, each dispatches an equal part of them, and the results are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -17,16 +17,14 @@ from torch.autograd import Function
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ExpertsConfig
-from shardwise.construction.experts import experts_of, packed_stack, part_of_packed, stack_names
+from shardwise.construction.experts import FoundExperts, experts_of, packed_stack, part_of_packed, stack_names
 from shardwise.context.batch import main_input
 from shardwise.experts.dispatch import ExpertDispatch
-from shardwise.experts.routers import ROUTED_EXPERTS, Routers, chose_by_topk
+from shardwise.experts.routers import ROUTED_EXPERTS, Routers
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
-from shardwise.runtime.class_swap import set_attribute, subclass_module
+from shardwise.runtime.class_swap import set_attribute
 from shardwise.runtime.torch_private import unseen_by_op_modes
-
-_LAYER: Final = "_shardwise_experts"
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,14 @@ class ExpertLayer:
     dispatch: ExpertDispatch
     same_tokens: Comm | None
 
-    def __call__(self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, is_same_again: bool
+    ) -> Tensor:
         """Return what the experts make of the tokens, as the module's own forward does."""
         num_tokens, comm = len(hidden), self.same_tokens
         if comm is not None:
             hidden, index, weights = (_own_rows(rows, comm) for rows in (hidden, index, weights))
-        computed = self.dispatch.forward(experts, hidden, index, weights, self.name, chose_by_topk(experts))
+        computed = self.dispatch.forward(experts, hidden, index, weights, self.name, is_same_again)
         return computed if comm is None else all_rows(computed, comm, num_tokens)
 
 
@@ -57,30 +57,17 @@ class ExpertLayers:
     def __init__(
         self, model: nn.Module, layout: Layout, tensor: Comm, tokens: Comm | None, section: ExpertsConfig
     ) -> None:
-        self._undo: list[Callable[[], None]] = []
         self._follows = section.replay
-        if tokens is not None:
-            self._dispatch_to(tokens, model, layout, tensor, section.skew)
-        if tokens is not None or section.replay:
-            self._routers = Routers(model, (tensor.rank, tensor.world_size))
-            self._undo.append(self._routers.close)
-
-    def _dispatch_to(self, tokens: Comm, model: nn.Module, layout: Layout, tensor: Comm, skew: float) -> None:
-        dispatch = ExpertDispatch(tokens, skew)
-        self._undo.append(dispatch.close)
-        for experts in experts_of(model):
-            name, module = experts.name, experts.module
-            has_part = has_part_of_sequence(layout, name)
-            same_tokens = None if has_part or tensor.world_size == 1 else tensor
-            layer = ExpertLayer(name, dispatch, same_tokens)
-            self._undo += [subclass_module(module, _DispatchedExperts), set_attribute(module, _LAYER, layer)]
-            for stack in stack_names(module) if tokens.world_size > 1 else ():
-                unpacking = packed_stack(module, stack)
-                if unpacking is not None:
-                    state = part_of_packed(unpacking.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
-                    self._undo.append(set_attribute(unpacking, "quant_state", state))
-            for wrapper in experts.wrappers.values():  # they make the change of this rank's experts
-                self._undo.append(set_attribute(wrapper, "num_experts", experts.num_experts // layout.mesh.ep))
+        with ExitStack() as undo:
+            layers = {}
+            if tokens is not None:
+                dispatch = ExpertDispatch(tokens, section.skew)
+                undo.callback(dispatch.close)
+                layers = dict(_divide(experts, layout, dispatch, tensor, undo) for experts in experts_of(model))
+            if tokens is not None or section.replay:
+                self._routers = Routers(model, (tensor.rank, tensor.world_size), layers)
+                undo.callback(self._routers.close)
+            self.close = undo.pop_all().close
 
     def take_routing(self, inputs: Any) -> tuple[Any, Tensor | None]:
         """Take from a model's inputs the experts that its tokens are to be sent to, where they name them.
@@ -103,19 +90,21 @@ class ExpertLayers:
         """Send the tokens of forwards inside to the experts that `take_routing` has returned."""
         return self._routers.following(routing)
 
-    def close(self) -> None:
-        """Give the modules their own forwards again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
-
-class _DispatchedExperts(nn.Module):
-    """Is joined with the class of a module of experts."""
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        layer: ExpertLayer = getattr(self, _LAYER)
-        return layer(self, hidden_states, top_k_index, top_k_weights)
+def _divide(
+    experts: FoundExperts, layout: Layout, dispatch: ExpertDispatch, tensor: Comm, undo: ExitStack
+) -> tuple[str, ExpertLayer]:
+    """Make a module one of this rank's experts; return its name and what computes it."""
+    name, module, tokens = experts.name, experts.module, dispatch.comm
+    for stack in stack_names(module) if tokens.world_size > 1 else ():
+        unpacking = packed_stack(module, stack)
+        if unpacking is not None:
+            state = part_of_packed(unpacking.quant_state, f"{name}.{stack}", tokens.world_size, tokens.rank)
+            undo.callback(set_attribute(unpacking, "quant_state", state))
+    for wrapper in experts.wrappers.values():  # they make the change of this rank's experts
+        undo.callback(set_attribute(wrapper, "num_experts", experts.num_experts // layout.mesh.ep))
+    has_same = tensor.world_size > 1 and not has_part_of_sequence(layout, name)
+    return name, ExpertLayer(name, dispatch, tensor if has_same else None)
 
 
 def has_part_of_sequence(layout: Layout, name: str) -> bool:
@@ -130,45 +119,31 @@ def has_part_of_sequence(layout: Layout, name: str) -> bool:
 
 def _own_rows(rows: Tensor, comm: Comm) -> Tensor:
     """Return this rank's part of rows that all ranks have; its gradient is that of all rows."""
-    part: Tensor = _OwnRows.apply(rows, comm) if rows.is_floating_point() else _cut(rows, comm)
+    part: Tensor = _Rows.apply(rows, comm, len(rows), True)
     return part
 
 
 def all_rows(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
     """Return the rows of which each rank has a part."""
-    rows: Tensor = _AllRows.apply(own, comm, num_rows)
+    rows: Tensor = _Rows.apply(own, comm, num_rows, False)
     return rows
 
 
-class _OwnRows(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: Comm) -> Tensor:
-        ctx.given = comm, len(rows)
-        return _cut(rows, comm)
+class _Rows(Function):
+    """Cuts this rank's part out of all rows, or gathers all; each is the other's backward."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return all_rows(gradients[0], *ctx.given), None
-
-
-class _AllRows(Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, comm: Comm, num_rows: int) -> Tensor:
-        ctx.comm = comm
-        return _gathered(own, comm, num_rows)
+    def forward(ctx: Any, rows: Tensor, comm: Comm, num_rows: int, cuts: bool) -> Tensor:
+        ctx.given = comm, num_rows, not cuts
+        size = -(-num_rows // comm.world_size)  # of the last ranks' parts an end is padding
+        return rows[comm.rank * size : (comm.rank + 1) * size] if cuts else _gathered(rows, comm, num_rows, size)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _own_rows(gradients[0], ctx.comm), None, None
+        return _Rows.apply(gradients[0], *ctx.given), None, None, None
 
 
-def _cut(rows: Tensor, comm: Comm) -> Tensor:
-    size = -(-len(rows) // comm.world_size)
-    return rows[comm.rank * size : (comm.rank + 1) * size]
-
-
-def _gathered(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
-    size = -(-num_rows // comm.world_size)  # of the last ranks' parts an end is padding
+def _gathered(own: Tensor, comm: Comm, num_rows: int, size: int) -> Tensor:
     full = own.new_zeros((comm.world_size * size, *own.shape[1:]))
     full[comm.rank * size :][: len(own)] = own
     # Selective recomputation keeps what ops of collectives return, which is not what this one fills: it is run again.

@@ -21,7 +21,7 @@ A table is a part of the block's graph, so a recomputation makes it again; it is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -120,7 +120,6 @@ class RouterBalance:
         self._has_loss = config.experts.aux_loss + config.experts.z_loss > 0
         self._num_samples: int | None = None  # of the forward that runs
         self._logits: dict[str, Tensor] = {}  # by layer, until its experts are called
-        self._undo: list[Callable[[], None]] = []
         found = experts_of(model)
         is_asked = self._has_loss or config.experts.bias_rate > 0
         if is_asked and (config.compile.enabled or not found):
@@ -132,16 +131,18 @@ class RouterBalance:
             )
         self._layers: list[_Layer] = []
         end = 0
-        for experts in found if is_asked or layout.mesh.divides_experts else ():
-            start, end = end, end + experts.num_experts
-            self._layers.append(self._watch(experts, slice(start, end)))
+        with ExitStack() as undo:
+            for experts in found if is_asked or layout.mesh.divides_experts else ():
+                start, end = end, end + experts.num_experts
+                self._layers.append(self._watch(experts, slice(start, end), undo))
+            self.close = undo.pop_all().close
         is_split = any(has_part_of_sequence(layout, layer.name) for layer in self._layers)
         self._tensor, self._num_parts = comms.tensor, comms.tensor.world_size if is_split else 1
         sharing = [comms.data if config.experts.aux_scope == "global" else comms.context]
         self._sharing = [comm for comm in [*sharing, *[comms.tensor] * is_split] if comm.world_size > 1]
         self._counts = torch.zeros(end, dtype=torch.int64, device=comms.all.device)
 
-    def _watch(self, experts: FoundExperts, places: slice) -> _Layer:
+    def _watch(self, experts: FoundExperts, places: slice, undo: ExitStack) -> _Layer:
         parent = experts.parent_name
         named = [*experts.parent.named_buffers(), *experts.parent.named_parameters()]
         biases = [bias for bias, tensor in named if bias.endswith(_BIASES) and not tensor.requires_grad]
@@ -153,8 +154,8 @@ class RouterBalance:
             )
         layer = _Layer(experts.name, places, f"{parent}.{biases[0]}".removeprefix(".") if biases else None)
         if (router := router_of(experts.parent, experts.module)) is not None:
-            self._undo.append(answer_calls(router, partial(self._note_logits, layer)))
-        self._undo.append(answer_calls(experts.module, partial(self._note_choice, layer)))
+            undo.callback(answer_calls(router, partial(self._note_logits, layer)))
+        undo.callback(answer_calls(experts.module, partial(self._note_choice, layer)))
         return layer
 
     @property
@@ -255,12 +256,6 @@ class RouterBalance:
     def forget(self) -> None:
         """Count from 0."""
         self._counts.zero_()
-
-    def close(self) -> None:
-        """Put the modules back."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
 
     # [Note: Recorded logits of a split sequence]
     # A model's own auxiliary loss takes the logits that transformers has recorded. Where ranks have parts of sequences,

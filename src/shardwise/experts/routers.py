@@ -15,9 +15,10 @@ indices=tensor([[2, 0]]))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,9 @@ from shardwise.runtime.torch_private import is_fake
 
 ROUTED_EXPERTS: Final = "routed_experts"  # of a batch, as vLLM and SGLang name what they return
 _ROUTER: Final = "_shardwise_router"
+# Does what a module of experts does, with tokens, index and weights; it is given whether a second pass of the call that
+# runs is certain to bring the same index.
+Compute = Callable[[nn.Module, Tensor, Tensor, Tensor, bool], Any]
 
 
 class Router(TorchFunctionMode):
@@ -42,15 +46,22 @@ class Router(TorchFunctionMode):
     Args:
         wanted: returns the experts of each token, [B, S, k]; None for the router's own choice.
         part: the number of this rank and of all among which sequences may be split.
+        compute: in place of the layer's own forward; None for that.
 
     Attributes:
         index: what `topk` has chosen among all experts in the call that runs, [N, k]; None where it has not.
     """
 
     def __init__(
-        self, name: str, num_experts: int, wanted: Callable[[], Tensor | None], part: tuple[int, int] = (0, 1)
+        self,
+        name: str,
+        num_experts: int,
+        wanted: Callable[[], Tensor | None],
+        part: tuple[int, int] = (0, 1),
+        compute: Compute | None = None,
     ) -> None:
         super().__init__()
+        self.compute = compute
         self._name, self._num_experts, self._wanted, self._part = name, num_experts, wanted, part
         self.index: Tensor | None = None
         self._follows = self._is_proved = False
@@ -127,20 +138,26 @@ class Routers:
 
     Args:
         part: the number of this rank and of all among which sequences may be split between layers.
+        computes: what computes experts in place of their own forwards, by the layer's name.
     """
 
-    def __init__(self, model: nn.Module, part: tuple[int, int] = (0, 1)) -> None:
-        self._undo: list[Callable[[], None]] = []
+    def __init__(
+        self, model: nn.Module, part: tuple[int, int] = (0, 1), computes: Mapping[str, Compute] = MappingProxyType({})
+    ) -> None:
+        undo = ExitStack()
+        self.close = undo.close
         self._routing: Tensor | None = None
         found = experts_of(model)
         self._nums_experts = [experts.num_experts for experts in found]
         self._blocks = [_block_of(experts.name, model) for experts in found]
         for number, experts in enumerate(found):
-            router = Router(experts.name, experts.num_experts, partial(self._of_layer, number), part)
+            compute = computes.get(experts.name)
+            router = Router(experts.name, experts.num_experts, partial(self._of_layer, number), part, compute)
             # Of two layers in one module the second has no choice, as no `topk` is known to be its own.
             around = [] if hasattr(experts.parent, _ROUTER) else [(experts.parent, _Chooses)]
-            for altered, joined in ((experts.module, _IsChecked), *around):
-                self._undo += [subclass_module(altered, joined), set_attribute(altered, _ROUTER, router)]
+            for altered, joined in ((experts.module, _Follows), *around):
+                undo.callback(subclass_module(altered, joined))
+                undo.callback(set_attribute(altered, _ROUTER, router))
 
     @contextmanager
     def following(self, routing: Tensor) -> Iterator[None]:
@@ -178,12 +195,6 @@ class Routers:
             )
         return chosen
 
-    def close(self) -> None:
-        """Give the modules their own forwards again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
     def _of_layer(self, number: int) -> Tensor | None:
         return None if self._routing is None else self._routing[:, :, number]
 
@@ -198,12 +209,6 @@ def _block_of(name: str, model: nn.Module) -> tuple[int, int]:
     return 0, 1
 
 
-def chose_by_topk(experts: nn.Module) -> bool:
-    """Say whether a second pass of the call that runs is certain to call a layer's experts with the same index."""
-    router: Router = getattr(experts, _ROUTER)
-    return router.index is not None
-
-
 class _Chooses(nn.Module):
     """Is joined with the class of the module around experts, which calls their router."""
 
@@ -213,10 +218,12 @@ class _Chooses(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-class _IsChecked(nn.Module):
+class _Follows(nn.Module):
     """Is joined with the class of a module of experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         router: Router = getattr(self, _ROUTER)
         router.check(top_k_index)
+        if router.compute is not None:
+            return router.compute(self, hidden_states, top_k_index, top_k_weights, router.index is not None)
         return super().forward(hidden_states, top_k_index, top_k_weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise import ConfigError, Engine, initialize
 from shardwise.config.errors import EngineError
 from shardwise.config.sections import ExpertsConfig
 from shardwise.experts.balance import bias_changes, counts_of, router_loss, router_table, skew_of
+from shardwise.models import Decoder, preset
 from shardwise.runtime.float64 import float64_throughout
 
 BATCH = torch.float64
@@ -171,6 +173,16 @@ def test_what_cannot_be_balanced_is_refused(family, experts, sections, code):
     with pytest.raises(ConfigError) as caught:
         engine_of(family, experts, **sections)
     assert caught.value.code == code
+
+
+def test_a_refusal_leaves_the_layers_that_could_be_balanced_as_they_were():
+    model = Decoder(replace(preset("tiny-moe"), num_layers=2, router_bias=True))
+    model.blocks[1].ffn.router.register_buffer("e_score_correction_bias", None)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError) as caught:
+        initialize(model, make_config(1, {"experts": {"bias_rate": 0.1}}))
+    assert caught.value.code == "router-without-bias"
+    assert [type(module) for module in model.modules()] == classes
 
 
 def test_routers_whose_logits_are_not_seen_are_refused():
