@@ -28,6 +28,12 @@ _MAX_TOKENS: Final = 10**9
 _MAX_LABELS: Final = 10**6
 _FIX: Final = "take the config.json of the model"
 
+# What files name the experts of a layer, and those of a token; the usual name is first.
+EXPERT_NAMES: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOICE_NAMES: Final = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
+    *("moe_k", "top_k_experts"),
+)
 # The least and the most of each size. Those that decide how many modules are built are the tightest.
 _SIZES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {
@@ -47,14 +53,7 @@ _SIZES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
             ),
             (1, _MAX_WIDTH),
         ),
-        **dict.fromkeys(
-            ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
-            (0, _MAX_EXPERTS),
-        ),
-        **dict.fromkeys(
-            ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
-            (0, _MAX_EXPERTS),
-        ),
+        **dict.fromkeys((*EXPERT_NAMES, *CHOICE_NAMES, "n_shared_experts"), (0, _MAX_EXPERTS)),
         **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (0, _MAX_WIDTH)),
         **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), (0, _MAX_TOKENS)),
         "num_labels": (0, _MAX_LABELS),

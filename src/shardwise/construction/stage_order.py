@@ -20,6 +20,7 @@ from typing import Any, Final
 from torch import nn
 
 from shardwise.config.errors import ConfigError
+from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES
 from shardwise.layout.facts import ParamEntry, StageUnit
 
 Modules = Mapping[str, nn.Module]
@@ -303,12 +304,9 @@ def _matrix_flops(modules: Modules, groups: Sequence[tuple[str, ...]]) -> list[f
 def _share_of_experts(model: nn.Module) -> float:
     """Return the share of a block's experts that a token is sent to, by the Hugging Face config; 1 without one."""
     config = getattr(model, "config", None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        total = getattr(config, key, None)
-        if chosen and total:
-            return min(1.0, float(chosen) / float(total))
-    return 1.0
+    sizes = ([getattr(config, name, None) for name in names] for names in (EXPERT_NAMES, CHOICE_NAMES))
+    total, chosen = (next((size for size in found if isinstance(size, int)), 0) for found in sizes)
+    return min(1.0, chosen / total) if total and chosen else 1.0
 
 
 def _ancestors(name: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.model_files import check_model_config
+from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES, check_model_config
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import DecoderConfig
@@ -26,7 +26,6 @@ _HEAD_DIM: Final = 4
 _VOCAB_SIZE: Final = 60
 _SEQ_LEN: Final = 12
 SMALL_NUM_EXPERTS: Final = 4
-CHOICE_NAMES: Final = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")  # experts of a token
 _MANY_SHARERS: Final = 8
 _NUM_POSITIONS: Final = 48
 _WINDOW: Final = 6
@@ -153,7 +152,7 @@ _MORE_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 _MOST: Final[Mapping[str, int]] = MappingProxyType(
     {
-        **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), SMALL_NUM_EXPERTS),
+        **dict.fromkeys(EXPERT_NAMES, SMALL_NUM_EXPERTS),
         **dict.fromkeys(CHOICE_NAMES, 2),
         **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
         **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2 * _HEAD_DIM),

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import ConfigError
+from shardwise.config.model_files import CHOICE_NAMES
 from shardwise.construction.experts import experts_of
 from shardwise.models import Decoder, DecoderConfig, lm_loss
-from shardwise.models.shrink import CHOICE_NAMES
 from shardwise.runtime.keyed_rng import derive_seed, init_parameters, keyed_generator
 
 IGNORED: Final = -100

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.model_files import check_model_config
+from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES, check_model_config
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
 from shardwise.planner.job import Experts, ModelShape, ModelSource
@@ -32,8 +32,8 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "num_key_value_heads": ("num_kv_heads", "n_kv_heads"),
         "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size", "ffn_size"),
         "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
-        "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-        "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "moe_topk"),
+        "num_experts": EXPERT_NAMES[1:],
+        "num_experts_per_tok": CHOICE_NAMES[1:],
         "moe_intermediate_size": ("intermediate_size",),
     }
 )
