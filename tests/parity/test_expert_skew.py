@@ -61,6 +61,15 @@ def test_verify_proves_a_mixture_with_a_forced_skew(ranks: WorkerPool, tmp_path:
     assert (outcome.exit_code, outcome.difference) == (0, None)
 
 
+def test_verify_proves_our_own_mixture(ranks: WorkerPool, tmp_path: Path) -> None:
+    sections = {"mesh": {"dp_shard": 2, "ep": 2}, "experts": {"skew": 2.0}, "model": {"preset": "tiny-moe"}}
+    job = make_job(Config.from_dict(sections), None, num_steps=2)
+    assert (job.config.experts.skew, job.config.experts.replay) == (2.0, True)
+    traces = ranks(2).run(train, job.to_json(), tmp_path, True)
+    outcome = judge(small_layout(job), traces[0], train_reference(job), 0.0)
+    assert (outcome.exit_code, outcome.difference) == (0, None)
+
+
 def test_verify_finds_ranks_that_choose_for_themselves(ranks: WorkerPool, tmp_path: Path) -> None:
     job = verify_job({"dp_shard": 2, "ep": 2})
     traces = ranks(2).run(train, job.to_json(), tmp_path, False)

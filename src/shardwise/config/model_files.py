@@ -28,11 +28,11 @@ _MAX_TOKENS: Final = 10**9
 _MAX_LABELS: Final = 10**6
 _FIX: Final = "take the config.json of the model"
 
-# What files name the experts of a layer, and those of a token; the usual name is first.
+# What configs name the experts of a layer, and those of a token; the usual name is first, our decoder's last.
 EXPERT_NAMES: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOICE_NAMES: Final = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
-    *("moe_k", "top_k_experts"),
+    *("moe_k", "top_k_experts", "num_chosen"),
 )
 # The least and the most of each size. Those that decide how many modules are built are the tightest.
 _SIZES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(

@@ -100,9 +100,10 @@ class ExpertSizes:
 def expert_sizes(model: Any) -> ExpertSizes | None:
     """Return the sizes of a model's experts; None where it has none, or their routers have no known size."""
     nums = [experts.num_experts for experts in experts_of(model)]
-    config = model.config.get_text_config() if nums and hasattr(model, "config") else None
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     chosen = [getattr(config, name) for name in CHOICE_NAMES if isinstance(getattr(config, name, None), int)]
-    return ExpertSizes(len(nums), min(nums), chosen[0]) if chosen else None
+    return ExpertSizes(len(nums), min(nums), chosen[0]) if nums and chosen else None
 
 
 def skewed_routing(sizes: ExpertSizes, shape: tuple[int, int], skew: float, generator: torch.Generator) -> Tensor:

@@ -39,6 +39,7 @@ from shardwise.optim.rules import IS_MATRIX, build_optimizer
 from shardwise.optim.schedules import own_scheduler
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.keyed_rng import keyed_generator
+from shardwise.runtime.module_hooks import call_model
 from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error
 from shardwise.verify.job import VerifyJob, small_layout
 from shardwise.verify.model import build_for_engine, build_whole, expert_sizes, loss_of, make_batch, skewed_routing
@@ -184,10 +185,10 @@ def _accumulate(job: VerifyJob, model: nn.Module, draws: KeyedDraws, step: int) 
     for number in range(accumulation * num_data_ranks):
         batch = _batch(job, model, step, number)
         at = draws.at(step, number // num_data_ranks, number * micro_size, micro_size)
-        with closing(Routers(model)) as routers, at:
-            replays = job.config.experts.replay
-            with routers.following(batch.pop(ROUTED_EXPERTS)) if replays else nullcontext():
-                output = model(batch[0]) if loss_fn is not None else model(**batch)
+        inputs = batch if loss_fn is None else batch[0]
+        routing = inputs.pop(ROUTED_EXPERTS) if job.config.experts.replay else None
+        with closing(Routers(model)) as routers, at, nullcontext() if routing is None else routers.following(routing):
+            output = call_model(model, inputs)
         loss_sum, count = _own_loss(model, output.loss, batch) if loss_fn is None else loss_fn(output, batch)
         loss_sum.backward()
         total += loss_sum.item()
@@ -304,7 +305,8 @@ def _batch(job: VerifyJob, model: nn.Module, step: int, number: int) -> Any:
     batch = make_batch(job.model, seed, step, number, shape)
     if section.replay and (sizes := expert_sizes(model)) is not None:
         generator = keyed_generator(seed, "verify", "experts", step, number)
-        batch[ROUTED_EXPERTS] = skewed_routing(sizes, shape, section.skew, generator)
+        routed = {ROUTED_EXPERTS: skewed_routing(sizes, shape, section.skew, generator)}
+        batch = {**batch, **routed} if isinstance(batch, Mapping) else ({"tokens": batch[0], **routed}, batch[1])
     return batch
 
 
