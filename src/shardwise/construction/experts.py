@@ -26,7 +26,7 @@ class FoundExperts:
     """Says where a model has a module of experts.
 
     Attributes:
-        wrappers: PEFT's around it, by name.
+        wrappers: those of PEFT around it, the outermost last.
         parent: the module around it and its wrappers, which calls its router.
     """
 
