@@ -119,8 +119,9 @@ class WeightSource:
     def shards(self, *, once: bool = False) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
         """Yield what this rank holds of each tensor, without a gather: name, values, and where in the tensor these are.
 
-        Values are views of what is stored where their dtype is right and they are in memory. All ranks call it: where
-        parameters are stored whole, a gather after the last step may be under way.
+        Values are views of what is stored where their dtype is right and they are in memory. All ranks call it, and take
+        all of it: where parameters are stored whole, a gather after the last step may be under way, and merged weights
+        are gathered.
 
         Args:
             once: leave out what another rank yields too, so that all ranks together yield each element once.
@@ -134,7 +135,10 @@ class WeightSource:
 
         Merged weights are gathered, one layer at a time, and one rank has them, in turns.
         """
-        reader, num_ranks = self._reader(), self._parts.comm.world_size
+        return self._held(self._reader(), once)
+
+    def _held(self, reader: WeightReader, once: bool) -> Iterator[Block]:
+        num_ranks = self._parts.comm.world_size
         for index, item in enumerate(item for group in self._groups() for item in group):
             if item.change is None:
                 for member in item.members:
@@ -168,6 +172,7 @@ class WeightSource:
                 for step in filter(None, steps):
                     step()
 
+        self._reader()  # ends an earlier walk, which one rank may still hold, and refuses what a walk would
         self._agree(partial(call, begin))
         for names, tensors in self.iter_groups():
             self._agree(partial(call, partial(send, names, [tensor for tensor in tensors if tensor is not None])))

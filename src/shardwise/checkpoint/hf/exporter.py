@@ -440,8 +440,14 @@ def export_jointly(request: ExportRequest, agreement: Agreement) -> Path:
         return ""
 
     def write() -> str:
-        await_folder(temporary_folder(folder), agreement.timeout_s / 2)
-        return str(write_export(request.plan, folder, request.blocks, lambda _: agreement.show_progress()))
+        blocks = iter(request.blocks)
+        try:
+            await_folder(temporary_folder(folder), agreement.timeout_s / 2)
+            return str(write_export(request.plan, folder, blocks, lambda _: agreement.show_progress()))
+        except Exception:
+            for _ in blocks:  # for some of them all ranks gather: the others must not wait for this one
+                agreement.show_progress()
+            raise
 
     def finish(said: Mapping[int, str]) -> str:
         written, planned = sum(map(int, said.values())), request.plan.num_tensor_bytes
