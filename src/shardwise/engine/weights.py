@@ -119,9 +119,8 @@ class WeightSource:
     def shards(self, *, once: bool = False) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
         """Yield what this rank holds of each tensor, without a gather: name, values, and where in the tensor these are.
 
-        Values are views of what is stored where their dtype is right and they are in memory. All ranks call it, and take
-        all of it: where parameters are stored whole, a gather after the last step may be under way, and merged weights
-        are gathered.
+        Values are views of what is stored where their dtype is right and they are in memory. All ranks take all of it:
+        merged weights are gathered, and where parameters are stored whole, a gather of the last step may be under way.
 
         Args:
             once: leave out what another rank yields too, so that all ranks together yield each element once.
