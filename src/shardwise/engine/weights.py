@@ -24,13 +24,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.deltas import digest_of
-from shardwise.checkpoint.hf.exporter import Block, in_folder
+from shardwise.checkpoint.hf.exporter import Block, filled, in_folder
 from shardwise.comm.agreement import listed
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import Dtype
@@ -216,7 +217,7 @@ class WeightSource:
         try:
             for group in groups:
                 rounds.agree()
-                for bucket in _filled(group, self._options.bucket_bytes):
+                for bucket in filled(group, attrgetter("num_bytes"), self._options.bucket_bytes):
                     with self._parts.failures_explained():
                         gathered = reader.gather([member for item in bucket for member in item.members], receivers)
                     pairs = [pair for item in bucket for pair in _named(item, gathered)]
@@ -310,18 +311,6 @@ def _groups(groups: list[list[str]], buckets: Iterator[list[Pair]]) -> Iterator[
         yield names, tensors
         del tensors
     next(buckets, None)
-
-
-def _filled(group: Sequence[WeightItem], bucket_bytes: int) -> Iterator[list[WeightItem]]:
-    """Yield items of a group, as many as fit into a bucket, at least one."""
-    bucket: list[WeightItem] = []
-    for item in group:
-        if bucket and sum(filled.num_bytes for filled in (*bucket, item)) > bucket_bytes:
-            yield bucket
-            bucket = []
-        bucket.append(item)
-    if bucket:
-        yield bucket
 
 
 def _flattened(pairs: list[Pair]) -> tuple[Tensor | None, list[FlatTensor]]:
