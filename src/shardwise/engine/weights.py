@@ -208,15 +208,17 @@ class WeightSource:
         groups, reader, to_rank = self._groups(), self._reader(), self._options.to_rank
         receivers = range(self._parts.comm.world_size) if to_rank is None else (to_rank,)
         note = hashlib.sha256(repr((self.metadata(), to_rank)).encode()).hexdigest()
-        return self._buckets(groups, reader, receivers, _Rounds(self._parts, note))
+        return self._buckets(groups, reader, receivers, note)
 
     def _buckets(
-        self, groups: Sequence[Sequence[WeightItem]], reader: WeightReader, receivers: Sequence[int], rounds: _Rounds
+        self, groups: Sequence[Sequence[WeightItem]], reader: WeightReader, receivers: Sequence[int], note: str
     ) -> Iterator[list[Pair]]:
-        last = ""
+        last, is_known = "", True  # whether all ranks know where this one goes on no longer
         try:
             for group in groups:
-                rounds.agree()
+                is_known = True
+                self._go_on(note)
+                is_known = False
                 for bucket in filled(group, attrgetter("num_bytes"), self._options.bucket_bytes):
                     with self._parts.failures_explained():
                         gathered = reader.gather([member for item in bucket for member in item.members], receivers)
@@ -225,49 +227,28 @@ class WeightSource:
                     del gathered  # or it would be there while the next one is gathered, and so would the pairs
                     yield pairs
                     del pairs
-            rounds.agree()
+            is_known = True
+            self._go_on(note)
         except BaseException:
-            rounds.leave(last)
+            if not is_known:
+                text = f"its walk was stopped after {last}, mostly since the receiver has failed"
+                self._parts.agreement.leave(_ROUND, EngineError("walk-stopped", text), _SUBJECT)
             raise
 
-
-class _Rounds:
-    """Lets the ranks agree between the groups of a walk.
-
-    Args:
-        note: says what is walked over, to be compared.
-    """
-
-    def __init__(self, parts: EngineParts, note: str) -> None:
-        self._parts = parts
-        self._note = note
-        self._is_open = True
-
-    def agree(self) -> None:
-        """Go on where all ranks do.
+    def _go_on(self, note: str) -> None:
+        """Agree with the other ranks, whose notes say what they walk over.
 
         Raises:
             CommError: a rank has stopped, or walks over something else.
         """
-        self._is_open = False  # if this raises, all ranks know
-        self._parts.agreement.run(_ROUND, lambda: self._note, self._judge, _SUBJECT).checked()
-        self._is_open = True
 
-    def leave(self, last: str) -> None:
-        """Let the other ranks know that this one goes on no longer, if they do not."""
-        if self._is_open:
-            stop = EngineError(
-                "walk-stopped", f"its walk was stopped after {last}, mostly since the receiver has failed"
-            )
-            self._parts.agreement.leave(_ROUND, stop, _SUBJECT)
+        def judge(notes: Mapping[int, str]) -> str:
+            if odd := [rank for rank, given in notes.items() if given != note]:
+                text = f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
+                raise EngineError("walks-differ", text)
+            return ""
 
-    def _judge(self, notes: Mapping[int, str]) -> str:
-        odd = [rank for rank, note in notes.items() if note != self._note]
-        if odd:
-            raise EngineError(
-                "walks-differ", f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
-            )
-        return ""
+        self._parts.agreement.run(_ROUND, lambda: note, judge, _SUBJECT).checked()
 
 
 class _Walk(Iterator[Yielded]):
