@@ -243,7 +243,7 @@ class WeightSource:
         """
 
         def judge(notes: Mapping[int, str]) -> str:
-            if odd := [rank for rank, given in notes.items() if given != note]:
+            if odd := [rank for rank, other in notes.items() if other != note]:
                 text = f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
                 raise EngineError("walks-differ", text)
             return ""

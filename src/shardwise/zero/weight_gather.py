@@ -215,7 +215,9 @@ class WeightReader:
                 _make_present(self._groups[name])
         gathered: dict[str, Tensor] | None = None
         if rank in receivers:
-            gathered = {each.name: torch.empty(each.shape, dtype=each.dtype, device=comm.device) for each in tensors}
+            gathered = {
+                tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device) for tensor in tensors
+            }
             for piece in self._pieces(tensors, rank, rank):
                 piece.target(gathered).copy_(self._values(piece))
         sends, packed = dict[int, list[Tensor]](), dict[tuple[tuple[str, Rect], ...], list[Tensor]]()
