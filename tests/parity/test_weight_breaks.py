@@ -6,6 +6,7 @@ import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from harness.pool import WorkerPool
 from harness.zoo import ZOO
 from shardwise import Engine, initialize
 from shardwise.checkpoint.deltas import VersionWriter, digest_of, read_weights
+from shardwise.checkpoint.hf import exporter
+from shardwise.checkpoint.manifest import CheckpointError
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file
@@ -107,6 +110,25 @@ def test_adapters_of_experts_are_merged_into_each_expert(ranks: WorkerPool, tmp_
     adapted(targets).merge_and_unload().save_pretrained(tmp_path)
     for found in ranks(2).run(walk_experts, STAGE_3):
         torch.testing.assert_close(found, load_file(tmp_path / "model.safetensors"), rtol=0, atol=0)
+
+
+def export_to_failing(rank: int, world_size: int, folder: Path) -> str:
+    def fail(*given: Any) -> int:
+        raise OSError("the disk is full")
+
+    write = fail if rank == 1 else exporter.write_export
+    with make_engine(adapted({"target_modules": ["q_proj"]}), STAGE_3) as engine:
+        with patch.object(exporter, "write_export", write), pytest.raises(CheckpointError) as caught:
+            engine.export_weights(folder)
+        engine.train_step([tokens(rank)])
+    return str(caught.value)
+
+
+def test_no_rank_waits_for_one_that_cannot_write_what_is_merged(ranks: WorkerPool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    for text in ranks(2).run(export_to_failing, tmp_path / "out"):
+        assert "rank 1" in text
+        assert "the disk is full" in text
 
 
 # Order, names and shapes

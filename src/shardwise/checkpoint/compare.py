@@ -12,8 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +22,8 @@ from shardwise.checkpoint.manifest import ITEM_BYTES, Manifest, StoredState, Sto
 from shardwise.checkpoint.offline import ByteMeter, Progress, read_chunks
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.layout.slicing import Rect
+from shardwise.runtime.pinned_memory import bits_of
 from shardwise.runtime.state_shards import PARAM
-
-# The integer dtype that compares the bits of an element, by its bytes.
-_BITS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
-    {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-)
 
 
 @dataclass(frozen=True)
@@ -183,8 +178,7 @@ def compare_values(a: Tensor, b: Tensor) -> tuple[int, float]:
     (2, 0.5)
     """
     if a.dtype == b.dtype:
-        bits = _BITS[a.element_size()]
-        different = a.view(bits) != b.view(bits)
+        different = bits_of(a) != bits_of(b)
     else:
         wide_a, wide_b = _wide(a), _wide(b)
         different = (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())

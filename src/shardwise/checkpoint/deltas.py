@@ -38,12 +38,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.checkpoint.commit import named_errors, sync_folder
+from shardwise.checkpoint.commit import named_errors, sync_folder, write_text
 from shardwise.checkpoint.hf.importer import INDEX_NAME
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
-from shardwise.runtime.pinned_memory import memory_of
+from shardwise.runtime.pinned_memory import bits_of, memory_of
 
 _FOLDER: Final = "version-{:08d}"
 _NAME: Final = "version.json"
@@ -91,8 +91,9 @@ class VersionWriter:
         Raises:
             CheckpointError: it cannot be written; nothing is left of it.
         """
-        number = len(_numbers(self._root))
+        number = max(_numbers(self._root), default=-1) + 1
         folder = self._root / f".{_FOLDER.format(number)}.unfinished"
+        shutil.rmtree(folder, ignore_errors=True)  # what a dead writer has left there
         copies, last, self._last = self._copies, self._last, None
         files = _VersionFiles(folder, "model" if last is None else "delta", self._file_bytes)
         digests: dict[str, str] = {}
@@ -144,10 +145,8 @@ class _VersionFiles:
             texts = {_NAME: {**described, "files": self._weight_map}}
             texts |= {INDEX_NAME: index} if self._kind == "model" else {}
             for name, values in texts.items():
-                with (self._folder / name).open("x", encoding="utf-8") as file:
-                    json.dump(values, file, indent=2)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_text(self._folder / name, json.dumps(values, indent=2))
+            sync_folder(self._folder)
 
     def _flush(self) -> None:
         if not self._filled:
@@ -224,17 +223,11 @@ def _chained(before: str, digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps([before, sorted(digests.items())]).encode()).hexdigest()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """View a tensor as 1-D integers of the same size."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.reshape(-1).view(kinds[tensor.element_size()])
-
-
 def _changed(name: str, values: Tensor, before: Tensor | None) -> dict[str, Tensor]:
     """Return what a version has of a tensor, in the form of the fewest bytes; nothing where it is as before."""
     if before is None or before.dtype != values.dtype or before.shape != values.shape:
         return {name: values}
-    is_changed = _bits(values) != _bits(before)
+    is_changed = bits_of(values.view(-1)) != bits_of(before.view(-1))
     positions = is_changed.nonzero().view(-1)
     if not positions.numel():
         return {}
@@ -268,23 +261,23 @@ def _taken(folder: Path, described: Mapping[str, Any], before: Mapping[str, Tens
             weights[name] = _restored(name, stored, before.get(name))
             if digest_of(weights[name]) != digest:
                 raise DamagedError("weight-digest", f"{name} of {folder} is not what was written; read another version")
-    except (OSError, SafetensorError, KeyError, RuntimeError, IndexError, AttributeError) as error:
+    except (OSError, SafetensorError, KeyError, RuntimeError, IndexError, TypeError) as error:
         raise DamagedError("version-torn", f"{folder} cannot be read: {error}; read another version") from error
     return weights
 
 
 def _restored(name: str, stored: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+    mask, positions = (stored.get(f"{name}{ending}") for ending in (_MASK, _POSITIONS))
+    if name in stored and mask is None and positions is None:
+        return stored[name]
+    if before is None:
+        raise KeyError(name)
     if name not in stored:
-        if before is None:
-            raise KeyError(name)
         return before
-    if f"{name}{_MASK}" in stored or f"{name}{_POSITIONS}" in stored:
-        assert before is not None, "what has changed is of a tensor before it"
-        values = before.clone()
-        if f"{name}{_MASK}" in stored:
-            bits = np.unpackbits(stored[f"{name}{_MASK}"].numpy(), count=values.numel())
-            values.view(-1)[torch.from_numpy(bits).bool()] = stored[name]
-        else:
-            values.view(-1)[stored[f"{name}{_POSITIONS}"].long()] = stored[name]
-        return values
-    return stored[name]
+    values = before.clone()
+    if positions is not None:
+        where = positions.long()
+    else:
+        where = torch.from_numpy(np.unpackbits(stored[f"{name}{_MASK}"].numpy(), count=values.numel())).bool()
+    values.view(-1)[where] = stored[name]
+    return values

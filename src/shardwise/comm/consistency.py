@@ -30,6 +30,7 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig, RunConfig
 from shardwise.layout.layout import Layout
 from shardwise.runtime.device import numbers_on
+from shardwise.runtime.pinned_memory import bits_of
 from shardwise.runtime.torch_private import pytree
 
 # Each rank may name its own folders and threads.
@@ -128,8 +129,7 @@ class BatchCheck:
 
 def hash_of_bits(flat: Tensor) -> Tensor:
     """Return a number, 0-d on the tensor's device, that changes with the bits of a contiguous 1-D tensor."""
-    dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.view(dtypes[min(flat.itemsize, 8)])  # complex128 has no integer of its size
+    bits = bits_of(flat)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, bits.numel(), _HASH_CHUNK):
         # A plain weighted sum of equal values with many low zero bits, such as ones, may be that of zeros.

@@ -24,13 +24,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.deltas import digest_of
-from shardwise.checkpoint.hf.exporter import Block, in_folder
+from shardwise.checkpoint.hf.exporter import Block, filled, in_folder
 from shardwise.comm.agreement import listed
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import Dtype
@@ -119,8 +120,8 @@ class WeightSource:
     def shards(self, *, once: bool = False) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
         """Yield what this rank holds of each tensor, without a gather: name, values, and where in the tensor these are.
 
-        Values are views of what is stored where their dtype is right and they are in memory. All ranks call it: where
-        parameters are stored whole, a gather after the last step may be under way.
+        Values are views of what is stored where their dtype is right and they are in memory. All ranks take all of it:
+        merged weights are gathered, and where parameters are stored whole, a gather of the last step may be under way.
 
         Args:
             once: leave out what another rank yields too, so that all ranks together yield each element once.
@@ -134,7 +135,10 @@ class WeightSource:
 
         Merged weights are gathered, one layer at a time, and one rank has them, in turns.
         """
-        reader, num_ranks = self._reader(), self._parts.comm.world_size
+        return self._held(self._reader(), once)
+
+    def _held(self, reader: WeightReader, once: bool) -> Iterator[Block]:
+        num_ranks = self._parts.comm.world_size
         for index, item in enumerate(item for group in self._groups() for item in group):
             if item.change is None:
                 for member in item.members:
@@ -168,6 +172,7 @@ class WeightSource:
                 for step in filter(None, steps):
                     step()
 
+        self._reader()  # ends an earlier walk, which one rank may still hold, and refuses what a walk would
         self._agree(partial(call, begin))
         for names, tensors in self.iter_groups():
             self._agree(partial(call, partial(send, names, [tensor for tensor in tensors if tensor is not None])))
@@ -203,16 +208,18 @@ class WeightSource:
         groups, reader, to_rank = self._groups(), self._reader(), self._options.to_rank
         receivers = range(self._parts.comm.world_size) if to_rank is None else (to_rank,)
         note = hashlib.sha256(repr((self.metadata(), to_rank)).encode()).hexdigest()
-        return self._buckets(groups, reader, receivers, _Rounds(self._parts, note))
+        return self._buckets(groups, reader, receivers, note)
 
     def _buckets(
-        self, groups: Sequence[Sequence[WeightItem]], reader: WeightReader, receivers: Sequence[int], rounds: _Rounds
+        self, groups: Sequence[Sequence[WeightItem]], reader: WeightReader, receivers: Sequence[int], note: str
     ) -> Iterator[list[Pair]]:
-        last = ""
+        last, is_known = "", True  # whether all ranks know where this one goes on no longer
         try:
             for group in groups:
-                rounds.agree()
-                for bucket in _filled(group, self._options.bucket_bytes):
+                is_known = True
+                self._go_on(note)
+                is_known = False
+                for bucket in filled(group, attrgetter("num_bytes"), self._options.bucket_bytes):
                     with self._parts.failures_explained():
                         gathered = reader.gather([member for item in bucket for member in item.members], receivers)
                     pairs = [pair for item in bucket for pair in _named(item, gathered)]
@@ -220,49 +227,28 @@ class WeightSource:
                     del gathered  # or it would be there while the next one is gathered, and so would the pairs
                     yield pairs
                     del pairs
-            rounds.agree()
+            is_known = True
+            self._go_on(note)
         except BaseException:
-            rounds.leave(last)
+            if not is_known:
+                text = f"its walk was stopped after {last}, mostly since the receiver has failed"
+                self._parts.agreement.leave(_ROUND, EngineError("walk-stopped", text), _SUBJECT)
             raise
 
-
-class _Rounds:
-    """Lets the ranks agree between the groups of a walk.
-
-    Args:
-        note: says what is walked over, to be compared.
-    """
-
-    def __init__(self, parts: EngineParts, note: str) -> None:
-        self._parts = parts
-        self._note = note
-        self._is_open = True
-
-    def agree(self) -> None:
-        """Go on where all ranks do.
+    def _go_on(self, note: str) -> None:
+        """Agree with the other ranks, whose notes say what they walk over.
 
         Raises:
             CommError: a rank has stopped, or walks over something else.
         """
-        self._is_open = False  # if this raises, all ranks know
-        self._parts.agreement.run(_ROUND, lambda: self._note, self._judge, _SUBJECT).checked()
-        self._is_open = True
 
-    def leave(self, last: str) -> None:
-        """Let the other ranks know that this one goes on no longer, if they do not."""
-        if self._is_open:
-            stop = EngineError(
-                "walk-stopped", f"its walk was stopped after {last}, mostly since the receiver has failed"
-            )
-            self._parts.agreement.leave(_ROUND, stop, _SUBJECT)
+        def judge(notes: Mapping[int, str]) -> str:
+            if odd := [rank for rank, other in notes.items() if other != note]:
+                text = f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
+                raise EngineError("walks-differ", text)
+            return ""
 
-    def _judge(self, notes: Mapping[int, str]) -> str:
-        odd = [rank for rank, note in notes.items() if note != self._note]
-        if odd:
-            raise EngineError(
-                "walks-differ", f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
-            )
-        return ""
+        self._parts.agreement.run(_ROUND, lambda: note, judge, _SUBJECT).checked()
 
 
 class _Walk(Iterator[Yielded]):
@@ -306,18 +292,6 @@ def _groups(groups: list[list[str]], buckets: Iterator[list[Pair]]) -> Iterator[
         yield names, tensors
         del tensors
     next(buckets, None)
-
-
-def _filled(group: Sequence[WeightItem], bucket_bytes: int) -> Iterator[list[WeightItem]]:
-    """Yield items of a group, as many as fit into a bucket, at least one."""
-    bucket: list[WeightItem] = []
-    for item in group:
-        if bucket and sum(filled.num_bytes for filled in (*bucket, item)) > bucket_bytes:
-            yield bucket
-            bucket = []
-        bucket.append(item)
-    if bucket:
-        yield bucket
 
 
 def _flattened(pairs: list[Pair]) -> tuple[Tensor | None, list[FlatTensor]]:

@@ -96,6 +96,11 @@ def _map(num_bytes: int, num_shown_bytes: int, pinned_for: torch.device | None) 
     return tensor
 
 
+def bits_of(flat: Tensor) -> Tensor:
+    """View a contiguous 1-D tensor as integers, to compare bits; two for each element of complex128."""
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.itemsize, torch.int64))
+
+
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, to read or to write; they keep the tensor alive.
 

@@ -140,10 +140,6 @@ class ModelTensor:
         """Return the bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def allocated(self, device: torch.device) -> Tensor:
-        """Return memory for the whole tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
 
 @dataclass(frozen=True)
 class _Piece:
@@ -219,7 +215,9 @@ class WeightReader:
                 _make_present(self._groups[name])
         gathered: dict[str, Tensor] | None = None
         if rank in receivers:
-            gathered = {tensor.name: tensor.allocated(comm.device) for tensor in tensors}
+            gathered = {
+                tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device) for tensor in tensors
+            }
             for piece in self._pieces(tensors, rank, rank):
                 piece.target(gathered).copy_(self._values(piece))
         sends, packed = dict[int, list[Tensor]](), dict[tuple[tuple[str, Rect], ...], list[Tensor]]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,31 @@ def test_what_fails_leaves_nothing_and_the_next_version_is_whole(tmp_path: Path)
     version = writer.write(weights.items())
     assert version.num_bytes == version.num_whole_bytes
     check(tmp_path, weights)
+
+
+def test_old_versions_may_be_removed_and_what_a_dead_writer_has_left_is(tmp_path: Path) -> None:
+    weights = drawn(1)
+    for _ in range(2):
+        VersionWriter(tmp_path).write(weights.items())
+    shutil.rmtree(tmp_path / "version-00000000")
+    left = tmp_path / ".version-00000002.unfinished"
+    left.mkdir()
+    (left / "model-00001.safetensors").touch()
+    weights["single"] += 1
+    assert VersionWriter(tmp_path).write(weights.items()).number == 2
+    check(tmp_path, weights)
+    assert not left.exists()
+
+
+def test_a_change_of_what_was_not_there_is_refused(tmp_path: Path) -> None:
+    weights, writer = drawn(1), VersionWriter(tmp_path)
+    writer.write(weights.items())
+    version, held = read_weights(tmp_path)
+    weights["half"][0, 0] += 1
+    writer.write(weights.items())
+    del held["half"]
+    with refused("version-torn"):
+        read_weights(tmp_path, version, held)
 
 
 def test_there_may_be_no_version(tmp_path: Path) -> None:

@@ -3,11 +3,7 @@
 The result is the same from a live model and from a checkpoint's manifest, which keeps the description.
 
 >>> import json
->>> from shardwise.config.errors import ConfigError
-from shardwise.config.model_files import check_model_config
-from shardwise.config.untrusted_files import UntrustedFileError
-from shardwise.layout.slicing import Shape
-from shardwise.models import Decoder, DecoderConfig, pretrained
+>>> from shardwise.models import Decoder, DecoderConfig
 >>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
 ...                        head_dim=4, ffn_size=48, max_seq_len=32)
 >>> described = describe(Decoder(config))

@@ -32,7 +32,7 @@ from functools import cached_property
 from io import FileIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ from shardwise.runtime.state_shards import PARAM, StateShard
 
 # A rectangle of a tensor of the folder, and its values, of any dtype and on any device.
 Block = tuple[str, Rect, Tensor]
+Each = TypeVar("Each")
 # The most that is cast, copied from a device and written at once.
 _CHUNK_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 5 * 10**9
@@ -129,7 +130,7 @@ def plan_export(
         for stored in parts[tensor.name]
     ]
     unplaced.sort(key=lambda tensor: numbered(tensor.name))
-    groups = list(_fill_files(unplaced, max_file_bytes))
+    groups = list(filled(unplaced, _num_bytes, max_file_bytes))
     files = [WEIGHTS_NAME] if len(groups) == 1 else [_file_name(i, len(groups)) for i in range(len(groups))]
     headers, placed = {}, dict[str, PlacedTensor]()
     for file, group in zip(files, groups, strict=True):
@@ -298,16 +299,19 @@ def _num_bytes(tensor: PlacedTensor) -> int:
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
-def _fill_files(tensors: Iterable[PlacedTensor], max_file_bytes: int) -> Iterator[list[PlacedTensor]]:
-    """Yield the tensors of each file: in their order, as many as fit."""
-    group: list[PlacedTensor] = []
-    filled = 0
-    for tensor in tensors:
-        if group and filled + _num_bytes(tensor) > max_file_bytes:
+def filled(values: Iterable[Each], size_of: Callable[[Each], int], max_bytes: int) -> Iterator[list[Each]]:
+    """Yield values in their order, as many as fit into `max_bytes`, at least one; an empty list where there are none.
+
+    >>> list(filled("abcde", lambda value: 9 if value == "b" else 2, 5))
+    [['a'], ['b'], ['c', 'd'], ['e']]
+    """
+    group, num_bytes = list[Each](), 0
+    for value in values:
+        if group and num_bytes + size_of(value) > max_bytes:
             yield group
-            group, filled = [], 0
-        group.append(tensor)
-        filled += _num_bytes(tensor)
+            group, num_bytes = [], 0
+        group.append(value)
+        num_bytes += size_of(value)
     yield group
 
 
@@ -440,8 +444,14 @@ def export_jointly(request: ExportRequest, agreement: Agreement) -> Path:
         return ""
 
     def write() -> str:
-        await_folder(temporary_folder(folder), agreement.timeout_s / 2)
-        return str(write_export(request.plan, folder, request.blocks, lambda _: agreement.show_progress()))
+        blocks = iter(request.blocks)
+        try:
+            await_folder(temporary_folder(folder), agreement.timeout_s / 2)
+            return str(write_export(request.plan, folder, blocks, lambda _: agreement.show_progress()))
+        except Exception:
+            for _ in blocks:  # for some of them all ranks gather: the others must not wait for this one
+                agreement.show_progress()
+            raise
 
     def finish(said: Mapping[int, str]) -> str:
         written, planned = sum(map(int, said.values())), request.plan.num_tensor_bytes
