@@ -219,7 +219,7 @@ class Agreement:
 
     def _judged(self, reports: Mapping[int, Verdict], judge: Judge | None) -> Verdict:
         own = reports[self.rank]
-        failures = [failure for report in reports.values() for failure in report.failures]
+        failures = list(dict.fromkeys(failure for report in reports.values() for failure in report.failures))
         if failures:
             failures.sort(key=lambda failure: (failure.kind != _ABSENT, failure.rank))
             return replace(own, text="", failures=tuple(failures))

@@ -67,6 +67,7 @@ def export_weights(
     tokenizer: Tokenizer | None,
 ) -> Path:
     """Write a folder; the other arguments are those of `Engine.export_weights`."""
+    parts.refuse_if_simulated()
     stored_dtype = dtype_name(torch_dtype(dtype or parts.layout.precision.param))
     source = WeightSource(parts, WeightOptions(names or "hf", dtype, "merge", None, BUCKET_BYTES))
     tensors = [ExportTensor(name, (), shape, dtype_name(stored)) for name, stored, shape in source.metadata()]

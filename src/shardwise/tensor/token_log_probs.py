@@ -4,6 +4,7 @@ Reinforcement learning and distillation need a number for each token rather than
 is its negated cross entropy, so a head that is split over ranks, or takes some tokens at a time, computes it as it
 computes the loss (`shardwise.tensor.cross_entropy`), gradients included.
 
+>>> import torch
 >>> logits, targets = torch.randn(2, 3, 8), torch.tensor([[1, 2, -100], [7, 0, 3]])
 >>> of_tokens = token_log_probs(logits, targets, entropy=True)
 >>> expected = logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)

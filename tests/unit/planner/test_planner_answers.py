@@ -71,16 +71,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("asked", "why"), [(["config.json"], "experts"), (["25m", "--lora"], "a shape without any")])
-def test_what_no_config_can_have_is_said_before_the_search(asked, why, folder, capsys, monkeypatch) -> None:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
-    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 256, "vocab_size": 512, "head_dim": 64}
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes, **experts}))
-    asked = ["plan", "--model", *asked, "--cluster", "h100:2", "--seq", "64", "--global-batch", "4", "--simulate", "0"]
+def test_what_no_config_can_have_is_said_before_the_search(folder, capsys, monkeypatch) -> None:
+    asked = ["plan", "--model", "25m", "--lora", "--cluster", "h100:2", "--seq", "64", "--global-batch", "4"]
+    asked += ["--simulate", "0"]
     assert cli.main(asked) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert why in said
+    assert "a shape without any" in said
     assert "--write plan.toml" not in said, "it would be refused"
     monkeypatch.setattr("shardwise.planner.search.search", lambda *_, **__: pytest.fail("a search"))
     assert cli.main([*asked, "--write", "plan.toml"]) == 2
