@@ -44,12 +44,12 @@ class FoundExperts:
 def experts_of(model: nn.Module) -> list[FoundExperts]:
     """Return the modules of experts of a model in its order, each once, by its last name."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = []
+    layers = []
     for name in {id(module): name for name, module in modules.items() if is_experts(module)}.values():
         wrappers = _wrappers_of(name, modules)
         parent = [name, *wrappers][-1].rpartition(".")[0]
-        found.append(FoundExperts(name, modules[name], wrappers, parent, modules[parent]))
-    return found
+        layers.append(FoundExperts(name, modules[name], wrappers, parent, modules[parent]))
+    return layers
 
 
 def is_experts(module: nn.Module) -> bool:

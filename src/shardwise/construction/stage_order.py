@@ -305,7 +305,7 @@ def _share_of_experts(model: nn.Module) -> float:
     """Return the share of a block's experts that a token is sent to, by the Hugging Face config; 1 without one."""
     config = getattr(model, "config", None)
     sizes = ([getattr(config, name, None) for name in names] for names in (EXPERT_NAMES, CHOICE_NAMES))
-    total, chosen = (next((size for size in found if isinstance(size, int)), 0) for found in sizes)
+    total, chosen = (next((size for size in named if isinstance(size, int)), 0) for named in sizes)
     return min(1.0, chosen / total) if total and chosen else 1.0
 
 

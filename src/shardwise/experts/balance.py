@@ -29,7 +29,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.attention.backends import wide_dtype
 from shardwise.comm.loss import LossSum
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.errors import ConfigError, EngineError
@@ -48,7 +47,7 @@ _BIASES: Final = ("e_score_correction_bias", "expert_bias")  # ends of their nam
 
 def router_table(logits: Tensor, index: Tensor, num_groups: int = 1) -> Tensor:
     """Sum over equal groups of tokens, one after the other: logits [N, E], index [N, k] -> [groups, 2E + 2]."""
-    wide = logits.to(wide_dtype(logits.dtype)).view(num_groups, -1, logits.shape[-1])
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(num_groups, -1, logits.shape[-1])
     counts = counts_of(index.view(num_groups, -1), logits.shape[-1]).to(wide.dtype)
     rows, squares = torch.full_like(counts[:, :1], wide.shape[1]), wide.logsumexp(-1).square().sum(1, keepdim=True)
     return torch.cat([counts, wide.softmax(-1).sum(1), rows, squares], 1)
@@ -120,10 +119,10 @@ class RouterBalance:
         self._has_loss = config.experts.aux_loss + config.experts.z_loss > 0
         self._num_samples: int | None = None  # of the forward that runs
         self._logits: dict[str, Tensor] = {}  # by layer, until its experts are called
-        found = experts_of(model)
+        layers = experts_of(model)
         is_asked = self._has_loss or config.experts.bias_rate > 0
-        if is_asked and (config.compile.enabled or not found):
-            why = "compile.enabled=true compiles them" if found else f"{type(model).__name__} has no such experts"
+        if is_asked and (config.compile.enabled or not layers):
+            why = "compile.enabled=true compiles them" if layers else f"{type(model).__name__} has no such experts"
             raise ConfigError(
                 "routers-not-seen",
                 "experts.aux_loss, z_loss and bias_rate need routers of experts with Hugging Face's interface, which "
@@ -132,7 +131,7 @@ class RouterBalance:
         self._layers: list[_Layer] = []
         end = 0
         with ExitStack() as undo:
-            for experts in found if is_asked or layout.mesh.divides_experts else ():
+            for experts in layers if is_asked or layout.mesh.divides_experts else ():
                 start, end = end, end + experts.num_experts
                 self._layers.append(self._watch(experts, slice(start, end), undo))
             self.close = undo.pop_all().close

@@ -147,10 +147,10 @@ class Routers:
         undo = ExitStack()
         self.close = undo.close
         self._routing: Tensor | None = None
-        found = experts_of(model)
-        self._nums_experts = [experts.num_experts for experts in found]
-        self._blocks = [_block_of(experts.name, model) for experts in found]
-        for number, experts in enumerate(found):
+        layers = experts_of(model)
+        self._nums_experts = [experts.num_experts for experts in layers]
+        self._blocks = [_block_of(experts.name, model) for experts in layers]
+        for number, experts in enumerate(layers):
             compute = computes.get(experts.name)
             router = Router(experts.name, experts.num_experts, partial(self._of_layer, number), part, compute)
             # Of two layers in one module the second has no choice, as no `topk` is known to be its own.

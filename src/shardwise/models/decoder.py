@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.attention.backends import wide_dtype
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.layout.activation_bytes import CPU_LOGITS, KERNEL_LOGITS
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
@@ -95,7 +94,7 @@ class _RMSNormProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., E], [E]
-        wide = x.to(wide_dtype(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # [..., 1]
         scale = torch.rsqrt(norm.square() / x.shape[-1] + eps)
         ctx.save_for_backward(x, weight, scale)
@@ -267,7 +266,7 @@ def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, positio
     angle = torch.outer(positions.to(wide), theta**-exponent)  # [S, D/2]
     cos, sin = angle.cos(), angle.sin()
     tables = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))  # [2, S, D]
-    return tables.unsqueeze(2).to(wide_dtype(like.dtype))
+    return tables.unsqueeze(2).to(torch.promote_types(like.dtype, torch.float32))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -314,7 +313,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> Tensor:  # [N, V], [N]
-        wide = wide_dtype(logits.dtype)
+        wide = torch.promote_types(logits.dtype, torch.float32)
         log_total = logits.new_empty(logits.shape[0], dtype=wide)  # [N]
         for rows, out in _parts(logits, log_total):
             torch.logsumexp(rows.to(wide), -1, out=out)

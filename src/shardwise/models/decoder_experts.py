@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.attention.backends import wide_dtype
 from shardwise.config.errors import ConfigError
 from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.torch_private import is_fake
@@ -63,7 +62,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return for the tokens x [N, H] the logits [N, E], and weights and indices of the experts [N, k]."""
-        wide = wide_dtype(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1)
         bias = self.e_score_correction_bias
