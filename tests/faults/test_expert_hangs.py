@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.killed_ranks import refusal_after_a_kill
 from harness.moe import RoutedModel, routed_rows, square
 from harness.pool import WorkerPool
-from harness.refusals import refusal_of
 from harness.training import make_config
 from harness.waiting import PATIENCE_S
 from shardwise import Engine, initialize
@@ -81,11 +80,7 @@ def test_ranks_that_route_nothing_take_part(
             assert torch.allclose(value, parameters[name], rtol=1e-9, atol=1e-12), name
 
 
-def die_in_exchange(rank: int, port: int, answers: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
+def die_in_exchange(rank: int) -> Callable[[], Any]:
     engine = make_engine({"ep": 2}, run={"device": "cpu", "timeout_s": PATIENCE_S, "watchdog_s": SILENT_S})
     engine.train_step([routed_rows(rank)])
     exchange, num_calls = dist.all_to_all_single, 0
@@ -97,25 +92,12 @@ def die_in_exchange(rank: int, port: int, answers: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return exchange(out, rows, *sizes, **options)
 
-    with (
-        mock.patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S),
-        mock.patch.object(dist, "all_to_all_single", exchange_or_die),
-    ):
-        answers.send(refusal_of(lambda: engine.train_step([routed_rows(rank)])))
-    os._exit(0)
+    mock.patch.object(dist, "all_to_all_single", exchange_or_die).start()  # the process ends with the step
+    return lambda: engine.train_step([routed_rows(rank)])
 
 
 def test_a_rank_killed_in_the_exchange_of_rows_is_named_by_the_other() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    processes = [context.Process(target=die_in_exchange, args=(rank, store.port, theirs)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    assert ours.poll(PATIENCE_S)
-    code, message = ours.recv()
-    for process in processes:
-        process.join(PATIENCE_S)
+    code, message = refusal_after_a_kill(die_in_exchange, SILENT_S)
     assert code == "collective-failed"
     assert message.startswith("rank 0 failed in exchange #")
     assert " of layers.0.experts over ep (2 ranks)" in message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.killed_ranks import refusal_after_a_kill
 from harness.pool import WorkerPool
 from harness.refusals import refusal_of, refused
 from harness.time_outs import answers_may_be_late, fail_after
@@ -312,31 +311,16 @@ def test_without_checks_the_watchdog_names_the_first_divergence(ranks: WorkerPoo
     )
 
 
-def die(rank: int, port: int, answers: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
+def die(rank: int) -> Callable[[], Any]:
     engine = make(Stack().double())
     engine.train_step([batch()])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S):  # in which the one that lives must answer itself
-        answers.send(refusal_of(lambda: engine.train_step([batch()])))
-    os._exit(0)
+    return lambda: engine.train_step([batch()])
 
 
 def test_a_killed_rank_is_named_by_those_that_live() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    processes = [context.Process(target=die, args=(rank, store.port, theirs)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    assert ours.poll(PATIENCE_S)
-    code, message = ours.recv()
-    for process in processes:
-        process.join(PATIENCE_S)
+    code, message = refusal_after_a_kill(die, SILENT_S)
     assert code == "collective-failed"
     assert message.startswith("rank 0 failed in ")
     assert "rank 1 does not answer: it died, was stopped or hangs in native code; rank 0 waits for it in " in message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.combinations import combination_id, pairwise
+from harness.expert_layouts import EXPERT_FACTORS, fits_ranks, num_data_ranks, sections_of
 from harness.hf_folders import read_weights
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
@@ -24,29 +24,11 @@ from harness.training import make_config, merge_ranks
 from shardwise import initialize
 
 NUM_STEPS = 3
-FACTORS = {
-    "num_ranks": [2, 4],
-    "ep": [1, 2, 4],
-    "stage": [0, 1, 2, 3],
-    "tp": [1, 2],
-    "cp": [1, 2],
-    "pp": [1, 2],
-    "sequence_parallel": [False, True],
-    "accumulation": [1, 2],
-    "recompute": ["none", "full", "selective"],
-    "num_shared_experts": [0, 2],
-    "router_bias": [False, True],
-}
+FACTORS = {"num_ranks": [2, 4], **EXPERT_FACTORS, "num_shared_experts": [0, 2], "router_bias": [False, True]}
 MODEL_KEYS = ("num_shared_experts", "router_bias")
 # A layer of shared experts after the others makes a recomputation gather their rows again.
 GATHERED_AGAIN = {key: values[0] for key, values in FACTORS.items()}
 GATHERED_AGAIN |= {"tp": 2, "recompute": "selective", "num_shared_experts": 2}
-
-
-def fits(options: dict[str, Any]) -> bool:
-    num_ranks = options["num_ranks"] // options["pp"]
-    is_legal = options["tp"] * options["cp"] <= num_ranks and num_ranks % options["ep"] == 0
-    return is_legal and (options["tp"] > 1 or not options["sequence_parallel"])
 
 
 def train(rank: int, world_size: int, options: dict[str, Any], num_micro_batches: int, overrides: Any) -> Trace:
@@ -60,20 +42,12 @@ def reference(options: tuple[tuple[str, Any], ...], num_data_ranks: int, num_mic
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("options", [*pairwise(FACTORS, fits), GATHERED_AGAIN], ids=combination_id)
+@pytest.mark.parametrize("options", [*pairwise(FACTORS, fits_ranks), GATHERED_AGAIN], ids=combination_id)
 def test_our_decoders_experts_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
-    mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
-    overrides = {
-        "mesh": mesh,
-        "zero": {"stage": options["stage"]},
-        "tensor": {"sequence_parallel": options["sequence_parallel"]},
-        "recompute": {"mode": options["recompute"]},
-        "pipeline": {"schedule": "1f1b"},
-    }
-    num_data_ranks = options["num_ranks"] // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
+    overrides = sections_of(options)
     shape = {key: options[key] for key in MODEL_KEYS}
     traces = ranks(options["num_ranks"]).run(train, shape, options["accumulation"], overrides)
-    check_parity(merge_ranks(traces), reference((*shape.items(),), num_data_ranks, options["accumulation"]))
+    check_parity(merge_ranks(traces), reference((*shape.items(),), num_data_ranks(options), options["accumulation"]))
 
 
 def command(folder: Path, *words: str) -> str:

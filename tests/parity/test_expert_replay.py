@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.combinations import cover
+from harness.expert_layouts import fits_ranks, num_data_ranks, sections_of
 from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
@@ -42,11 +43,6 @@ FACTORS = {
     "accumulation": [1, 2],
     "recompute": ["none", "full", "selective"],
 }
-
-
-def fits(options: dict[str, Any]) -> bool:
-    num_ranks = 4 // options["pp"]
-    return options["tp"] * options["cp"] <= num_ranks and (options["tp"] > 1 or not options["sequence_parallel"])
 
 
 def replayed() -> ModelCase:
@@ -92,20 +88,11 @@ def reference(num_data_ranks: int, num_micro_batches: int) -> Trace:
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("options", cover(FACTORS, fits))
+@pytest.mark.parametrize("options", cover(FACTORS, fits_ranks))
 def test_replay_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
-    mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
-    overrides = {
-        "mesh": mesh,
-        "zero": {"stage": options["stage"]},
-        "tensor": {"sequence_parallel": options["sequence_parallel"]},
-        "recompute": {"mode": options["recompute"]},
-        "pipeline": {"schedule": "1f1b"},
-        "experts": {"replay": True},
-    }
-    num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
+    overrides = sections_of(options, experts={"replay": True})
     traces = ranks(4).run(train, options["accumulation"], overrides)
-    check_parity(merge_ranks(traces), reference(num_data_ranks, options["accumulation"]))
+    check_parity(merge_ranks(traces), reference(num_data_ranks(options), options["accumulation"]))
 
 
 @pytest.mark.quick(2)

@@ -23,6 +23,7 @@ from harness.balance import (
     train_with_biases_plainly,
 )
 from harness.combinations import cover
+from harness.expert_layouts import EXPERT_FACTORS, fits_ranks, num_data_ranks, sections_of
 from harness.models import ModelCase
 from harness.moe_models import moe_case
 from harness.pool import WorkerPool
@@ -36,23 +37,7 @@ pytest.importorskip("transformers")
 
 NUM_STEPS = 3
 AUX, Z = 0.5, 0.05
-FACTORS = {
-    "scope": ["global", "micro-batch", "sequence"],
-    "ep": [1, 2, 4],
-    "stage": [0, 1, 2, 3],
-    "tp": [1, 2],
-    "cp": [1, 2],
-    "pp": [1, 2],
-    "sequence_parallel": [False, True],
-    "accumulation": [1, 2],
-    "recompute": ["none", "full", "selective"],
-}
-
-
-def fits(options: dict[str, Any]) -> bool:
-    num_ranks = 4 // options["pp"]
-    is_legal = options["tp"] * options["cp"] <= num_ranks and num_ranks % options["ep"] == 0
-    return is_legal and (options["tp"] > 1 or not options["sequence_parallel"])
+FACTORS = {"scope": ["global", "micro-batch", "sequence"], **EXPERT_FACTORS}
 
 
 def train(rank: int, world_size: int, num_micro_batches: int, overrides: Any) -> Trace:
@@ -68,24 +53,15 @@ def reference(scope: str, num_data_ranks: int, num_micro_batches: int) -> Trace:
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("options", cover(FACTORS, fits))
+@pytest.mark.parametrize("options", cover(FACTORS, fits_ranks))
 def test_losses_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
-    mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
-    overrides = {
-        "mesh": mesh,
-        "zero": {"stage": options["stage"]},
-        "tensor": {"sequence_parallel": options["sequence_parallel"]},
-        "recompute": {"mode": options["recompute"]},
-        "pipeline": {"schedule": "1f1b"},
-        "experts": {"aux_loss": AUX, "z_loss": Z, "aux_scope": options["scope"]},
-    }
-    num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
+    overrides = sections_of(options, experts={"aux_loss": AUX, "z_loss": Z, "aux_scope": options["scope"]})
     traces = ranks(4).run(train, options["accumulation"], overrides)
-    check_parity(merge_ranks(traces), reference(options["scope"], num_data_ranks, options["accumulation"]))
+    check_parity(merge_ranks(traces), reference(options["scope"], num_data_ranks(options), options["accumulation"]))
 
 
 RATE = 0.02
-BIAS_FACTORS = {name: values for name, values in FACTORS.items() if name not in ("scope", "recompute")}
+BIAS_FACTORS = {name: values for name, values in EXPERT_FACTORS.items() if name != "recompute"}
 
 
 def train_biases(rank: int, world_size: int, family: str, num_micro_batches: int, overrides: Any) -> Trace:
@@ -100,20 +76,12 @@ def moved_plainly(family: str, num_data_ranks: int, num_micro_batches: int) -> T
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("options", cover(BIAS_FACTORS, fits))
+@pytest.mark.parametrize("options", cover(BIAS_FACTORS, fits_ranks))
 def test_biases_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     """torchtitan#4154, torchtitan#4148: summed once over every axis, and moved by no evaluation."""
-    mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
-    overrides = {
-        "mesh": mesh,
-        "zero": {"stage": options["stage"]},
-        "tensor": {"sequence_parallel": options["sequence_parallel"]},
-        "pipeline": {"schedule": "1f1b"},
-        "experts": {"bias_rate": RATE},
-    }
-    num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
+    overrides = sections_of(options, experts={"bias_rate": RATE})
     traces = ranks(4).run(train_biases, "solar_open", options["accumulation"], overrides)
-    check_parity(merge_ranks(traces), moved_plainly("solar_open", num_data_ranks, options["accumulation"]))
+    check_parity(merge_ranks(traces), moved_plainly("solar_open", num_data_ranks(options), options["accumulation"]))
 
 
 DEEP = {"num_hidden_layers": 4}

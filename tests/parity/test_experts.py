@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.combinations import cover
+from harness.expert_layouts import EXPERT_FACTORS, fits_ranks, num_data_ranks, sections_of
 from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
@@ -24,23 +25,10 @@ from harness.training import merge_ranks
 pytest.importorskip("transformers")
 
 NUM_STEPS = 3
-FACTORS = {
-    "ep": [1, 2, 4],
-    "stage": [0, 1, 2, 3],
-    "tp": [1, 2],
-    "cp": [1, 2],
-    "pp": [1, 2],
-    "sequence_parallel": [False, True],
-    "accumulation": [1, 2],
-    "recompute": ["none", "full", "selective"],
-}
 
 
 def fits(options: dict[str, Any]) -> bool:
-    """Experts have a mesh of their own, and no split of the sequence without ranks that share it."""
-    num_ranks = 4 // options["pp"]
-    is_legal = options["tp"] * options["cp"] <= num_ranks and num_ranks % options["ep"] == 0
-    return is_legal and options["ep"] * options["tp"] > 1 and (options["tp"] > 1 or not options["sequence_parallel"])
+    return fits_ranks(options) and options["ep"] * options["tp"] > 1
 
 
 def train(rank: int, world_size: int, options: dict[str, Any], num_micro_batches: int, overrides: Any) -> Trace:
@@ -53,19 +41,11 @@ def reference(options: tuple[tuple[str, Any], ...], num_data_ranks: int, num_mic
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("options", cover(FACTORS, fits))
+@pytest.mark.parametrize("options", cover(EXPERT_FACTORS, fits))
 def test_divided_experts_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
-    mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}
-    overrides = {
-        "mesh": mesh,
-        "zero": {"stage": options["stage"]},
-        "tensor": {"sequence_parallel": options["sequence_parallel"]},
-        "recompute": {"mode": options["recompute"]},
-        "pipeline": {"schedule": "1f1b"},
-    }
-    num_data_ranks = 4 // math.prod(mesh[axis] for axis in ("tp", "cp", "pp"))
+    overrides = sections_of(options)
     traces = ranks(4).run(train, {}, options["accumulation"], overrides)
-    check_parity(merge_ranks(traces), reference((), num_data_ranks, options["accumulation"]))
+    check_parity(merge_ranks(traces), reference((), num_data_ranks(options), options["accumulation"]))
 
 
 ROUTINGS: dict[str, tuple[int, tuple[int, ...]]] = {  # experts of a token, and those that no token goes to
