@@ -129,6 +129,7 @@ Times = Mapping[str, list[float]]
 def serve_parts(connection: Connection, system: str, workload: Workload, rank: int) -> None:
     """Answer each number with the times of so many steps of Shardwise; to be used in the place of `serve_steps`."""
     from shardwise.experts import dispatch
+    from shardwise.models import grouped_experts
 
     times: dict[str, list[float]] = defaultdict(list)
 
@@ -144,8 +145,6 @@ def serve_parts(connection: Connection, system: str, workload: Workload, rank: i
         return call
 
     parts = {
-        "_grouped_product": timed("products", dispatch._grouped_product),
-        "_grouped_outer": timed("products", dispatch._grouped_outer),
         "_Take": SimpleNamespace(apply=timed("order", dispatch._Take.apply)),
         "exchange_counts": timed("counts", dispatch.exchange_counts),
         "exchange_tokens": timed("rows on the wire", dispatch.exchange_tokens),
@@ -153,6 +152,9 @@ def serve_parts(connection: Connection, system: str, workload: Workload, rank: i
     with ExitStack() as patches:
         for name, part in parts.items():
             patches.enter_context(mock.patch.object(dispatch, name, part))
+        for name in ("grouped_product", "_grouped_outer"):
+            product = timed("products", getattr(grouped_experts, name))
+            patches.enter_context(mock.patch.object(grouped_experts, name, product))
         route = timed("route", dispatch.ExpertDispatch._route)
         patches.enter_context(mock.patch.object(dispatch.ExpertDispatch, "_route", lambda *given: route(*given)))
         step = workload.peers[system].build(workload.model(), workload)

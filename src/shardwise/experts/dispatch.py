@@ -7,8 +7,8 @@ A layer's experts are spread over the ranks of a group, in the order of the rank
 3. There the rows are put in the order of the experts, and each expert multiplies its own.
 4. The results are sent back the same way, and each token sums its k, weighted, in the order of its choices.
 
-Every step is an autograd function whose backward is another of them, so gradients may be differentiated again. None
-adds into rows by index, which has no fixed order on a GPU.
+The backward of every step is another of them, so gradients may be differentiated again. None adds into rows by index,
+which has no fixed order on a GPU.
 
 [Note: Ranks and experts without tokens]
 A rank that has no tokens, or whose experts get none, runs the same functions over no rows. Nothing may be skipped:
@@ -22,27 +22,24 @@ in that order; so products that sum over rows, the gradients of weights, have th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from shardwise.attention.api import autocast
 from shardwise.comm.collectives import Comm
 from shardwise.comm.tokens import RowCounts, exchange_counts, exchange_tokens
 from shardwise.config.errors import EngineError
-from shardwise.runtime.device import kind_of
+from shardwise.models.grouped_experts import run_experts
 from shardwise.runtime.forward_state import is_repeatable, same_again
 from shardwise.runtime.op_registry import Op, OpRegistry
 from shardwise.runtime.torch_private import is_fake, unseen_by_op_modes
 
 # N tokens of this rank, k choices of each, R rows that its experts get, E experts in all, L of this rank, H features
 
-_GATE: Final = "_apply_gate"  # of transformers' interface, whose name it is
 # Where each row of a new order is in the old one, and the inverse of that.
 Permutation = tuple[Tensor, Tensor]
 
@@ -73,16 +70,11 @@ class ExpertDispatch:
     def __init__(self, comm: Comm, skew: float = 1.0) -> None:
         self.comm = comm
         self._skew = skew
-        register = self._registry = OpRegistry(comm.is_simulated)
-        self._exchange = register(
+        self._registry = OpRegistry(comm.is_simulated)
+        self._exchange = self._registry(
             "exchange_tokens(Tensor rows, int[] sent, int[] received, str name) -> Tensor",
             lambda rows, sent, received, name: exchange_tokens(comm, rows, sent, received, name),
             lambda rows, sent, received, name: rows.new_empty((sum(received), rows.shape[1])),
-        )
-        self._product = register(
-            "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor ends, int[] counts, bool t) -> Tensor",
-            _grouped_product,
-            _grouped_product,
         )
 
     def forward(
@@ -103,9 +95,7 @@ class ExpertDispatch:
         to = self._route(index, len(experts.down_proj), name, is_same_again)
         cast = hidden.to(autocast(experts.down_proj).dtype)
         rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.rows.sent, to.rows.received, name)
-        rows = self._multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", _take(rows, to.arrange), to)
-        rows = getattr(experts, _GATE)(rows) if experts.has_gate else experts.act_fn(rows)
-        rows = self._multiply(experts, "down_proj", rows, to)
+        rows = run_experts(experts, _take(rows, to.arrange), to.ends, to.rows.by_part)
         rows = self._send(_take(rows, to.arrange and to.arrange[::-1]), to.rows.received, to.rows.sent, name)
         # [Note: The norm after an expert]
         # Its weight is no expert's: all have the same. So it runs where the token is, and the gradient of its weight
@@ -146,12 +136,6 @@ class ExpertDispatch:
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         return rows if self.comm.world_size == 1 else _Exchange.apply(self._exchange, rows, sent, received, name)
-
-    def _multiply(self, experts: Any, stack: str, rows: Tensor, to: Routing) -> Tensor:
-        weight = autocast(getattr(experts, stack))
-        bias = autocast(getattr(experts, f"{stack}_bias")) if experts.has_bias else None
-        groups = (to.ends, to.rows.by_part, experts.is_transposed)
-        return _Product.apply(self._product, rows.to(weight.dtype), weight, bias, *groups)
 
 
 def _with_inverse(places: Tensor) -> Permutation:
@@ -203,87 +187,3 @@ class _Exchange(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         op, sent, received, name = ctx.given
         return None, _Exchange.apply(op, gradients[0], received, sent, name), None, None, None
-
-
-class _Product(Function):
-    """Multiply the rows [R, in] of each expert by its matrix, [L, out, in] or transposed, and add its bias."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Op, rows: Tensor, weight: Tensor, bias: Tensor | None, *groups: Any) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.op, (ctx.ends, ctx.counts, ctx.is_transposed) = op, groups
-        return op(rows.contiguous(), weight, bias, *groups)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows, weight = ctx.saved_tensors
-        of_rows = of_weight = of_bias = None
-        grad = gradients[0].contiguous()  # that of a sum has strides of 0, which no kernel for groups takes
-        if ctx.needs_input_grad[1]:
-            of_rows = _Product.apply(ctx.op, grad, weight, None, ctx.ends, ctx.counts, not ctx.is_transposed)
-        if ctx.needs_input_grad[2]:
-            factors = (rows, grad) if ctx.is_transposed else (grad, rows)
-            of_weight = _Outer.apply(ctx.op, *factors, ctx.ends, ctx.counts)
-        if ctx.needs_input_grad[3]:
-            of_bias = torch.stack([rows.sum(0) for rows in grad.split(ctx.counts)])
-        return None, of_rows, of_weight, of_bias, None, None, None
-
-
-class _Outer(Function):
-    """Return for each expert `left.T @ right` over its rows [R, p] and [R, q]: [L, p, q]."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Op, left: Tensor, right: Tensor, ends: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(left, right)
-        ctx.given = op, ends, counts
-        return _grouped_outer(left.contiguous(), right.contiguous(), ends, counts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (left, right), (op, *groups) = ctx.saved_tensors, ctx.given
-        of_left = _Product.apply(op, right, gradients[0], None, *groups, False)
-        return None, of_left, _Product.apply(op, left, gradients[0], None, *groups, True), None, None
-
-
-def _grouped_product(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, counts: Sequence[int], is_transposed: bool
-) -> Tensor:
-    matrices = weight if is_transposed else weight.transpose(1, 2)
-    if _has_kernel(rows, weight):
-        out = F.grouped_mm(rows, matrices, offs=ends)
-    else:
-        out = rows.new_empty((rows.shape[0], matrices.shape[2]))
-        for own_rows, matrix, result in _of_experts(counts, rows, matrices, out):
-            torch.mm(own_rows, matrix, out=result)
-    if bias is not None:
-        places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
-        out += bias[torch.searchsorted(ends, places, right=True)]
-    return out
-
-
-def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
-    if _has_kernel(left, right):
-        out = F.grouped_mm(left.t(), right, offs=ends)
-    else:
-        out = left.new_empty((len(counts), left.shape[1], right.shape[1]))
-        for own_left, result, own_right in _of_experts(counts, left, out, right):
-            torch.mm(own_left.t(), own_right, out=result)
-    for expert, number in enumerate(counts):
-        if number == 0:
-            out[expert].zero_()
-    return out
-
-
-def _of_experts(counts: Sequence[int], rows: Tensor, stack: Tensor, other_rows: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yield the rows and the matrix of each expert that has rows."""
-    if not is_fake(rows):  # one op stands for all
-        by_expert = zip(rows.split(counts), stack, other_rows.split(counts), strict=True)
-        yield from (tensors for tensors in by_expert if len(tensors[0]))
-
-
-def _has_kernel(rows: Tensor, other: Tensor) -> bool:
-    """Say whether torch's product of groups takes these: it wants rows, and all strides in steps of 16 bytes."""
-    if rows.dtype not in kind_of(rows.device).grouped_dtypes or is_fake(rows) or len(rows) == 0:
-        return False
-    strides = (rows.shape[1], *other.shape[1:], rows.storage_offset(), other.storage_offset())
-    return other.is_contiguous() and all(number * rows.element_size() % 16 == 0 for number in strides)

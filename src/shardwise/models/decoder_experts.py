@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config.errors import ConfigError
+from shardwise.models.grouped_experts import ends_of_groups, run_experts
 from shardwise.models.presets import DecoderConfig
-from shardwise.runtime.torch_private import is_fake
 
 INIT_STD: Final = 0.02
 # The parameters of a linear layer, and what a stack of them has after its name.
@@ -140,25 +140,12 @@ class Experts(nn.Module):
 
         The k results of a token are added in the order of its choices.
         """
-        order = index.reshape(-1).argsort(stable=True)  # [N * k], by expert, then by token
-        if is_fake(index) or index.is_meta:  # one size stands for all
-            counts = [order.numel() // self.num_experts] * (self.num_experts - 1)
-            counts.append(order.numel() - sum(counts))
-        else:
-            counts = torch.bincount(index.reshape(-1), minlength=self.num_experts).tolist()
-        rows = hidden[order // index.shape[-1]].split(counts)
-        made = torch.cat([self._run(expert, chosen) for expert, chosen in enumerate(rows)])
+        chosen, order = index.reshape(-1).sort(stable=True)  # [N * k], by expert, then by token
+        ends = ends_of_groups(chosen, self.num_experts)
+        # Torch's product of groups needs no number of rows on the host, which then need not wait for the router.
+        made = run_experts(self, hidden[order // index.shape[-1]], ends, None)
         results = made[order.argsort()].view(*index.shape, made.shape[-1])  # [N, k, H]
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-    def _run(self, expert: int, rows: Tensor) -> Tensor:
-        rows = self._multiply("gate_up_proj" if self.has_gate else "up_proj", expert, rows)
-        rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-        return self._multiply("down_proj", expert, rows)
-
-    def _multiply(self, stack: str, expert: int, rows: Tensor) -> Tensor:
-        bias = getattr(self, f"{stack}_bias")[expert] if self.has_bias else None
-        return F.linear(rows, getattr(self, stack)[expert], bias)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -171,7 +158,8 @@ class Experts(nn.Module):
             return
         token = torch.linspace(-1, 1, self.down_proj.shape[1], out=torch.empty_like(self.down_proj[0, :, 0]))
         was_training = mlp.training
-        expected, computed = mlp.eval()(token[None]), self._run(0, token[None])
+        ends = torch.ones(self.num_experts, dtype=torch.int32, device=token.device)  # the first has the only row
+        expected, computed = mlp.eval()(token[None]), run_experts(self, token[None], ends, None)
         mlp.train(was_training)
         if (expected - computed).abs().max() > 64 * torch.finfo(token.dtype).eps * expected.abs().max():
             raise ConfigError(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from shardwise.config.errors import EngineError
 
 Op = Callable[..., Any]
+LASTING_OPS: Final = torch.library.Library("shardwise", "FRAGMENT")
+"""Has the ops that know no engine, which stay registered."""
 
 
 class OpRegistry:

@@ -186,7 +186,7 @@ class _BlockCompiler:
                 return run_stored(run_forward, forward, recompute, args, kwargs, self._store)
             try:
                 return run_stored(run, forward, recompute, args, kwargs, self._store)
-            except (cannot_compile, compiled_too_often) as error:
+            except cannot_compile as error:
                 failure = error
             if is_shared and isinstance(failure, compiled_too_often):
                 # Blocks of this kind differ in what torch compiles for, such as a rate that grows with the depth.

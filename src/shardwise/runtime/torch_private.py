@@ -141,14 +141,16 @@ def replaced_checkpoints(first: FirstPass, is_tracked: Callable[[Sequence[Any]],
         checkpoints.CheckpointFunction = kind  # type: ignore[misc]
 
 
-def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return what `torch.compile` raises where it cannot compile, and where too often; imports the compiler.
+def compiler_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
+    """Return what `torch.compile` raises where it cannot compile, and that of too many times; imports the compiler.
 
-    Public torch names neither, and they share no base but `Exception`.
+    Public torch names none, and they share no base but `Exception`.
     """
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return TorchDynamoException, FailOnRecompileLimitHit
+    cannot_compile = TorchDynamoException, GuardOnDataDependentSymNode, FailOnRecompileLimitHit
+    return cannot_compile, FailOnRecompileLimitHit
 
 
 def named_backend(name: str, mode: str | None, dynamic: bool | None) -> Any:

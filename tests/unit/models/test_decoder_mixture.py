@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.listed_experts import ListedExpert, in_stacks, listed
+from harness.moe import poisoned
 from harness.refusals import refused
+from harness.training import make_config
+from shardwise import initialize
 from shardwise.checkpoint.hf.config_files import config_files, decoder_config, describe
-from shardwise.models import Decoder, DecoderConfig, Experts, flops_per_token, num_params, preset
+from shardwise.models import Decoder, DecoderConfig, Experts, flops_per_token, lm_loss, num_params, preset
 from shardwise.models.decoder_experts import MixtureOfExperts, Router
 from shardwise.models.presets import ModelConfig
 from shardwise.models.presets import decoder_config as shape_of
@@ -78,12 +82,56 @@ def test_a_router_computes_in_fp32_and_no_gradient_reaches_its_bias() -> None:
     assert [name for name, _ in router.named_parameters()] == ["weight"]
 
 
-def test_an_expert_without_tokens_and_no_tokens_at_all_have_gradients_of_zero() -> None:
-    experts = mixture_of(small_decoder()).experts
-    index, weights = torch.tensor([[0, 1], [1, 0]]), torch.full((2, 2), 0.5, dtype=torch.float64)
-    experts(torch.randn(2, 24, dtype=torch.float64), index, weights).sum().backward()
+# Of 24 and 20 float32 numbers all rows are multiples of 16 bytes, so torch's product of groups takes them.
+KERNEL_AND_LOOP = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "loop"])
+
+
+def drawn_experts(dtype: torch.dtype) -> Experts:
+    return mixture_of(small_decoder()).experts.to(dtype)
+
+
+@KERNEL_AND_LOOP
+def test_an_expert_without_tokens_and_no_tokens_at_all_have_gradients_of_zero(dtype: torch.dtype) -> None:
+    experts = drawn_experts(dtype)
+    index, weights = torch.tensor([[0, 1], [1, 0]]), torch.full((2, 2), 0.5, dtype=dtype)
+    with poisoned():
+        experts(torch.randn(2, 24, dtype=dtype), index, weights).sum().backward()
     assert [bool(grad.any()) for grad in experts.down_proj.grad] == [True, True, False, False]
-    assert experts(torch.zeros(0, 24, dtype=torch.float64), index[:0], weights[:0]).shape == (0, 24)
+    assert experts(torch.zeros(0, 24, dtype=dtype), index[:0], weights[:0]).shape == (0, 24)
+
+
+@KERNEL_AND_LOOP
+def test_the_host_reads_numbers_of_rows_for_a_loop_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else of what runs between the router and the next layer names a tensor's values."""
+    experts = drawn_experts(dtype)
+    hidden, index = torch.randn(6, 24, dtype=dtype, requires_grad=True), torch.rand(6, 4).topk(2).indices
+    reads: list[Tensor] = []
+
+    def tolist(tensor: Tensor) -> list[Any]:
+        reads.append(tensor)
+        return list(tensor.numpy())
+
+    monkeypatch.setattr(Tensor, "tolist", tolist)
+    experts(hidden, index, torch.rand(6, 2, dtype=dtype)).sum().backward()
+    assert bool(reads) == (dtype == torch.float64)
+
+
+def loss_of(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return lm_loss(logits, batch[1])
+
+
+def test_a_compiled_mixture_is_one_graph_and_computes_the_same() -> None:
+    """The backend runs what autograd makes of the graph as it is; inductor is as slow as it is exact."""
+    batch = torch.arange(24).view(2, 12)
+    traces = []
+    for compiled in ({}, {"compile": {"enabled": True, "backend": "aot_eager"}}):
+        model = small_decoder(num_shared_experts=1)
+        with initialize(
+            model, make_config(1, {"recompute": {"mode": "selective"}, **compiled}), loss_fn=loss_of
+        ) as engine:
+            results = [engine.train_step([(batch + step, batch + 1)]) for step in range(2)]
+            traces.append([number for result in results for number in (result.loss, result.grad_norm)])
+    assert traces[1] == pytest.approx(traces[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_shared_experts": 3}, {"expert_size": None}, {"tie_embeddings": True}])

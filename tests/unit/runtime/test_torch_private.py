@@ -315,6 +315,12 @@ def test_compiler_errors_are_those_of_a_graph_break_and_of_too_many_compilations
     with pytest.raises(cannot_compile):
         torch.compile(lambda x: x.sum().item() > 0 or x, backend="eager", fullgraph=True)(torch.ones(2))
 
+    def by_value(x: Tensor) -> list[Tensor]:
+        return [part.relu() for part in x.split(torch.bincount(x.long(), minlength=3).tolist()) if len(part)]
+
+    with pytest.raises(cannot_compile):
+        torch.compile(by_value, backend="aot_eager", fullgraph=True)(torch.ones(2))
+
     def scaled(x: Tensor, factor: str) -> Tensor:
         return x * len(factor)
 
