@@ -178,3 +178,25 @@ def save_alone(rank: int, world_size: int) -> None:
 def test_hf_48569_a_save_on_one_rank_alone_names_the_missing_one(ranks: WorkerPool) -> None:
     """Each rank has experts that are in the whole, so rank 0 would wait for ever."""
     ranks(2).run(save_alone)
+
+
+def load_whole(rank: int, world_size: int, arm: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a state dict of a script has, and what the model has once it is loaded."""
+    engine = open_engine(arm, world_size)
+    train(engine, 0, 1)
+    given = {name: value.cpu() for name, value in engine.module.state_dict().items()}
+    given = {name: value * 0.5 if value.is_floating_point() else value for name, value in given.items()}
+    engine.load_module_state_dict({"module": given})
+    loaded = {name: value.cpu() for name, value in engine.module_state_dict().items()}
+    name = next(name for name in given if name.endswith("experts.down_proj"))
+    with refused("state-dict-shape", name, "(8, ", "(16, "), engine.inner.gathered(write=True) as model:
+        model.load_state_dict({**given, name: given[name][:8]})
+    engine.destroy()
+    return given, loaded
+
+
+@pytest.mark.parametrize("arm", ["ep 2, stage 3", "tp 2, ep 4"])
+def test_a_state_dict_of_whole_tensors_is_loaded_by_ranks_with_parts(ranks: WorkerPool, arm: str) -> None:
+    for given, loaded in ranks(ARMS[arm][0]).run(load_whole, arm):
+        assert given.keys() == loaded.keys()
+        assert [name for name, value in given.items() if not loaded[name].equal(value)] == []

@@ -25,6 +25,7 @@ from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, leaf_modules
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
 from shardwise.engine.initialize import initialize as initialize_engine
+from shardwise.zero.tp_params import shard_param
 
 _TP_SIZE: Final = "_deepspeed_tp_size"  # of a model, what `tp_model_init` was given
 
@@ -183,6 +184,7 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     split = {param.name for group in groups for param in group.params if param.over_tp is not None}
     if split:
         model.__dict__["state_dict"] = functools.partial(_whole_state_dict, model, split)
+        model.__dict__["load_state_dict"] = functools.partial(_load_whole, model)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         parameter.__dict__[PLACE] = reference, name
         if is_sharded:
@@ -209,6 +211,23 @@ def _whole_state_dict(model: nn.Module, split: set[str], *given: Any, **options:
             if id(parameter) in values and name in state:
                 state[name] = values[id(parameter)]
     return state
+
+
+def _load_whole(model: nn.Module, state: Mapping[str, Any], *given: Any, **options: Any) -> Any:
+    """Load a state dict that has the whole of what ranks hold parts of: each takes its own."""
+    engine, own = model.__dict__[ENGINE](), dict(state)
+    if engine is not None and engine.module is model and not engine.is_destroyed:
+        for group in engine.inner.parts.sharding.groups:
+            for param in group.spec.params:
+                for name in own.keys() & {param.name, *param.aliases}:
+                    if own[name].shape != param.global_shape:
+                        raise ConfigError(
+                            "state-dict-shape",
+                            f"{name} of shape {tuple(own[name].shape)} is not the model's {param.global_shape}; give "
+                            "the whole tensor on every rank, whatever part of it the rank has",
+                        )
+                    own[name] = shard_param(param.split, group.comms.tensor.rank, own[name])
+    return type(model).load_state_dict(model, own, *given, **options)
 
 
 def _moved(model: nn.Module, function: Callable[..., Any], *given: Any, **options: Any) -> nn.Module:

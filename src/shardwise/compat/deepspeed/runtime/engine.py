@@ -549,7 +549,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         return {prefix + name: tensor for name, tensor in state.items() if name in names_kept}
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **options: Any) -> None:
-        """Write `checkpoint["module"]`, or a state dict, into the model; rank 0's counts."""
+        """Write `checkpoint["module"]`, or a state dict, into the model; every rank gives the same whole tensors."""
         state = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         with self.inner.gathered(write=True) as model:
             model.load_state_dict(state, strict=strict)
