@@ -131,6 +131,7 @@ def train_on_mesh(
     num_micro_batches: int,
     num_steps: int,
     inside: Callable[[], AbstractContextManager[None]] = float64_throughout,
+    plan: Any = None,
 ) -> Trace:
     """Train on one rank of a mesh, whose ranks along pp, cp and tp get the same micro-batches.
 
@@ -140,7 +141,7 @@ def train_on_mesh(
     settings = {"optimizer": {"clip_norm": CLIP_NORM}, "run": {"seed": SEED}, **overrides}
     model = case.build(torch.float64, seed=rank)  # rank 0's weights are everybody's
     losses, norms = [], []
-    with inside(), initialize(model, make_config(num_micro_batches, settings), loss_fn=loss_fn) as engine:
+    with inside(), initialize(model, make_config(num_micro_batches, settings), loss_fn=loss_fn, plan=plan) as engine:
         for step in range(num_steps):
             result = engine.train_step(batches_of(engine, case, step, num_micro_batches))
             losses.append(result.loss)

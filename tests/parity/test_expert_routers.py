@@ -25,12 +25,15 @@ from harness.balance import (
 from harness.combinations import cover
 from harness.expert_layouts import EXPERT_FACTORS, fits_ranks, num_data_ranks, sections_of
 from harness.models import ModelCase
+from harness.moe import HIDDEN
 from harness.moe_models import moe_case
 from harness.pool import WorkerPool
 from harness.reference import PARITY, Trace, check_parity, max_error
 from harness.tensor import CLIP_NORM, batches_of, mixture, step_batches, train_on_mesh, train_plainly
 from harness.training import make_config, merge_ranks
 from shardwise import initialize
+from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, TensorPlan
+from shardwise.layout.tp_sharding import FusedPart
 from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
@@ -246,3 +249,42 @@ def test_losses_of_routers_weigh_as_a_loss_function_counts(ranks: WorkerPool, me
     num_data_ranks = 4 // mesh.get("pp", 1)
     expected = train_plainly(balanced(chain_case(), AUX, Z), num_data_ranks, 2, NUM_STEPS, CLIP_NORM)
     check_parity(merge_ranks(traces), expected)
+
+
+def mixed_case() -> ModelCase:
+    """A chain of three layers of experts, and two linear layers that a plan may split; all lengths are even."""
+    chain = chain_case()
+    return replace(
+        chain,
+        make=lambda: nn.Sequential(*chain.make(), nn.Linear(HIDDEN, 6), nn.Linear(6, HIDDEN)),
+        batch=lambda seed, *sizes: chain.batch(2 * seed, *sizes),
+    )
+
+
+# The sequence is split for the first two of the three layers alone.
+PLAN = TensorPlan(
+    layers=(LayerSplit("3", "column", (FusedPart(6),)), LayerSplit("4", "row", (FusedPart(6),))),
+    stacks=(SequenceStack("0", "x", "1", ("0", "1")),),
+)
+
+
+def train_mixed(rank: int, world_size: int, overrides: Any) -> tuple[Trace, tuple[float, ...]]:
+    case = mixed_case()
+    trace = train_on_mesh(rank, case, overrides, case.loss, 2, NUM_STEPS, plan=PLAN)
+    with initialize(case.build(torch.float64), make_config(2, overrides), loss_fn=case.loss, plan=PLAN) as engine:
+        return trace, engine.train_step(batches_of(engine, case, 0, 2)).expert_skew
+
+
+def test_layers_with_whole_sequences_beside_split_ones_count_once(ranks: WorkerPool) -> None:
+    overrides = {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}, "experts": {"aux_loss": AUX, "z_loss": Z}}
+    found = ranks(2).run(train_mixed, overrides)
+    case = mixed_case()
+    expected = train_plainly(balanced(case, AUX, Z), 1, 2, NUM_STEPS, CLIP_NORM)
+    check_parity(merge_ranks([trace for trace, _ in found]), expected)
+    model = case.build(torch.float64)
+    routers, counts = WatchedRouters(model), dict[str, Tensor]()
+    for batch in step_batches(case, 0, 1, 2):
+        model(batch[0])
+        counts = {name: counts.get(name, 0) + count for name, count in routers.counts().items()}
+    for _, skew in found:
+        assert skew == pytest.approx([(count.max() / count.mean()).item() for count in counts.values()])

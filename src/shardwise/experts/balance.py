@@ -41,6 +41,7 @@ from shardwise.layout.layout import Layout
 from shardwise.runtime.class_swap import Call, answer_calls
 from shardwise.runtime.device import numbers_on
 from shardwise.runtime.forward_state import same_again
+from shardwise.runtime.torch_private import storage_key
 
 _BIASES: Final = ("e_score_correction_bias", "expert_bias")  # ends of their names in transformers' models
 
@@ -85,11 +86,16 @@ def skew_of(counts: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Says where a layer's experts are among those of all, and names the bias of its router, if it has one."""
+    """Says where a layer's experts are among those of all, and names the bias of its router, if it has one.
+
+    Attributes:
+        is_split: whether ranks of tp have parts of its tokens; otherwise all have the same.
+    """
 
     name: str
     places: slice
     bias: str | None
+    is_split: bool
 
     @property
     def num_experts(self) -> int:
@@ -118,7 +124,7 @@ class RouterBalance:
         self._model, self._config, self._keeps_whole = model, config.experts, keeps_whole
         self._has_loss = config.experts.aux_loss + config.experts.z_loss > 0
         self._num_samples: int | None = None  # of the forward that runs
-        self._logits: dict[str, Tensor] = {}  # by layer, until its experts are called
+        self._logits: dict[str, list[Tensor]] = {}  # what could be them, by layer, until its experts are called
         layers = experts_of(model)
         is_asked = self._has_loss or config.experts.bias_rate > 0
         if is_asked and (config.compile.enabled or not layers):
@@ -133,15 +139,16 @@ class RouterBalance:
         with ExitStack() as undo:
             for experts in layers if is_asked or layout.mesh.divides_experts else ():
                 start, end = end, end + experts.num_experts
-                self._layers.append(self._watch(experts, slice(start, end), undo))
+                is_split = comms.tensor.world_size > 1 and has_part_of_sequence(layout, experts.name)
+                self._layers.append(self._watch(experts, slice(start, end), is_split, undo))
             self.close = undo.pop_all().close
-        is_split = any(has_part_of_sequence(layout, layer.name) for layer in self._layers)
+        is_split = any(layer.is_split for layer in self._layers)
         self._tensor, self._num_parts = comms.tensor, comms.tensor.world_size if is_split else 1
         sharing = [comms.data if config.experts.aux_scope == "global" else comms.context]
         self._sharing = [comm for comm in [*sharing, *[comms.tensor] * is_split] if comm.world_size > 1]
         self._counts = torch.zeros(end, dtype=torch.int64, device=comms.all.device)
 
-    def _watch(self, experts: FoundExperts, places: slice, undo: ExitStack) -> _Layer:
+    def _watch(self, experts: FoundExperts, places: slice, is_split: bool, undo: ExitStack) -> _Layer:
         parent = experts.parent_name
         named = [*experts.parent.named_buffers(), *experts.parent.named_parameters()]
         biases = [bias for bias, tensor in named if bias.endswith(_BIASES) and not tensor.requires_grad]
@@ -151,7 +158,8 @@ class RouterBalance:
                 f"experts.bias_rate moves the bias of a router's choices, and {parent} has {len(biases)} frozen ones "
                 f"named {' or '.join(_BIASES)}; set experts.bias_rate=0, and experts.aux_loss",
             )
-        layer = _Layer(experts.name, places, f"{parent}.{biases[0]}".removeprefix(".") if biases else None)
+        bias = f"{parent}.{biases[0]}".removeprefix(".") if biases else None
+        layer = _Layer(experts.name, places, bias, is_split)
         if (router := router_of(experts.parent, experts.module)) is not None:
             undo.callback(answer_calls(router, partial(self._note_logits, layer)))
         undo.callback(answer_calls(experts.module, partial(self._note_choice, layer)))
@@ -173,20 +181,23 @@ class RouterBalance:
             self._num_samples = None
 
     def _note_logits(self, layer: _Layer, router: nn.Module, own: Call, args: Any, kwargs: Any) -> Any:
-        """Call a router, which returns logits, alone or first."""
+        """Call a router, which returns logits, alone or among others."""
         output = own(*args, **kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        tensors = (tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.is_floating_point())
-        logits = next((tensor for tensor in tensors if tensor.shape[-1:] == (layer.num_experts,)), None)
-        if logits is not None:
-            self._logits[layer.name] = logits
-            if self._num_parts > 1 and self._num_samples and not self._keeps_whole():
+        tensors = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+        wide = [tensor for tensor in tensors if tensor.shape[-1:] == (layer.num_experts,)]
+        self._logits[layer.name] = wide
+        if layer.is_split and self._num_samples and not self._keeps_whole():
+            for logits in wide:
                 self._record_whole(logits)
         return output
 
     def _note_choice(self, layer: _Layer, experts: nn.Module, own: Call, args: Any, kwargs: Any) -> Any:
-        """Call a layer's experts, which are given the index [N, k] of those that tokens go to."""
-        logits, index = self._logits.pop(layer.name, None), [*args, *kwargs.values()][1]
+        """Call a layer's experts, which are given the index [N, k] of those that tokens go to, and their weights."""
+        index, weights = [*args, *kwargs.values()][1:3]
+        # Where a token goes to all experts, weights are as wide as logits, and a router may return both.
+        wide = self._logits.pop(layer.name, ())
+        logits = next((tensor for tensor in wide if storage_key(tensor) != storage_key(weights)), None)
         is_training, is_first = experts.training and torch.is_grad_enabled(), self._num_samples is not None
         if is_training and self._has_loss:
             if logits is None or logits.numel() != len(index) * layer.num_experts:
@@ -201,9 +212,12 @@ class RouterBalance:
                         "is not known; set experts.aux_scope=micro-batch",
                     )
             table = router_table(logits.reshape(-1, layer.num_experts), index, num_groups)
+            if self._num_parts > 1 and not layer.is_split:
+                # All ranks have the table of all tokens, and its whole gradient; but it is summed over them.
+                table = table + (table / self._num_parts - table).detach()
             if is_first:
                 self.tables.append(table)
-        if is_training and is_first and (self._num_parts > 1 or self._tensor.rank == 0):  # each token once
+        if is_training and is_first and (layer.is_split or self._tensor.rank == 0):  # each token once
             self._counts[layer.places] += counts_of(index.reshape(1, -1), layer.num_experts)[0]
         return own(*args, **kwargs)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness import balance
 from harness.balance import WatchedRouters, biases_of, fixed_length
+from harness.moe import HIDDEN, NUM_EXPERTS, make_experts, square
 from harness.moe_models import moe_case
 from harness.tensor import mixture
 from harness.training import make_config
@@ -191,3 +192,37 @@ def test_routers_whose_logits_are_not_seen_are_refused():
     with engine, pytest.raises(EngineError) as caught:
         engine.train_step([case.batch(0, 2, BATCH)])
     assert caught.value.code == "router-logits-unknown"
+
+
+class EveryExpert(nn.Module):
+    """A router that sends each token to all experts, and returns their weights before its logits, or after them."""
+
+    def __init__(self, are_weights_first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, NUM_EXPERTS * HIDDEN).view(NUM_EXPERTS, HIDDEN))
+        self.are_weights_first = are_weights_first
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x @ self.weight.T
+        weights, index = logits.softmax(-1).topk(NUM_EXPERTS)
+        return (weights, index, logits) if self.are_weights_first else (logits, index, weights)
+
+
+class EveryExpertBlock(nn.Module):
+    def __init__(self, are_weights_first: bool) -> None:
+        super().__init__()
+        self.router, self.experts = EveryExpert(are_weights_first), make_experts("mixtral", torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, index, last = self.router(x)
+        mixed: Tensor = self.experts(x, index, first if self.router.are_weights_first else last)
+        return mixed
+
+
+def test_weights_of_all_experts_are_not_taken_for_logits() -> None:
+    losses = []
+    for are_weights_first in (False, True):
+        config = make_config(1, {"experts": {"aux_loss": 1.0, "z_loss": 1.0}})
+        with initialize(nn.Sequential(EveryExpertBlock(are_weights_first)), config, loss_fn=square) as engine:
+            losses.append(engine.train_step([torch.linspace(-1, 1, 4 * HIDDEN).view(4, HIDDEN)]).loss)
+    assert losses[1] == losses[0]
