@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.config.errors import ConfigError, EngineError
-from shardwise.construction.experts import experts_of
-from shardwise.runtime.class_swap import set_attribute, subclass_module
+from shardwise.construction.experts import experts_of, router_of
+from shardwise.runtime.class_swap import Call, answer_calls, set_attribute, subclass_module
 from shardwise.runtime.forward_state import is_repeatable, same_again
 from shardwise.runtime.torch_private import is_fake
 
@@ -47,6 +47,7 @@ class Router(TorchFunctionMode):
         wanted: returns the experts of each token, [B, S, k]; None for the router's own choice.
         part: the number of this rank and of all among which sequences may be split.
         compute: in place of the layer's own forward; None for that.
+        follows_call: leave each `topk` before `note_call` as it is: attention in the same module may choose keys.
 
     Attributes:
         index: what `topk` has chosen among all experts in the call that runs, [N, k]; None where it has not.
@@ -59,9 +60,11 @@ class Router(TorchFunctionMode):
         wanted: Callable[[], Tensor | None],
         part: tuple[int, int] = (0, 1),
         compute: Compute | None = None,
+        follows_call: bool = False,
     ) -> None:
         super().__init__()
         self.compute = compute
+        self._follows_call, self._is_called = follows_call, False
         self._name, self._num_experts, self._wanted, self._part = name, num_experts, wanted, part
         self.index: Tensor | None = None
         self._follows = self._is_proved = False
@@ -69,12 +72,17 @@ class Router(TorchFunctionMode):
     @contextmanager
     def choosing(self) -> Iterator[None]:
         """Answer, in a call of the module around the experts, where a choice is wanted or may be repeated."""
-        self._follows = False
+        self._follows = self._is_called = False
         with nullcontext() if self._wanted() is None and not is_repeatable() else self:
             try:
                 yield
             finally:
                 self.index = None
+
+    def note_call(self, module: nn.Module, own: Call, args: Any, kwargs: Any) -> Any:
+        """Call the module that scores the experts."""
+        self._is_called = True
+        return own(*args, **kwargs)
 
     def check(self, index: Tensor) -> None:
         """Check that the layer is called with the experts that are wanted, if any; the first time by their values.
@@ -103,8 +111,9 @@ class Router(TorchFunctionMode):
         return (self._topk if func in (torch.topk, Tensor.topk) else func)(*args, **(kwargs or {}))
 
     def _topk(self, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
-        # Attention may choose keys in the same forward, mostly more of them than there are experts.
-        if k > self._num_experts or dim % input.dim() != input.dim() - 1 or not largest:
+        # Where no module is known to score the experts, attention mostly chooses more keys than there are experts.
+        is_other = k > self._num_experts or (self._follows_call and not self._is_called)
+        if is_other or dim % input.dim() != input.dim() - 1 or not largest:
             return torch.topk(input, k, dim, largest, sorted)
         index = same_again("choice of experts", lambda: self._choose(input.detach(), k, sorted)).long()
         if input.shape[-1] >= self._num_experts:
@@ -152,7 +161,11 @@ class Routers:
         self._blocks = [_block_of(experts.name, model) for experts in layers]
         for number, experts in enumerate(layers):
             compute = computes.get(experts.name)
-            router = Router(experts.name, experts.num_experts, partial(self._of_layer, number), part, compute)
+            scorer, wanted = router_of(experts.parent, experts.module), partial(self._of_layer, number)
+            has_scorer = scorer is not None and scorer is not experts.parent
+            router = Router(experts.name, experts.num_experts, wanted, part, compute, has_scorer)
+            if scorer is not None and has_scorer:
+                undo.callback(answer_calls(scorer, router.note_call))
             # Of two layers in one module the second has no choice, as no `topk` is known to be its own.
             around = [] if hasattr(experts.parent, _ROUTER) else [(experts.parent, _Chooses)]
             for altered, joined in ((experts.module, _Follows), *around):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.moe import HIDDEN, make_experts
 from harness.moe_models import MOE_FAMILIES, build_moe, moe_case
 from harness.refusals import refusal_of
 from shardwise.construction.experts import is_experts, router_of
@@ -252,3 +253,30 @@ def test_a_router_that_does_not_follow_its_topk_is_refused() -> None:
         code, message = refusal_of(lambda: model(**batch))
     assert code == "router-not-replayable"
     assert message.startswith("model.layers.0.mlp.experts: ")
+
+
+class Indexed(nn.Module):
+    """A block in which a token chooses others too, as many as its experts, among as many as there are experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(HIDDEN, NUM_EXPERTS, bias=False), make_experts("mixtral", torch.float32)
+        self.keys: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keys.append((x @ x.T).topk(2).indices)
+        weights, index = self.gate(x[self.keys[-1]].sum(1)).softmax(-1).topk(2)
+        mixed: Tensor = self.experts(x, index, weights)
+        return mixed
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_choice_of_attention_in_the_same_block_stays(replays: bool) -> None:
+    model, x = nn.Sequential(Indexed()), torch.randn(NUM_EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))
+    routing = (torch.arange(NUM_EXPERTS).view(1, -1, 1, 1) + torch.tensor([1, 4])) % NUM_EXPERTS
+    with closing(Routers(model)) as routers, watched(model) as calls:
+        checked = routers.checked(routing, torch.Size((1, NUM_EXPERTS)))
+        with routers.following(checked) if replays else nullcontext():
+            model(x)
+    assert torch.equal(calls.index[0], routing[0, :, 0]) == replays
+    assert torch.equal(model[0].keys[0], (x @ x.T).topk(2).indices)
