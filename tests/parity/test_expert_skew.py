@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from harness.huggingface import build_model
 from harness.pool import WorkerPool
 from shardwise import Config, simulate
 from shardwise.experts import routers
@@ -121,3 +122,20 @@ def test_simulated_ranks_of_4096_get_the_rows_of_a_skew() -> None:
     assert even == num_calls * (count_bytes + (1 + 1 + 1 + 1) * row_bytes)
     assert skewed == num_calls * (count_bytes + (1 + 4 + 4 + 1) * row_bytes)
     assert higher > peak
+
+
+def test_a_simulated_pipeline_needs_no_choices_of_experts() -> None:
+    """Eager experts, which look for theirs in the index, exchange what others do."""
+    wire_bytes = []
+    for experts in ("eager", "grouped_mm"):
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        simulation = simulate(
+            lambda name=experts: build_model("mixtral", experts=name, output_router_logits=False),
+            {"mesh": {"pp": 2, "ep": 2}, "batch": {"micro_size": 2, "global_size": 8}},
+            lambda tokens=tokens: {"input_ids": tokens, "labels": tokens},
+            rank=3,
+            world_size=4,
+        )
+        wire_bytes.append(simulation.wire_bytes)
+    assert wire_bytes[0] == wire_bytes[1]
+    assert wire_bytes[0]["ep", "exchange"] > 0

@@ -52,6 +52,7 @@ from shardwise.config.resolve import (
     TiersConfig,
 )
 from shardwise.config.sections import PositiveFloat
+from shardwise.construction.experts import experts_of
 from shardwise.construction.scan import scan_model, with_own_dtype
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
@@ -59,6 +60,7 @@ from shardwise.engine.runner import RankBatch, run_model
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
+from shardwise.runtime.class_swap import answer_calls
 from shardwise.runtime.device import kind_of
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory, first_line
 from shardwise.runtime.module_calls import watch_calls
@@ -265,6 +267,8 @@ def _what_stages_receive(
             copied, plain_config, layout, MemoryTracker("cpu"), comm_factory, loss_fn=lambda *_: torch.zeros(())
         )
     )
+    for experts in experts_of(copied) if config.mesh.ep > 1 else ():  # they return rows as they get, and read no values
+        answer_calls(experts.module, lambda module, own, args, kwargs: [*args, *kwargs.values()][0].clone())
     last_of = {units[-1]: stage + 1 for stage, units in enumerate(pipeline.units[:-1])}
     examples: dict[int, Any] = {}
     running: list[str] = []
