@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -164,6 +165,25 @@ def test_a_folder_of_several_files_is_packed_file_by_file(tmp_path: Path) -> Non
     assert described["ignore"] == ["lm_head", *(f"model.layers.{index}.mlp.down_proj" for index in range(2))]
     if packer.find_spec("compressed_tensors"):
         assert read_by_transformers(tmp_path / "packed")[0].isfinite().all()
+
+
+def test_experts_of_a_folder_are_named_as_not_packed(tmp_path: Path) -> None:
+    """A server has a linear layer for each of them, and takes all that it is not spared for packed ones."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 12}
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=12)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "plain")
+    pack_folder(tmp_path / "plain", tmp_path / "packed", "int4")
+    described = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    exact = {name for name in described["ignore"] if not name.startswith("re:")}
+    patterns = [re.compile(name[3:]) for name in described["ignore"] if name.startswith("re:")]
+    names = load_file(tmp_path / "packed" / "model.safetensors").keys()
+    plain = {name.removesuffix(".weight") for name in names if name.endswith(".weight")} - {"model.embed_tokens"}
+    matrices = {name for name in plain if "norm" not in name}
+    assert len(patterns) < 8
+    assert {name for name in matrices if name not in exact and not any(each.match(name) for each in patterns)} == set()
+    packed = {name.removesuffix(".weight_packed") for name in names if name.endswith("_packed")}
+    assert len(packed) == 12 * 4
+    assert not [name for name in packed if name in exact or any(each.match(name) for each in patterns)]
 
 
 def held_out_loss(rank: int, world_size: int, folder: str) -> float:

@@ -12,6 +12,7 @@ and a scale for each row ("int8") or group of a row's elements ("int4"). Values 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def _pack_file(source: Path, target: Path, packed: set[str], packing: Packing) -
 
 
 def _linear_layers(source: Path) -> tuple[dict[str, int], set[str]]:
-    """Return the elements of a row of each layer to pack, by name, and the names of the other linear layers."""
+    """Return the elements of a row of each layer to pack, by name, and names and patterns of the others."""
     if find_spec("transformers") is None:
         raise CheckpointError(
             "extra-missing", "--weights asks transformers for the layers of the model; pip install 'shardwise[hf]'"
@@ -145,18 +146,22 @@ def _linear_layers(source: Path) -> tuple[dict[str, int], set[str]]:
             model: Any = pretrained.build_model(pretrained.open_config(source, str(source)), str(source))
     except ConfigError as error:
         raise CheckpointError("not-a-causal-model", f"{error}; or leave --weights out") from None
-    head, stored = model.get_output_embeddings(), set[str]()
+    head, stored = model.get_output_embeddings(), dict[str, list[int]]()
     for path in _files(source):
         with safe_open(path, "pt") as file:
-            stored.update(file.keys())
-    packed, others = dict[str, int](), set[str]()
-    for name, module in model.named_modules():
+            stored |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118, it is no mapping
+    packed, others, modules = dict[str, int](), set[str](), dict(model.named_modules())
+    for name, module in modules.items():
         if type(module) is not nn.Linear:
             continue
         if module is head or module.in_features % _GROUP_NUMELS[-1] or f"{name}{_WEIGHT}" not in stored:
             others.add(name)
         else:
             packed[name] = module.in_features
+    # Servers have a linear layer for each expert and router of the files, where the model has stacks.
+    matrices = {name.removesuffix(_WEIGHT) for name, shape in stored.items() if len(shape) == 2}
+    others |= {_like_numbers(name) for name in matrices - modules.keys()}
+    others |= {name for name in matrices & modules.keys() - packed.keys() if type(modules[name]) is not nn.Embedding}
     if not packed:
         raise CheckpointError(
             "nothing-to-pack",
@@ -164,3 +169,8 @@ def _linear_layers(source: Path) -> tuple[dict[str, int], set[str]]:
             "--weights out",
         )
     return packed, others
+
+
+def _like_numbers(name: str) -> str:
+    """Return the pattern of the names that differ from this one in their numbers alone."""
+    return "re:" + re.sub(r"(?<=\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) + "$"
