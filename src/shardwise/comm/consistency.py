@@ -73,8 +73,9 @@ class CallCheck:
             MissingRankError: not all have come in time.
         """
         note = call.note()
-        agreement = Agreement(self._store, call.group.ranks, self._rank, self.timeout_s, f"calls/{note.group}")
-        verdict = agreement.run(str(note.position), lambda: json.dumps(asdict(note)), _judge_calls, note.title)
+        part = f"calls/{note.group}/{note.position}"
+        agreement = Agreement(self._store, call.group.ranks, self._rank, self.timeout_s, part)
+        verdict = agreement.run("call", lambda: json.dumps(asdict(note)), _judge_calls, note.title)
         if text := verdict.checked():
             raise CommError("collectives-differ", text)
 

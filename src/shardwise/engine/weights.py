@@ -21,7 +21,7 @@ True
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -49,6 +49,7 @@ _SUBJECT: Final = "the hand-over of weights"
 
 Pair = tuple[str, Tensor | None]
 Yielded = TypeVar("Yielded")
+Gathered = TypeVar("Gathered")
 
 
 class FlatTensor(NamedTuple):
@@ -127,26 +128,39 @@ class WeightSource:
             once: leave out what another rank yields too, so that all ranks together yield each element once.
         """
         dtypes = {info.name: info.dtype for info in self.metadata()}
-        for name, rect, values in self.blocks(once=once):
-            yield name, values.to(dtypes[name]), tuple(map(slice, rect.start, rect.stop))
+        return (
+            (name, values.to(dtypes[name]), tuple(map(slice, rect.start, rect.stop)))
+            for name, rect, values in self.blocks(once=once)
+        )
 
     def blocks(self, *, once: bool = True) -> Iterator[Block]:
         """Yield the same as an export writes it: rectangles, and values in the dtype in which they are stored.
 
-        Merged weights are gathered, one layer at a time, and one rank has them, in turns.
+        Merged weights are gathered, one layer at a time, and one rank has them, in turns; then the ranks agree as in a
+        walk.
         """
-        return self._held(self._reader(), once)
+        return _Walk(self._parts.status, lambda: self._held(self._reader(), once))
 
     def _held(self, reader: WeightReader, once: bool) -> Iterator[Block]:
+        items = [item for group in self._groups() for item in group]
+        merged = [item for item in items if item.change is not None]
         num_ranks = self._parts.comm.world_size
-        for index, item in enumerate(item for group in self._groups() for item in group):
-            if item.change is None:
-                for member in item.members:
-                    for rect, values in reader.held(member, once=once):
-                        yield from in_folder(item.parts[member.name], rect, values)
-            elif (gathered := reader.gather(item.members, [index % num_ranks])) is not None:
+
+        def take(part: tuple[int, WeightItem | None]) -> Iterator[Block]:
+            number, item = part
+            if item is None:
+                yield from self._unmerged(reader, once)
+            elif (gathered := reader.gather(item.members, [number % num_ranks])) is not None:
                 for (name, _, shape), tensor in zip(item.outputs, item.tensors(gathered), strict=True):
                     yield name, Rect.whole(shape), tensor
+
+        return self._together(take, enumerate((None, *merged)), "shards") if merged else self._unmerged(reader, once)
+
+    def _unmerged(self, reader: WeightReader, once: bool) -> Iterator[Block]:
+        for item in (item for group in self._groups() for item in group if item.change is None):
+            for member in item.members:
+                for rect, values in reader.held(member, once=once):
+                    yield from in_folder(item.parts[member.name], rect, values)
 
     def buckets(self) -> Iterator[tuple[Tensor | None, list[FlatTensor]]]:
         """Walk as SGLang takes weights: the bytes of a bucket's tensors as one, and a table of them. See `__iter__`."""
@@ -173,13 +187,13 @@ class WeightSource:
                     step()
 
         self._reader()  # ends an earlier walk, which one rank may still hold, and refuses what a walk would
-        self._agree(partial(call, begin))
+        self._agree(partial(call, begin), begins=True)
         for names, tensors in self.iter_groups():
             self._agree(partial(call, partial(send, names, [tensor for tensor in tensors if tensor is not None])))
         self._agree(partial(call, end))
 
-    def _agree(self, act: Callable[[], object]) -> None:
-        self._parts.agreement.run(_ROUND, lambda: str(act() or ""), subject=_SUBJECT).checked()
+    def _agree(self, act: Callable[[], object], begins: bool = False) -> None:
+        self._parts.agreement.run(_ROUND, lambda: str(act() or ""), subject=_SUBJECT, begins=begins).checked()
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of the bytes of each tensor, by name, on the ranks that get tensors; all ranks call it."""
@@ -204,43 +218,35 @@ class WeightSource:
         return WeightReader(parts.states(), parts.layout, dict(persistent_buffers(parts.model)))
 
     def _walk(self) -> Iterator[list[Pair]]:
-        """Check that a walk can begin, and return the buckets of all groups."""
-        groups, reader, to_rank = self._groups(), self._reader(), self._options.to_rank
-        receivers = range(self._parts.comm.world_size) if to_rank is None else (to_rank,)
-        note = hashlib.sha256(repr((self.metadata(), to_rank)).encode()).hexdigest()
-        return self._buckets(groups, reader, receivers, note)
+        """Return the buckets of all groups."""
+        to_rank, ranks = self._options.to_rank, range(self._parts.comm.world_size)
+        receivers = ranks if to_rank is None else (to_rank,)
+        return self._together(partial(self._buckets, self._reader(), receivers), self._groups(), f"to {to_rank}")
 
     def _buckets(
-        self, groups: Sequence[Sequence[WeightItem]], reader: WeightReader, receivers: Sequence[int], note: str
+        self, reader: WeightReader, receivers: Sequence[int], group: Sequence[WeightItem]
     ) -> Iterator[list[Pair]]:
-        last, is_known = "", True  # whether all ranks know where this one goes on no longer
-        try:
-            for group in groups:
-                is_known = True
-                self._go_on(note)
-                is_known = False
-                for bucket in filled(group, attrgetter("num_bytes"), self._options.bucket_bytes):
-                    with self._parts.failures_explained():
-                        gathered = reader.gather([member for item in bucket for member in item.members], receivers)
-                    pairs = [pair for item in bucket for pair in _named(item, gathered)]
-                    last = pairs[-1][0] if pairs else last
-                    del gathered  # or it would be there while the next one is gathered, and so would the pairs
-                    yield pairs
-                    del pairs
-            is_known = True
-            self._go_on(note)
-        except BaseException:
-            if not is_known:
-                text = f"its walk was stopped after {last}, mostly since the receiver has failed"
-                self._parts.agreement.leave(_ROUND, EngineError("walk-stopped", text), _SUBJECT)
-            raise
+        for bucket in filled(group, attrgetter("num_bytes"), self._options.bucket_bytes):
+            with self._parts.failures_explained():
+                gathered = reader.gather([member for item in bucket for member in item.members], receivers)
+            pairs = [pair for item in bucket for pair in _named(item, gathered)]
+            del gathered  # or it would be there while the next one is gathered, and so would the pairs
+            yield pairs
+            del pairs
 
-    def _go_on(self, note: str) -> None:
-        """Agree with the other ranks, whose notes say what they walk over.
+    def _together(
+        self, walk: Callable[[Yielded], Iterator[Gathered]], parts: Iterable[Yielded], kind: str
+    ) -> Iterator[Gathered]:
+        """Walk over parts for which all ranks gather. Before each, and at the end, the ranks agree.
+
+        Args:
+            kind: what the walk is, for the ranks to compare.
 
         Raises:
             CommError: a rank has stopped, or walks over something else.
         """
+        note = hashlib.sha256(repr((self.metadata(), kind)).encode()).hexdigest()
+        agreement, is_known, num_parts = self._parts.agreement, True, 0
 
         def judge(notes: Mapping[int, str]) -> str:
             if odd := [rank for rank, other in notes.items() if other != note]:
@@ -248,7 +254,21 @@ class WeightSource:
                 raise EngineError("walks-differ", text)
             return ""
 
-        self._parts.agreement.run(_ROUND, lambda: note, judge, _SUBJECT).checked()
+        def go_on() -> None:
+            agreement.run(_ROUND, lambda: note, judge, _SUBJECT, begins=not num_parts).checked()
+
+        try:
+            for part in parts:
+                go_on()
+                is_known = False  # to the others, whether this rank goes on
+                yield from walk(part)
+                is_known, num_parts = True, num_parts + 1
+            go_on()
+        except BaseException:
+            if not is_known:
+                text = f"its walk was stopped in part {num_parts + 1}, mostly since the receiver has failed"
+                agreement.leave(_ROUND, EngineError("walk-stopped", text), _SUBJECT)
+            raise
 
 
 class _Walk(Iterator[Yielded]):
