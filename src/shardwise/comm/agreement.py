@@ -207,7 +207,7 @@ class Agreement:
             store.add(f"{key}/read", not is_first)
 
     # [Note: Rounds that a rank has skipped]
-    # Rounds have numbers, so a rank that has skipped one would be behind the others for ever: it would wait in a round
+    # Rounds have numbers, so a rank that has skipped one would count one less for ever: it would wait in a round
     # that they have given up, and they in the next one. So who gives a round up says so, and one that comes to another
     # call, or to the beginning of one, counts on to where the others are.
     def _next_round(self, store: dist.Store, name: str, begins: bool) -> str:
