@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from harness.hand_over import (
     ReceiverError,
     SglangReceiver,
     VllmReceiver,
+    begin,
     deliver_to_vllm,
+    digest_of_all,
     send_to_sglang,
     send_to_vllm,
 )
@@ -299,6 +302,47 @@ def test_a_delivery_that_is_interrupted_ends_at_once_on_all_ranks(ranks: WorkerP
     assert first[1::4] == second[1::4] == [True] * 6
     assert first[2::4] == second[2::4]
     assert first[3::4] == second[3::4]
+
+
+def answer_between_deliveries(rank: int, world_size: int) -> list[str]:
+    """What the server says, and would say without a cache, after each delivery; the second of them fails once."""
+    said_by_server: list[str] = []
+    server = VllmReceiver()
+    with make_engine() as engine:
+        source = engine.weights(to_rank=0)
+
+        def end() -> None:
+            server.finish_weight_update()
+            server.reset_prefix_cache()
+
+        def send(names: list[str], tensors: list[Tensor], fails: bool) -> None:
+            for name, tensor in zip(names, tensors, strict=True):
+                server.load_weight(name, tensor)
+            if fails and "2.0.weight" in names:
+                raise ReceiverError("no memory")
+
+        if rank == 0:
+            server.init_weight_transfer_engine({})
+        for turn in range(4):
+            fails = turn == 1
+            if turn == 2 and rank == 0:
+                server.phase = "ready"  # it is begun again
+            deliver = partial(source.deliver, partial(send, fails=fails), partial(begin, source, server), end)
+            said_by_server.append(said(deliver)[1])
+            weights = {name: tensor.clone() for name, tensor in source if tensor is not None}
+            if rank == 0 and fails:
+                said_by_server += [said(lambda: server.answer("sum"))[0], "ValueError"]
+            elif rank == 0:
+                said_by_server += [server.answer("sum"), "sum" + digest_of_all(weights)]
+            train(engine)
+    return said_by_server
+
+
+def test_a_server_answers_by_new_weights_alone_and_never_by_mixed_ones(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(answer_between_deliveries)
+    assert second == first[::3] == ["", "rank-failed", "", ""]
+    assert first[1::3] == first[2::3]
+    assert len(set(first[1::3])) == 4  # no two turns have the same weights
 
 
 def take_merged_shards(rank: int, world_size: int) -> list[Any]:

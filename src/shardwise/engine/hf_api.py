@@ -14,7 +14,7 @@ from shardwise.checkpoint.hf.exporter import ExportRequest, ExportTensor, export
 from shardwise.checkpoint.hf.importer import open_folder
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.load import LoadReport
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.match import WantedState, match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
@@ -52,8 +52,7 @@ def import_weights(
     rules = _rules(parts.model, names, _weights(parts))
 
     def describe_folder(path: Path) -> Manifest:
-        stored = open_folder(path, {each.name: each.aliases for each in _weights(parts)}, rules)
-        return Manifest(parts.state.num_steps, stored, {}, "weights")
+        return Manifest(parts.state.num_steps, _opened(parts.model, path, _weights(parts), rules), {}, "weights")
 
     return checkpoints.load_folder(folder, describe_folder, strict, weights_only=True)
 
@@ -91,9 +90,14 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
         CheckpointError: as in `import_weights`.
     """
     wanted = wanted_of(model)
-    rules = _rules(model, names, wanted)
-    stored = open_folder(folder, {each.name: each.aliases for each in wanted}, rules)
-    match(stored, wanted).check(str(folder))
+    match(_opened(model, folder, wanted, _rules(model, names, wanted)), wanted).check(str(folder))
+
+
+def _opened(
+    model: nn.Module, folder: Path, weights: Iterable[StateShard | WantedState], rules: NameMap
+) -> tuple[StoredTensor, ...]:
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers loads a folder
+    return open_folder(folder, {each.name: each.aliases for each in weights}, rules, ignored)
 
 
 def _tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes | Path]:

@@ -212,7 +212,7 @@ class NvmeStorage:
         return self._transfers.work_off(add_on_host)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the elements [start, stop), in memory of its own: a pool would keep a buffer of each size."""
+        """Return a copy of the elements [start, stop). It has memory of its own: a pool would keep each size."""
         self._await_put()
         if self.keeps(start, stop):
             with staged(self._open(start, stop, read=True)) as part:
