@@ -364,6 +364,16 @@ def all_or_none(agreement: Agreement, part: str) -> Iterator[None]:
         raise CommError("other-rank-start", str(error)) from None
 
 
+def odd_ranks(notes: Mapping[int, str]) -> str:
+    """Return the ranks whose notes are others than the first rank's, in words; empty where there are none.
+
+    >>> odd_ranks({0: "a", 1: "b", 2: "a"}), odd_ranks({0: "a", 1: "a"})
+    ('rank 1', '')
+    """
+    odd = [rank for rank in sorted(notes) if notes[rank] != notes[min(notes)]]
+    return listed(odd) if odd else ""
+
+
 def listed(ranks: Iterable[int], num_shown: int = 8) -> str:
     """Format ranks in words.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from shardwise.checkpoint.hf.config_files import config_files, describe, wanted_of
-from shardwise.checkpoint.hf.exporter import ExportRequest, ExportTensor, export_jointly
+from shardwise.checkpoint.hf.exporter import ExportTensor, export_jointly
 from shardwise.checkpoint.hf.importer import open_folder
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.load import LoadReport
@@ -22,14 +22,11 @@ from shardwise.engine.adapters import AdaptedModel
 from shardwise.engine.checkpoint_api import Checkpoints, saved_buffers
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import zero_grad
-from shardwise.engine.weight_items import hub_rules
-from shardwise.engine.weights import BUCKET_BYTES, WeightOptions, WeightSource
+from shardwise.engine.weight_items import Names, hub_rules
+from shardwise.engine.weights import WeightSource
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.state_shards import StateShard
 from shardwise.zero import checkpoint_state
-
-# What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
-Names = NameMap | Mapping[str, Any]
 
 
 class Tokenizer(Protocol):
@@ -68,11 +65,11 @@ def export_weights(
     """Write a folder; the other arguments are those of `Engine.export_weights`."""
     parts.refuse_if_simulated()
     stored_dtype = dtype_name(torch_dtype(dtype or parts.layout.precision.param))
-    source = WeightSource(parts, WeightOptions(names or "hf", dtype, "merge", None, BUCKET_BYTES))
+    source = WeightSource(parts, names or "hf", dtype)
     tensors = [ExportTensor(name, (), shape, dtype_name(stored)) for name, stored, shape in source.metadata()]
     others: dict[str, bytes | Path] = dict(config_files(describe(AdaptedModel(parts.model, {}).base), stored_dtype))
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
-    return export_jointly(ExportRequest(folder, tensors, source.blocks(), others), parts.agreement)
+    return export_jointly(folder, tensors, source.blocks(), others, parts.agreement)
 
 
 def _weights(parts: EngineParts) -> tuple[StateShard, ...]:

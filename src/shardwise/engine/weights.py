@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.deltas import digest_of
 from shardwise.checkpoint.hf.exporter import Block, filled, in_folder
-from shardwise.comm.agreement import listed
+from shardwise.comm.agreement import odd_ranks
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import Dtype
 from shardwise.engine.parts import EngineParts, EngineStatus
@@ -63,34 +62,32 @@ class FlatTensor(NamedTuple):
     numel: int
 
 
-@dataclass(frozen=True)
-class WeightOptions:
-    """Says what a source yields, to which ranks; see `Engine.weights`."""
-
-    names: Names
-    dtype: Dtype | None
-    adapters: Adapters
-    to_rank: int | None
-    bucket_bytes: int
-
-
 class WeightSource:
-    """Yields the weights of an engine; `Engine.weights` makes it.
+    """Yields the weights of an engine; the arguments are those of `Engine.weights`, which makes it.
 
     Its methods are those by which vLLM asks a trainer for weights. All ranks walk together; a walk ends before the next
     one begins, and before anything else is done with the engine.
     """
 
-    def __init__(self, parts: EngineParts, options: WeightOptions) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        names: Names,
+        dtype: Dtype | None,
+        adapters: Adapters = "merge",
+        to_rank: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         num_ranks = parts.comm.world_size
-        if options.to_rank is not None and not 0 <= options.to_rank < num_ranks:
+        if to_rank is not None and not 0 <= to_rank < num_ranks:
             raise ConfigError(
-                "weights-rank", f"to_rank={options.to_rank} is none of {num_ranks} ranks; give one, or None for all"
+                "weights-rank", f"to_rank={to_rank} is none of {num_ranks} ranks; give one, or None for all"
             )
-        if options.bucket_bytes < 1:
-            raise ConfigError("bucket-bytes", f"bucket_bytes={options.bucket_bytes} holds nothing; give at least 1")
-        self._parts = parts
-        self._options = options
+        if bucket_bytes < 1:
+            raise ConfigError("bucket-bytes", f"bucket_bytes={bucket_bytes} holds nothing; give at least 1")
+        self._parts, self._dtype, self._bucket_bytes = parts, dtype, bucket_bytes
+        self._to_ranks = range(num_ranks) if to_rank is None else (to_rank,)
+        self._items = partial(weight_items, parts, names, dtype, adapters)
         self._known: tuple[Layout, list[list[WeightItem]]] | None = None
 
     def metadata(self) -> list[WeightInfo]:
@@ -99,7 +96,7 @@ class WeightSource:
 
     def held_names(self) -> list[str] | None:
         """Return the names of the tensors that a walk gives this rank; None for all."""
-        return None if self._receives else []
+        return None if self._parts.comm.rank in self._to_ranks else []
 
     def groups(self) -> list[list[str]]:
         """Return the names of the tensors that are gathered together, in order: those of a block are a group."""
@@ -182,7 +179,7 @@ class WeightSource:
         """
 
         def call(*steps: Callable[[], object] | None) -> None:
-            if self._receives:
+            if self.held_names() is None:
                 for step in filter(None, steps):
                     step()
 
@@ -199,36 +196,26 @@ class WeightSource:
         """Return the SHA-256 of the bytes of each tensor, by name, on the ranks that get tensors; all ranks call it."""
         return {name: digest_of(tensor) for name, tensor in self if tensor is not None}
 
-    @property
-    def _receives(self) -> bool:
-        return self._options.to_rank in (None, self._parts.comm.rank)
-
     def _groups(self) -> list[list[WeightItem]]:
         layout = self._parts.layout
         if self._known is None or self._known[0] is not layout:
-            options = self._options
-            items = weight_items(self._parts, options.names, options.dtype, options.adapters)
-            self._known = layout, layerwise(items, lambda item: item.outputs[0].name)
+            self._known = layout, layerwise(self._items(), lambda item: item.outputs[0].name)
         return self._known[1]
 
     def _reader(self) -> WeightReader:
         parts = self._parts
-        parts.status.check(params_suffice=self._options.dtype is None and parts.layout.precision.gather == "param")
+        parts.status.check(params_suffice=self._dtype is None and parts.layout.precision.gather == "param")
         parts.refuse_if_simulated()
         return WeightReader(parts.states(), parts.layout, dict(persistent_buffers(parts.model)))
 
     def _walk(self) -> Iterator[list[Pair]]:
         """Return the buckets of all groups."""
-        to_rank, ranks = self._options.to_rank, range(self._parts.comm.world_size)
-        receivers = ranks if to_rank is None else (to_rank,)
-        return self._together(partial(self._buckets, self._reader(), receivers), self._groups(), f"to {to_rank}")
+        return self._together(partial(self._buckets, self._reader()), self._groups(), f"to {self._to_ranks}")
 
-    def _buckets(
-        self, reader: WeightReader, receivers: Sequence[int], group: Sequence[WeightItem]
-    ) -> Iterator[list[Pair]]:
-        for bucket in filled(group, attrgetter("num_bytes"), self._options.bucket_bytes):
+    def _buckets(self, reader: WeightReader, group: Sequence[WeightItem]) -> Iterator[list[Pair]]:
+        for bucket in filled(group, attrgetter("num_bytes"), self._bucket_bytes):
             with self._parts.failures_explained():
-                gathered = reader.gather([member for item in bucket for member in item.members], receivers)
+                gathered = reader.gather([member for item in bucket for member in item.members], self._to_ranks)
             pairs = [pair for item in bucket for pair in _named(item, gathered)]
             del gathered  # or it would be there while the next one is gathered, and so would the pairs
             yield pairs
@@ -249,8 +236,8 @@ class WeightSource:
         agreement, is_known, num_parts = self._parts.agreement, True, 0
 
         def judge(notes: Mapping[int, str]) -> str:
-            if odd := [rank for rank, other in notes.items() if other != note]:
-                text = f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
+            if odd := odd_ranks(notes):
+                text = f"{odd} would hand over other tensors than rank 0; give all the same arguments"
                 raise EngineError("walks-differ", text)
             return ""
 
