@@ -6,8 +6,8 @@
 The policy learns to add: an answer is rewarded where it is the sum. It trains under ZeRO-3 and generates in the same
 engine. A frozen copy, the reference, holds it near where it began; it is an engine without an optimizer. While one
 phase runs, states that it does not need wait in host memory. The toy begins with random weights, and gets two sums of
-three right after a minute or two on a CPU. The rewards are in `metrics.jsonl` of the folder and, as a curve, in its
-`report.html`.
+three right after 300 steps, which take 33 seconds of one CPU core. The rewards are in `metrics.jsonl` of the folder
+and, as a curve, in its `report.html`.
 """
 
 import argparse

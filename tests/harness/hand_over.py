@@ -5,11 +5,13 @@ Neither server is imported. A trainer's part of each protocol is here too, as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardwise.checkpoint.deltas import digest_of
 
 
 class ReceiverError(RuntimeError):
@@ -31,14 +33,27 @@ class Receiver:
 
 
 class VllmReceiver(Receiver):
-    """Init, start, updates of what was announced, in that order, finish; a layer's tensors come together."""
+    """Init, start, updates of what was announced, in that order, finish; a layer's tensors come together.
+
+    It answers prompts between updates, and keeps its answers until its cache is reset, as a server keeps prefixes.
+    """
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__(fails_at)
         self.phase = "new"
         self._expected: list[tuple[str, str, list[int]]] = []
         self._layers: list[str] = []
-        self.has_reset_cache = False
+        self._answers: dict[str, str] = {}
+
+    def answer(self, prompt: str) -> str:
+        """An answer of the weights, or of those that there were when it was kept."""
+        if self.phase != "ready":
+            raise ValueError(f"asked in phase {self.phase}: weights of two steps")
+        return self._answers.setdefault(prompt, prompt + digest_of_all(self.weights))
+
+    def reset_prefix_cache(self) -> None:
+        self._go("ready", "ready")
+        self._answers.clear()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._go("new", "ready")
@@ -46,7 +61,6 @@ class VllmReceiver(Receiver):
     def start_weight_update(self) -> None:
         self._go("ready", "updating")
         self._layers.clear()
-        self.has_reset_cache = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Announce what comes, as names, dtypes and shapes."""
@@ -71,13 +85,17 @@ class VllmReceiver(Receiver):
         self._go("updating", "ready")
         if self._expected:
             raise ValueError(f"{self._expected[0]} has not come")
-        self.has_reset_cache = True
 
     def _go(self, before: str, after: str) -> None:
         self._step()
         if self.phase != before:
             raise ValueError(f"in phase {self.phase}, not {before}")
         self.phase = after
+
+
+def digest_of_all(weights: Mapping[str, Tensor]) -> str:
+    """One digest of all weights, whatever their order."""
+    return str(sorted((name, digest_of(tensor)) for name, tensor in weights.items()))
 
 
 def layer_of(name: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise.compat.deepspeed as deepspeed
 from harness.hand_over import layer_of
 from harness.huggingface import build_model
 from harness.live_bytes import LiveBytes
@@ -24,7 +25,7 @@ from shardwise.checkpoint.hf import exporter
 from shardwise.checkpoint.manifest import CheckpointError
 
 pytest.importorskip("transformers")
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 Options = Mapping[str, Any]
 STAGE_3: Options = {"zero": {"stage": 3}}
@@ -161,6 +162,28 @@ def test_tied_heads_padded_words_and_fused_matrices_come_once_and_whole(ranks: W
             torch.testing.assert_close(dict(pairs), expected, rtol=0, atol=0)
 
 
+def load_and_walk(rank: int, world_size: int, family: str, folder: Path) -> Any:
+    config = {**STAGE_3, "precision": {"param": "fp32"}, "run": {"device": "cpu", "timeout_s": 30.0}}
+    with initialize(build_moe(family), config, weights=folder) as engine:
+        source = engine.weights()
+        return source.metadata(), [(name, tensor.clone()) for name, tensor in source]
+
+
+@pytest.mark.parametrize(("family", "layer"), [("deepseek_v3", 61), ("glm4_moe", 46)])
+def test_layers_that_predict_more_tokens_are_left_in_the_folder(
+    ranks: WorkerPool, family: str, layer: int, tmp_path: Path
+) -> None:
+    """Folders of the hub have them after the model's last layer, and the model's class says that it has none."""
+    drawn(lambda: build_moe(family)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    more = {name.replace("layers.1.", f"layers.{layer}."): tensor + 1 for name, tensor in weights.items()}
+    more[f"model.layers.{layer}.eh_proj.weight"] = torch.ones(16, 32)
+    save_file({**more, **weights}, tmp_path / "model.safetensors", {"format": "pt"})
+    for metadata, pairs in ranks(2).run(load_and_walk, family, tmp_path):
+        assert [info.name for info in metadata] == [name for name, _ in pairs]
+        torch.testing.assert_close(dict(pairs), weights, rtol=0, atol=0)
+
+
 class Counting(nn.Module):
     """Has buffers that a cast of the weights must leave as they are."""
 
@@ -186,7 +209,10 @@ def test_buffers_are_not_cast_down() -> None:
 
 
 def measure(rank: int, world_size: int, options: Options, bucket_bytes: int) -> dict[str, int]:
-    """The most live bytes of walks beside those before, and the bytes of what is handed over."""
+    """The most live bytes of walks beside those before, and the bytes of what is handed over.
+
+    Buffers of a tier are there after a step: a first walk shows them to the count, and must add none to them.
+    """
     torch.manual_seed(0)
     model = build_model("llama", num_hidden_layers=4, hidden_size=256, intermediate_size=640)
     engine = make_engine(model, options, "bf16")
@@ -194,21 +220,29 @@ def measure(rank: int, world_size: int, options: Options, bucket_bytes: int) -> 
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, dtype, shape in source.metadata()}
     units = [sum(sizes[name] for name in group) for group in source.groups()]
     found = {"unit": max(units), "tensor": max(sizes.values()), "all": sum(units)}
-    for name, walk in (("tensors", source), ("groups", source.iter_groups())):
+    engine.train_step([tokens(0)])
+    engine.parts.tiers.wait_idle()
+    before = engine.parts.tiers.buffers.reserved_bytes
+    for name, walk in (("tensors", lambda: source), ("groups", source.iter_groups)):
         gc.collect()
         with LiveBytes() as live:
             for group in engine.parts.sharding.groups:
                 stored = (group.full, group.shard.tensor, group.master.tensor)
                 live.mark(tensor for tensor in stored if tensor is not None)
-            before = live.live_bytes()
-            for each, tensors in walk:
-                del each, tensors
-            found[name] = live.peak_bytes() - before
+            for _ in range(2):
+                at_first = live.live_bytes()
+                live.reset_peak()
+                for each, tensors in walk():
+                    del each, tensors
+            found[name] = live.peak_bytes() - at_first
+    found["tier"] = engine.parts.tiers.buffers.reserved_bytes - before
     engine.close()
     return found
 
 
-@pytest.mark.parametrize(("tier", "bucket_bytes"), [("device", 2**14), ("nvme", 2**20), ("nvme", 2**30)])
+@pytest.mark.parametrize(
+    ("tier", "bucket_bytes"), [("device", 2**14), ("nvme", 2**14), ("nvme", 2**20), ("nvme", 2**30)]
+)
 def test_a_walk_takes_the_memory_of_a_unit_and_a_bucket(
     ranks: WorkerPool, tier: str, bucket_bytes: int, tmp_path: Path
 ) -> None:
@@ -219,6 +253,36 @@ def test_a_walk_takes_the_memory_of_a_unit_and_a_bucket(
         assert found["all"] > 3 * found["unit"]
         assert found["groups"] <= found["unit"] + bucket
         assert found["tensors"] <= 2 * bucket
+        assert found["tier"] <= 0
+
+
+def consolidate(rank: int, world_size: int) -> dict[str, int]:
+    """The most live bytes of the drop-in's whole state dict beside those before."""
+    torch.manual_seed(0)
+    model = build_model("llama", num_hidden_layers=4, hidden_size=256, intermediate_size=640)
+    settings = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    source = engine.inner.weights(None)
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, dtype, shape in source.metadata()}
+    units = [sum(sizes[name] for name in group) for group in source.groups()]
+    with LiveBytes() as live:
+        for group in engine.inner.parts.sharding.groups:
+            stored = (group.full, group.shard.tensor, group.master.tensor)
+            live.mark(tensor for tensor in stored if tensor is not None)
+        before = live.live_bytes()
+        state = engine._zero3_consolidated_16bit_state_dict()
+        peak = live.peak_bytes() - before
+    is_whole = state is not None and state.keys() == dict(model.named_parameters()).keys()
+    engine.destroy()
+    return {"peak": peak, "unit": max(units), "all": sum(units), "is_whole": is_whole}
+
+
+def test_the_whole_state_dict_of_the_drop_in_takes_a_unit_on_other_ranks(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(consolidate)
+    assert first["is_whole"]
+    assert first["peak"] <= first["all"] + first["unit"]
+    assert not second["is_whole"]
+    assert second["peak"] <= second["unit"] < second["all"] / 3
 
 
 def write_versions(rank: int, world_size: int, root: Path) -> Any:

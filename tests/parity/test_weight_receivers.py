@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from harness.hand_over import (
     ReceiverError,
     SglangReceiver,
     VllmReceiver,
+    begin,
     deliver_to_vllm,
+    digest_of_all,
     send_to_sglang,
     send_to_vllm,
 )
@@ -225,22 +230,161 @@ def test_a_walk_that_is_stopped_leaves_the_engine_sound_and_the_next_one_fresh(r
     assert (first["interrupt"], second["interrupt"]) == ("interrupted", "walk-stopped")
 
 
-def skip(rank: int, world_size: int) -> str:
-    with make_engine({**STAGE_3, "run": {"timeout_s": 1.0}}) as engine:
-        text = ""
-        if rank == 1:
-            try:
-                list(engine.weights())
-            except CommError as error:
-                text = str(error)
+def skip(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Rank 0 skips walks, and makes another call in their place; between them all take part."""
+    found: dict[str, Any] = {"skipped": [], "fresh": [], "losses": []}
+    with make_engine({**STAGE_3, "run": {"timeout_s": 4.0}}) as engine:
+        source = engine.weights()
+        names = [info.name for info in source.metadata()]
+
+        def walk_and_train() -> None:
+            dist.barrier()
+            found["fresh"].append([name for name, _ in source] == names)
+            found["losses"].append(train(engine))
+
+        for num_walks in (1, 2):
+            for _ in range(num_walks * rank):
+                with pytest.raises(CommError) as caught:
+                    list(source)
+                found["skipped"].append(f"{caught.value.code}: {caught.value}")
+            walk_and_train()
+        found["mixed"] = said(source.digests if rank else lambda: engine.export_weights(folder / "first"))
+        walk_and_train()
+        found["skipped"] += [] if rank == 0 else [":".join(said(source.digests))]
         dist.barrier()
-    return text
+        engine.export_weights(folder / "second")  # another call than the one that was given up
+        walk_and_train()
+    return found
 
 
-def test_a_rank_that_skips_the_walk_is_named_and_none_hangs(ranks: WorkerPool) -> None:
-    _, text = ranks(2).run(skip)
-    assert "rank 0" in text
-    assert "weights" in text
+def test_a_rank_that_skips_walks_is_named_and_takes_part_in_the_next_one(ranks: WorkerPool, tmp_path: Path) -> None:
+    first, second = ranks(2).run(skip, tmp_path)
+    assert first["skipped"] == []
+    for text in second["skipped"][:-1]:
+        assert text.startswith("rank-missing")
+        assert "rank 0" in text
+        assert "weights" in text
+    assert second["skipped"][-1] == "MissingRankError:rank-missing"
+    assert first["fresh"] == second["fresh"] == [True] * 4
+    assert first["losses"] == second["losses"] == ranks(2).run(plain_losses, 4)[0]
+    assert (first["mixed"][1], second["mixed"][1]) == ("calls-differ", "calls-differ")
+    assert (tmp_path / "second").is_dir()
+    assert not (tmp_path / "first").exists()
+
+
+def interrupt_delivery(rank: int, world_size: int) -> list[Any]:
+    """What each rank raises where a delivery is interrupted in each phase on each rank, and the seconds."""
+    found = []
+    with make_engine({**STAGE_3, "run": {"timeout_s": 60.0}}) as engine:
+        source = engine.weights()
+        for phase, where in itertools.product(("begin", "send", "end"), range(world_size)):
+
+            def act(now: str, phase: str = phase, where: int = where) -> None:
+                if (now, rank) == (phase, where):
+                    raise KeyboardInterrupt
+
+            start_s = time.monotonic()
+            try:
+                source.deliver(lambda *_: act("send"), lambda: act("begin"), lambda: act("end"))
+            except (KeyboardInterrupt, CommError) as error:
+                found.append((type(error).__name__, code_of(error, "")))
+            found.append(time.monotonic() - start_s < 50.0)  # it has not waited for the time-out
+            found.append(sorted(source.digests().values()))
+            found.append(train(engine))
+    return found
+
+
+def test_a_delivery_that_is_interrupted_ends_at_once_on_all_ranks(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(interrupt_delivery)
+    interrupted, other = ("KeyboardInterrupt", ""), ("CommError", "rank-interrupted")
+    assert first[::4] == [interrupted, other] * 3
+    assert second[::4] == [other, interrupted] * 3
+    assert first[1::4] == second[1::4] == [True] * 6
+    assert first[2::4] == second[2::4]
+    assert first[3::4] == second[3::4]
+
+
+def answer_between_deliveries(rank: int, world_size: int) -> list[str]:
+    """What the server says, and would say without a cache, after each delivery; the second of them fails once."""
+    said_by_server: list[str] = []
+    server = VllmReceiver()
+    with make_engine() as engine:
+        source = engine.weights(to_rank=0)
+
+        def end() -> None:
+            server.finish_weight_update()
+            server.reset_prefix_cache()
+
+        def send(names: list[str], tensors: list[Tensor], fails: bool) -> None:
+            for name, tensor in zip(names, tensors, strict=True):
+                server.load_weight(name, tensor)
+            if fails and "2.0.weight" in names:
+                raise ReceiverError("no memory")
+
+        if rank == 0:
+            server.init_weight_transfer_engine({})
+        for turn in range(4):
+            fails = turn == 1
+            if turn == 2 and rank == 0:
+                server.phase = "ready"  # it is begun again
+            deliver = partial(source.deliver, partial(send, fails=fails), partial(begin, source, server), end)
+            said_by_server.append(said(deliver)[1])
+            weights = {name: tensor.clone() for name, tensor in source if tensor is not None}
+            if rank == 0 and fails:
+                said_by_server += [said(lambda: server.answer("sum"))[0], "ValueError"]
+            elif rank == 0:
+                said_by_server += [server.answer("sum"), "sum" + digest_of_all(weights)]
+            train(engine)
+    return said_by_server
+
+
+def test_a_server_answers_by_new_weights_alone_and_never_by_mixed_ones(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(answer_between_deliveries)
+    assert second == first[::3] == ["", "rank-failed", "", ""]
+    assert first[1::3] == first[2::3]
+    assert len(set(first[1::3])) == 4  # no two turns have the same weights
+
+
+def take_merged_shards(rank: int, world_size: int) -> list[Any]:
+    """What each rank raises where one stops in shards whose adapters are merged, or does not take them."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0", "2"]))
+    config = {**STAGE_3, "run": {"device": "cpu", "timeout_s": 4.0}}
+    loss_fn = lambda output, batch: (output.square().sum(), len(batch))  # noqa: E731
+    found: list[Any] = []
+    with initialize(adapted, config, loss_fn=loss_fn) as engine:
+        source = engine.weights()
+        names = {info.name for info in source.metadata()}
+
+        def stop_early() -> None:
+            for _ in source.shards(once=True):
+                if rank == 1:
+                    break
+
+        def train_once() -> None:
+            dist.barrier()
+            found.append(engine.train_step([torch.ones(2, 8) + rank]).loss)
+
+        found.append(said(stop_early))
+        train_once()
+        found.append(said(lambda: list(source.shards() if rank else source)))
+        train_once()
+        found.append(said(lambda: list(source.shards())) if rank else ("", ""))
+        train_once()
+        found.append({name for name, *_ in source.shards()} <= names)
+        train_once()
+    return found
+
+
+def test_ranks_agree_on_shards_for_which_they_gather(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(take_merged_shards)
+    assert (first[0], second[0]) == (("CommError", "walk-stopped"), ("", ""))
+    assert first[2] == second[2] == ("CommError", "walks-differ")
+    assert (first[4], second[4]) == (("", ""), ("MissingRankError", "rank-missing"))
+    assert first[6] is second[6] is True
+    assert first[1::2] == second[1::2]
 
 
 def walk_offloaded(rank: int, world_size: int) -> list[Any]:

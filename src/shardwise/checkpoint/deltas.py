@@ -28,7 +28,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +40,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.checkpoint.commit import named_errors, sync_folder, write_text
+from shardwise.checkpoint.hf.exporter import filled
 from shardwise.checkpoint.hf.importer import INDEX_NAME
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header
@@ -94,23 +96,25 @@ class VersionWriter:
         number = max(_numbers(self._root), default=-1) + 1
         folder = self._root / f".{_FOLDER.format(number)}.unfinished"
         shutil.rmtree(folder, ignore_errors=True)  # what a dead writer has left there
-        copies, last, self._last = self._copies, self._last, None
-        files = _VersionFiles(folder, "model" if last is None else "delta", self._file_bytes)
+        last, self._last = self._last, None
         digests: dict[str, str] = {}
         try:
-            for name, tensor in weights:
-                if tensor is not None:
-                    values = tensor.detach().cpu().contiguous()
-                    digests[name] = digest_of(values)
-                    files.add(_changed(name, values, None if last is None else copies.get(name)))
-                    _keep(copies, name, values)
+            # Closed at once where a file cannot be written: the other ranks wait for this one's walk.
+            with closing(self._changes(weights, digests, last is None)) as changes:
+                files, num_bytes = _written(folder, "model" if last is None else "delta", changes, self._file_bytes)
             if not digests:
                 return None
             chain = _chained("" if last is None else last.chain, digests)
-            num_whole_bytes = sum(copies[name].nbytes for name in digests)
-            version = Version(number, chain, files.num_bytes, num_whole_bytes)
-            files.finish({"version": number, "base": last and last.chain, "chain": chain, "digests": digests})
-            with named_errors("finish", folder):
+            version = Version(number, chain, num_bytes, sum(self._copies[name].nbytes for name in digests))
+            described: dict[str, Any] = {"version": number, "base": last and last.chain, "chain": chain}
+            texts = {_NAME: {**described, "digests": digests, "files": files}}
+            if last is None:
+                texts[INDEX_NAME] = {"metadata": {"total_size": num_bytes}, "weight_map": files}
+            with named_errors("write", folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                for name, values in texts.items():
+                    write_text(folder / name, json.dumps(values, indent=2))
+                sync_folder(folder)
                 folder.rename(self._root / _FOLDER.format(number))
                 sync_folder(self._root)
         except BaseException:
@@ -119,51 +123,37 @@ class VersionWriter:
         self._last = version
         return version
 
+    def _changes(
+        self, weights: Iterable[tuple[str, Tensor | None]], digests: dict[str, str], is_whole: bool
+    ) -> Generator[tuple[str, Tensor]]:
+        """Yield what a version has of each tensor; keep the tensor, and its digest."""
+        for name, tensor in weights:
+            if tensor is not None:
+                values = tensor.detach().cpu().contiguous()
+                digests[name] = digest_of(values)
+                yield from _changed(name, values, None if is_whole else self._copies.get(name)).items()
+                _keep(self._copies, name, values)
 
-class _VersionFiles:
-    """Fills the files of a version, one after the other."""
 
-    def __init__(self, folder: Path, kind: str, file_bytes: int) -> None:
-        self._folder, self._kind, self._file_bytes = folder, kind, file_bytes
-        self._filled: dict[str, Tensor] = {}
-        self._weight_map: dict[str, str] = {}
-        self.num_bytes = 0
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors, and write a file once there are enough."""
-        self._filled |= tensors
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        if sum(tensor.nbytes for tensor in self._filled.values()) >= self._file_bytes:
-            self._flush()
-
-    def finish(self, described: Mapping[str, Any]) -> None:
-        """Write what is left, and the description."""
-        self._flush()
-        with named_errors("write", self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self._weight_map}
-            texts = {_NAME: {**described, "files": self._weight_map}}
-            texts |= {INDEX_NAME: index} if self._kind == "model" else {}
-            for name, values in texts.items():
-                write_text(self._folder / name, json.dumps(values, indent=2))
-            sync_folder(self._folder)
-
-    def _flush(self) -> None:
-        if not self._filled:
-            return
-        name = f"{self._kind}-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
-        tensors = sorted(self._filled.items(), key=lambda each: -each[1].element_size())  # as a header orders them
-        entries = [TensorHeader(key, dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in tensors]
-        with named_errors("write", self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / name).open("xb") as file:
+def _written(
+    folder: Path, kind: str, tensors: Iterable[tuple[str, Tensor]], file_bytes: int
+) -> tuple[dict[str, str], int]:
+    """Write tensors into files as they come; return the file of each, and the bytes of all."""
+    files, num_bytes = dict[str, str](), 0
+    for number, group in enumerate(filter(None, filled(tensors, lambda pair: pair[1].nbytes, file_bytes)), 1):
+        group.sort(key=lambda pair: -pair[1].element_size())  # as a header orders them
+        entries = [TensorHeader(key, dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in group]
+        name = f"{kind}-{number:05d}.safetensors"
+        with named_errors("write", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("xb") as file:
                 file.write(encode_header(entries)[0])
-                for _, tensor in tensors:
+                for key, tensor in group:
                     file.write(memory_of(tensor))
+                    files[key], num_bytes = name, num_bytes + tensor.nbytes
                 file.flush()
                 os.fsync(file.fileno())
-        self._weight_map |= dict.fromkeys(self._filled, name)
-        self._filled.clear()
+    return files, num_bytes
 
 
 def read_weights(

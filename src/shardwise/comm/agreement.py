@@ -8,6 +8,9 @@ they make progress, and are given up only when they have shown none for the time
     rank 1   work -> report --+--> store --'                  +--> the same text, or the same failures
     rank 2   (absent)       --' given up after the time-out   +-->
 
+Ranks that come to different calls in one round all raise. A rank that skips a call, which the others have given up,
+takes part again from its next call on.
+
 >>> agreement = Agreement(None, (0,), rank=0, timeout_s=5.0)
 >>> agreement.run("write", lambda: "12 bytes", lambda reports: f"rank 0 has written {reports[0]}").text
 'rank 0 has written 12 bytes'
@@ -35,6 +38,7 @@ from shardwise.runtime.clock import AwakeClock
 Judge = Callable[[Mapping[int, str]], str]
 
 _ABSENT, _STORE = "absent", "store"
+_GIVEN_UP: Final = "given-up"
 _PROGRESS_S: Final = 1.0
 _MIN_SLEEP_S, _MAX_SLEEP_S = 5e-5, 5e-2
 _READ_S: Final = 5.0  # the first rank waits so long for the others, which only read the verdict
@@ -60,25 +64,27 @@ class Verdict:
     """Holds what all ranks hear of a round: the judge's text, or the failures.
 
     Attributes:
+        name: of the round.
         subject: what the ranks come to, for messages, as the first rank names it.
         error: the one that this rank has raised, or met in the store.
     """
 
+    name: str
     subject: str
     text: str = ""
     failures: tuple[Failure, ...] = ()
     error: Exception | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, subject: str, rank: int, work: Callable[[], str]) -> Self:
+    def of(cls, name: str, subject: str, rank: int, work: Callable[[], str]) -> Self:
         """Do a rank's work and return the outcome."""
         try:
-            return cls(subject, work())
+            return cls(name, subject, work())
         except Exception as error:
-            name = "" if isinstance(error, CodedError) else f"{type(error).__name__}: "
-            text = f"{name}{error}".partition("\n")[0]
+            kind = "" if isinstance(error, CodedError) else f"{type(error).__name__}: "
+            text = f"{kind}{error}".partition("\n")[0]
             failure = Failure(rank, type(error).__name__, code_of(error, "rank-failed"), text)
-            return cls(subject, failures=(failure,), error=error)
+            return cls(name, subject, failures=(failure,), error=error)
 
     @property
     def num_absent(self) -> int:
@@ -140,24 +146,42 @@ class Agreement:
     def _progress_s(self) -> float:
         return min(_PROGRESS_S, self.timeout_s / 4)
 
-    def run(self, name: str, work: Callable[[], str], judge: Judge | None = None, subject: str = "") -> Verdict:
+    def run(
+        self,
+        name: str,
+        work: Callable[[], str],
+        judge: Judge | None = None,
+        subject: str = "",
+        begins: bool = False,
+    ) -> Verdict:
         """Do this rank's work, which returns its report, wait for the other ranks, and return the verdict for all.
+
+        Where this rank is interrupted, the others need not wait for it.
 
         Args:
             name: of the round, the same on all ranks.
             judge: called once all have worked; None takes the first rank's report for the verdict.
             subject: what the ranks come to, for messages; without one it is the name.
+            begins: what the ranks come to begins with this round: where the others have given up one of this name, this
+                rank has skipped it. Otherwise it comes to that one too late, and fails as they have.
         """
-        report = Verdict.of(subject or name, self.rank, work)
+        try:
+            report = Verdict.of(name, subject or name, self.rank, work)
+        except BaseException as error:
+            self.leave(name, _interrupted(error), subject)
+            raise
         if self._store is None:
             return self._judged({self.rank: report}, judge)
-        key = f"{self._part}/{name}/{self._num_rounds}"
-        self._num_rounds += 1
         try:
-            return self._exchange(self._store, key, report, judge)
+            key = self._next_round(self._store, name, begins)
+            try:
+                return self._exchange(self._store, key, report, judge)
+            except (KeyboardInterrupt, SystemExit) as error:
+                self._fail(self._store, key, report, _interrupted(error))
+                raise
         except RuntimeError as error:
             failures = tuple(Failure(rank, _STORE, "store-gone", str(error)) for rank in self.ranks)
-            return Verdict(report.subject, failures=failures, error=error)
+            return Verdict(name, report.subject, failures=failures, error=error)
 
     def leave(self, name: str, error: Exception, subject: str = "") -> None:
         """Fail the next round on all ranks, without waiting for them: this rank cannot work in it.
@@ -165,19 +189,35 @@ class Agreement:
         Args:
             name: of the round, and so is `subject`.
         """
+        if self._store is not None:
+            key = f"{self._part}/{self._num_rounds}"
+            self._num_rounds += 1
+            self._fail(self._store, key, Verdict(name, subject or name), error)
+
+    def _fail(self, store: dist.Store, key: str, report: Verdict, error: Exception) -> None:
+        """Report that this rank has failed in a round."""
 
         def fail() -> str:
             raise error
 
-        if self._store is None:
-            return
-        first = self.ranks[0]
-        key = f"{self._part}/{name}/{self._num_rounds}"
-        self._num_rounds += 1
-        report = Verdict.of(subject or name, self.rank, fail)
+        is_first = self.rank == self.ranks[0]
         with suppress(RuntimeError):  # the process that holds the store may have ended
-            self._put(self._store, f"{key}/{'verdict' if self.rank == first else self.rank}", report)
-            self._store.add(f"{key}/read", self.rank != first)
+            failed = Verdict.of(report.name, report.subject, self.rank, fail)
+            self._put(store, f"{key}/{'verdict' if is_first else self.rank}", failed)
+            store.add(f"{key}/read", not is_first)
+
+    # [Note: Rounds that a rank has skipped]
+    # Rounds have numbers, so a rank that has skipped one would count one less for ever: it would wait in a round
+    # that they have given up, and they in the next one. So who gives a round up says so, and one that comes to another
+    # call, or to the beginning of one, counts on to where the others are.
+    def _next_round(self, store: dist.Store, name: str, begins: bool) -> str:
+        """Return the key of the next round."""
+        while store.check([given_up := f"{self._part}/{self._num_rounds}/{_GIVEN_UP}"]) and (
+            begins or store.get(given_up) != name.encode()
+        ):
+            self._num_rounds += 1
+        self._num_rounds += 1
+        return f"{self._part}/{self._num_rounds - 1}"
 
     def compare(self, subject: str, note: str, judge: Judge) -> str:
         """Return the verdict on the notes of all ranks.
@@ -204,14 +244,17 @@ class Agreement:
         self._keys.clear()
         if self.rank != first:
             self._put(store, f"{key}/{self.rank}", report)
-            verdict = self._receive(store, {first: f"{key}/verdict"}, report.subject)[first]
+            verdict = self._receive(store, {first: f"{key}/verdict"}, report)[first]
             if verdict.num_absent:
+                store.set(f"{key}/{_GIVEN_UP}", report.name)  # see [Note: Rounds that a rank has skipped]
                 self._put(store, f"{key}/{self.rank}", verdict)  # so that the first rank fails too, if it comes later
             with suppress(RuntimeError):  # the process that holds the store may have ended
                 store.add(f"{key}/read", 1)
             return replace(verdict, error=report.error)
-        reports = {first: report, **self._receive(store, {rank: f"{key}/{rank}" for rank in others}, report.subject)}
+        reports = {first: report, **self._receive(store, {rank: f"{key}/{rank}" for rank in others}, report)}
         verdict = self._judged(reports, judge)
+        if verdict.num_absent:
+            store.set(f"{key}/{_GIVEN_UP}", report.name)
         self._put(store, f"{key}/verdict", verdict)
         with suppress(RuntimeError):
             self._let_read(store, f"{key}/read", len(others) - verdict.num_absent)
@@ -224,7 +267,14 @@ class Agreement:
             failures.sort(key=lambda failure: (failure.kind != _ABSENT, failure.rank))
             return replace(own, text="", failures=tuple(failures))
         texts = {rank: report.text for rank, report in reports.items()}
-        return Verdict.of(own.subject, self.rank, lambda: texts[self.rank] if judge is None else judge(texts))
+
+        def judged() -> str:
+            if odd := [rank for rank, report in reports.items() if report.name != own.name]:
+                text = f"{listed(odd)} came to {reports[odd[0]].subject} instead; let all ranks make the same calls"
+                raise CommError("calls-differ", text)
+            return texts[self.rank] if judge is None else judge(texts)
+
+        return Verdict.of(own.name, own.subject, self.rank, judged)
 
     def _let_read(self, store: dist.Store, key: str, num_readers: int) -> None:
         """Wait until the others have read the verdict, since this process may end with the store; then delete it."""
@@ -237,7 +287,7 @@ class Agreement:
             for name in (*self._keys, key, *map(self._progress_key, self.ranks)):
                 store.delete_key(name)
 
-    def _receive(self, store: dist.Store, keys: Mapping[int, str], subject: str) -> dict[int, Verdict]:
+    def _receive(self, store: dist.Store, keys: Mapping[int, str], report: Verdict) -> dict[int, Verdict]:
         """Wait for what ranks put under keys; for a rank that has shown no progress for too long, that it is absent."""
         clock, next_look_s = AwakeClock(gap_s=2 * self._progress_s), self._progress_s
         seen, lost = dict.fromkeys(keys, (0, 0.0)), dict[int, Verdict]()
@@ -250,13 +300,13 @@ class Agreement:
                     seen[rank] = seen[rank] if count == seen[rank][0] else (count, now_s)
                     if now_s - seen[rank][1] > self.timeout_s:
                         text = f"it has shown no progress for {self.timeout_s:g} s; see its log"
-                        lost[rank] = Verdict(subject, failures=(Failure(rank, _ABSENT, "rank-absent", text),))
+                        lost[rank] = replace(report, failures=(Failure(rank, _ABSENT, "rank-absent", text),))
             time.sleep(_sleep_s(now_s))
         return lost | {rank: self._take(store, key) for rank, key in keys.items() if store.check([key])}
 
     def _put(self, store: dist.Store, key: str, verdict: Verdict) -> None:
         """Store a verdict of any length; the list of its parts comes last, so that a reader finds them all."""
-        text = json.dumps([verdict.subject, verdict.text, verdict.failures])
+        text = json.dumps([verdict.name, verdict.subject, verdict.text, verdict.failures])
         if len(text) > _PART:
             parts = {f"{key}/{start}": text[start : start + _PART] for start in range(0, len(text), _PART)}
             for name, value in parts.items():
@@ -274,8 +324,12 @@ class Agreement:
             parts = json.loads(text.removeprefix(_PARTS.encode()))
             self._keys += parts
             text = b"".join(map(store.get, parts))
-        subject, said, failures = json.loads(text)
-        return Verdict(subject, said, tuple(Failure(*failure) for failure in failures))
+        name, subject, said, failures = json.loads(text)
+        return Verdict(name, subject, said, tuple(Failure(*failure) for failure in failures))
+
+
+def _interrupted(error: BaseException) -> CommError:
+    return CommError("rank-interrupted", f"it was interrupted by {type(error).__name__}")
 
 
 def _sleep_s(waited_s: float) -> float:
@@ -308,6 +362,16 @@ def all_or_none(agreement: Agreement, part: str) -> Iterator[None]:
         verdict.checked()
     except CommError as error:
         raise CommError("other-rank-start", str(error)) from None
+
+
+def odd_ranks(notes: Mapping[int, str]) -> str:
+    """Return the ranks whose notes are others than the first rank's, in words; empty where there are none.
+
+    >>> odd_ranks({0: "a", 1: "b", 2: "a"}), odd_ranks({0: "a", 1: "a"})
+    ('rank 1', '')
+    """
+    odd = [rank for rank in sorted(notes) if notes[rank] != notes[min(notes)]]
+    return listed(odd) if odd else ""
 
 
 def listed(ranks: Iterable[int], num_shown: int = 8) -> str:

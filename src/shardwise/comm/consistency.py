@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.agreement import Agreement, listed
+from shardwise.comm.agreement import Agreement, listed, odd_ranks
 from shardwise.comm.collectives import Comm
 from shardwise.comm.records import Collective, CollectiveNote, CommError
 from shardwise.config.errors import ConfigError
@@ -47,7 +47,6 @@ _OWN_KEYS: Final = frozenset(
         "tiers.cores",
     }
 )
-_DIFFERENT: Final = "different"
 _HASH_CHUNK: Final = 1 << 20
 _HASH_FACTORS: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd, without a pattern
 _MAX_EXACT: Final = 1 << 53  # of fp64, in which ranks compare numbers
@@ -73,8 +72,9 @@ class CallCheck:
             MissingRankError: not all have come in time.
         """
         note = call.note()
-        agreement = Agreement(self._store, call.group.ranks, self._rank, self.timeout_s, f"calls/{note.group}")
-        verdict = agreement.run(str(note.position), lambda: json.dumps(asdict(note)), _judge_calls, note.title)
+        part = f"calls/{note.group}/{note.position}"
+        agreement = Agreement(self._store, call.group.ranks, self._rank, self.timeout_s, part)
+        verdict = agreement.run("call", lambda: json.dumps(asdict(note)), _judge_calls, note.title)
         if text := verdict.checked():
             raise CommError("collectives-differ", text)
 
@@ -166,9 +166,8 @@ def _batch_digest(batch: Any) -> str:
 
 
 def _judge_batches(notes: Mapping[int, str]) -> str:
-    first, *_ = sorted(notes)
-    odd = [rank for rank in sorted(notes) if notes[rank] != notes[first]]
-    return f"{listed(odd)} {'has' if len(odd) == 1 else 'have'} another batch than rank {first}" if odd else ""
+    odd = odd_ranks(notes)
+    return odd and f"{odd} took another batch than rank {min(notes)}"
 
 
 def divergence(notes: Mapping[int, CollectiveNote]) -> str:
@@ -264,14 +263,10 @@ def agree_on_setup(agreement: Agreement, setup: RankFacts) -> None:
     if not agreement.is_shared:
         return
     digest = hashlib.sha256(setup.to_json().encode()).hexdigest()
-    if agreement.compare("shardwise.initialize", digest, _judge_digests) == _DIFFERENT:
+    if agreement.compare("shardwise.initialize", digest, odd_ranks):
         raise ConfigError(
             "setups-differ", agreement.compare("the comparison of setups", setup.to_json(), _judge_setups)
         )
-
-
-def _judge_digests(notes: Mapping[int, str]) -> str:
-    return "" if len(set(notes.values())) == 1 else _DIFFERENT
 
 
 def _judge_setups(notes: Mapping[int, str]) -> str:

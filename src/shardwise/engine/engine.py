@@ -27,7 +27,7 @@ from shardwise.engine.runner import evaluate, forward_plain, log_probs, micro_ba
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, update, zero_grad
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult, attribute_of
-from shardwise.engine.weights import BUCKET_BYTES, WeightOptions, WeightSource
+from shardwise.engine.weights import BUCKET_BYTES, WeightSource
 from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
 from shardwise.runtime.optimizer_probe import check_scheduler
@@ -460,7 +460,7 @@ class Engine:
             to_rank: the only rank that gets the tensors; None for all.
             bucket_bytes: of the tensors that are gathered at a time; a larger one is gathered alone.
         """
-        return WeightSource(self.parts, WeightOptions(names, dtype, adapters, to_rank, bucket_bytes))
+        return WeightSource(self.parts, names, dtype, adapters, to_rank, bucket_bytes)
 
     @checked
     def close(self, keep_values: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from shardwise.checkpoint.hf.config_files import config_files, describe, wanted_of
-from shardwise.checkpoint.hf.exporter import ExportRequest, ExportTensor, export_jointly
+from shardwise.checkpoint.hf.exporter import ExportTensor, export_jointly
 from shardwise.checkpoint.hf.importer import open_folder
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.load import LoadReport
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import Manifest, StoredTensor
 from shardwise.checkpoint.match import WantedState, match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
@@ -22,14 +22,11 @@ from shardwise.engine.adapters import AdaptedModel
 from shardwise.engine.checkpoint_api import Checkpoints, saved_buffers
 from shardwise.engine.parts import EngineParts
 from shardwise.engine.step import zero_grad
-from shardwise.engine.weight_items import hub_rules
-from shardwise.engine.weights import BUCKET_BYTES, WeightOptions, WeightSource
+from shardwise.engine.weight_items import Names, hub_rules
+from shardwise.engine.weights import WeightSource
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.state_shards import StateShard
 from shardwise.zero import checkpoint_state
-
-# What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
-Names = NameMap | Mapping[str, Any]
 
 
 class Tokenizer(Protocol):
@@ -52,8 +49,7 @@ def import_weights(
     rules = _rules(parts.model, names, _weights(parts))
 
     def describe_folder(path: Path) -> Manifest:
-        stored = open_folder(path, {each.name: each.aliases for each in _weights(parts)}, rules)
-        return Manifest(parts.state.num_steps, stored, {}, "weights")
+        return Manifest(parts.state.num_steps, _opened(parts.model, path, _weights(parts), rules), {}, "weights")
 
     return checkpoints.load_folder(folder, describe_folder, strict, weights_only=True)
 
@@ -69,11 +65,11 @@ def export_weights(
     """Write a folder; the other arguments are those of `Engine.export_weights`."""
     parts.refuse_if_simulated()
     stored_dtype = dtype_name(torch_dtype(dtype or parts.layout.precision.param))
-    source = WeightSource(parts, WeightOptions(names or "hf", dtype, "merge", None, BUCKET_BYTES))
+    source = WeightSource(parts, names or "hf", dtype)
     tensors = [ExportTensor(name, (), shape, dtype_name(stored)) for name, stored, shape in source.metadata()]
     others: dict[str, bytes | Path] = dict(config_files(describe(AdaptedModel(parts.model, {}).base), stored_dtype))
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
-    return export_jointly(ExportRequest(folder, tensors, source.blocks(), others), parts.agreement)
+    return export_jointly(folder, tensors, source.blocks(), others, parts.agreement)
 
 
 def _weights(parts: EngineParts) -> tuple[StateShard, ...]:
@@ -91,9 +87,14 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
         CheckpointError: as in `import_weights`.
     """
     wanted = wanted_of(model)
-    rules = _rules(model, names, wanted)
-    stored = open_folder(folder, {each.name: each.aliases for each in wanted}, rules)
-    match(stored, wanted).check(str(folder))
+    match(_opened(model, folder, wanted, _rules(model, names, wanted)), wanted).check(str(folder))
+
+
+def _opened(
+    model: nn.Module, folder: Path, weights: Iterable[StateShard | WantedState], rules: NameMap
+) -> tuple[StoredTensor, ...]:
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers loads a folder
+    return open_folder(folder, {each.name: each.aliases for each in weights}, rules, ignored)
 
 
 def _tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes | Path]:

@@ -21,8 +21,7 @@ True
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.deltas import digest_of
 from shardwise.checkpoint.hf.exporter import Block, filled, in_folder
-from shardwise.comm.agreement import listed
+from shardwise.comm.agreement import odd_ranks
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import Dtype
 from shardwise.engine.parts import EngineParts, EngineStatus
@@ -49,6 +48,7 @@ _SUBJECT: Final = "the hand-over of weights"
 
 Pair = tuple[str, Tensor | None]
 Yielded = TypeVar("Yielded")
+Gathered = TypeVar("Gathered")
 
 
 class FlatTensor(NamedTuple):
@@ -62,34 +62,32 @@ class FlatTensor(NamedTuple):
     numel: int
 
 
-@dataclass(frozen=True)
-class WeightOptions:
-    """Says what a source yields, to which ranks; see `Engine.weights`."""
-
-    names: Names
-    dtype: Dtype | None
-    adapters: Adapters
-    to_rank: int | None
-    bucket_bytes: int
-
-
 class WeightSource:
-    """Yields the weights of an engine; `Engine.weights` makes it.
+    """Yields the weights of an engine; the arguments are those of `Engine.weights`, which makes it.
 
     Its methods are those by which vLLM asks a trainer for weights. All ranks walk together; a walk ends before the next
     one begins, and before anything else is done with the engine.
     """
 
-    def __init__(self, parts: EngineParts, options: WeightOptions) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        names: Names,
+        dtype: Dtype | None,
+        adapters: Adapters = "merge",
+        to_rank: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         num_ranks = parts.comm.world_size
-        if options.to_rank is not None and not 0 <= options.to_rank < num_ranks:
+        if to_rank is not None and not 0 <= to_rank < num_ranks:
             raise ConfigError(
-                "weights-rank", f"to_rank={options.to_rank} is none of {num_ranks} ranks; give one, or None for all"
+                "weights-rank", f"to_rank={to_rank} is none of {num_ranks} ranks; give one, or None for all"
             )
-        if options.bucket_bytes < 1:
-            raise ConfigError("bucket-bytes", f"bucket_bytes={options.bucket_bytes} holds nothing; give at least 1")
-        self._parts = parts
-        self._options = options
+        if bucket_bytes < 1:
+            raise ConfigError("bucket-bytes", f"bucket_bytes={bucket_bytes} holds nothing; give at least 1")
+        self._parts, self._dtype, self._bucket_bytes = parts, dtype, bucket_bytes
+        self._to_ranks = range(num_ranks) if to_rank is None else (to_rank,)
+        self._items = partial(weight_items, parts, names, dtype, adapters)
         self._known: tuple[Layout, list[list[WeightItem]]] | None = None
 
     def metadata(self) -> list[WeightInfo]:
@@ -98,7 +96,7 @@ class WeightSource:
 
     def held_names(self) -> list[str] | None:
         """Return the names of the tensors that a walk gives this rank; None for all."""
-        return None if self._receives else []
+        return None if self._parts.comm.rank in self._to_ranks else []
 
     def groups(self) -> list[list[str]]:
         """Return the names of the tensors that are gathered together, in order: those of a block are a group."""
@@ -127,26 +125,39 @@ class WeightSource:
             once: leave out what another rank yields too, so that all ranks together yield each element once.
         """
         dtypes = {info.name: info.dtype for info in self.metadata()}
-        for name, rect, values in self.blocks(once=once):
-            yield name, values.to(dtypes[name]), tuple(map(slice, rect.start, rect.stop))
+        return (
+            (name, values.to(dtypes[name]), tuple(map(slice, rect.start, rect.stop)))
+            for name, rect, values in self.blocks(once=once)
+        )
 
     def blocks(self, *, once: bool = True) -> Iterator[Block]:
         """Yield the same as an export writes it: rectangles, and values in the dtype in which they are stored.
 
-        Merged weights are gathered, one layer at a time, and one rank has them, in turns.
+        Merged weights are gathered, one layer at a time, and one rank has them, in turns; then the ranks agree as in a
+        walk.
         """
-        return self._held(self._reader(), once)
+        return _Walk(self._parts.status, lambda: self._held(self._reader(), once))
 
     def _held(self, reader: WeightReader, once: bool) -> Iterator[Block]:
+        items = [item for group in self._groups() for item in group]
+        merged = [item for item in items if item.change is not None]
         num_ranks = self._parts.comm.world_size
-        for index, item in enumerate(item for group in self._groups() for item in group):
-            if item.change is None:
-                for member in item.members:
-                    for rect, values in reader.held(member, once=once):
-                        yield from in_folder(item.parts[member.name], rect, values)
-            elif (gathered := reader.gather(item.members, [index % num_ranks])) is not None:
+
+        def take(part: tuple[int, WeightItem | None]) -> Iterator[Block]:
+            number, item = part
+            if item is None:
+                yield from self._unmerged(reader, once)
+            elif (gathered := reader.gather(item.members, [number % num_ranks])) is not None:
                 for (name, _, shape), tensor in zip(item.outputs, item.tensors(gathered), strict=True):
                     yield name, Rect.whole(shape), tensor
+
+        return self._together(take, enumerate((None, *merged)), "shards") if merged else self._unmerged(reader, once)
+
+    def _unmerged(self, reader: WeightReader, once: bool) -> Iterator[Block]:
+        for item in (item for group in self._groups() for item in group if item.change is None):
+            for member in item.members:
+                for rect, values in reader.held(member, once=once):
+                    yield from in_folder(item.parts[member.name], rect, values)
 
     def buckets(self) -> Iterator[tuple[Tensor | None, list[FlatTensor]]]:
         """Walk as SGLang takes weights: the bytes of a bucket's tensors as one, and a table of them. See `__iter__`."""
@@ -168,87 +179,83 @@ class WeightSource:
         """
 
         def call(*steps: Callable[[], object] | None) -> None:
-            if self._receives:
+            if self.held_names() is None:
                 for step in filter(None, steps):
                     step()
 
         self._reader()  # ends an earlier walk, which one rank may still hold, and refuses what a walk would
-        self._agree(partial(call, begin))
+        self._agree(partial(call, begin), begins=True)
         for names, tensors in self.iter_groups():
             self._agree(partial(call, partial(send, names, [tensor for tensor in tensors if tensor is not None])))
         self._agree(partial(call, end))
 
-    def _agree(self, act: Callable[[], object]) -> None:
-        self._parts.agreement.run(_ROUND, lambda: str(act() or ""), subject=_SUBJECT).checked()
+    def _agree(self, act: Callable[[], object], begins: bool = False) -> None:
+        self._parts.agreement.run(_ROUND, lambda: str(act() or ""), subject=_SUBJECT, begins=begins).checked()
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of the bytes of each tensor, by name, on the ranks that get tensors; all ranks call it."""
         return {name: digest_of(tensor) for name, tensor in self if tensor is not None}
 
-    @property
-    def _receives(self) -> bool:
-        return self._options.to_rank in (None, self._parts.comm.rank)
-
     def _groups(self) -> list[list[WeightItem]]:
         layout = self._parts.layout
         if self._known is None or self._known[0] is not layout:
-            options = self._options
-            items = weight_items(self._parts, options.names, options.dtype, options.adapters)
-            self._known = layout, layerwise(items, lambda item: item.outputs[0].name)
+            self._known = layout, layerwise(self._items(), lambda item: item.outputs[0].name)
         return self._known[1]
 
     def _reader(self) -> WeightReader:
         parts = self._parts
-        parts.status.check(params_suffice=self._options.dtype is None and parts.layout.precision.gather == "param")
+        parts.status.check(params_suffice=self._dtype is None and parts.layout.precision.gather == "param")
         parts.refuse_if_simulated()
         return WeightReader(parts.states(), parts.layout, dict(persistent_buffers(parts.model)))
 
     def _walk(self) -> Iterator[list[Pair]]:
-        """Check that a walk can begin, and return the buckets of all groups."""
-        groups, reader, to_rank = self._groups(), self._reader(), self._options.to_rank
-        receivers = range(self._parts.comm.world_size) if to_rank is None else (to_rank,)
-        note = hashlib.sha256(repr((self.metadata(), to_rank)).encode()).hexdigest()
-        return self._buckets(groups, reader, receivers, note)
+        """Return the buckets of all groups."""
+        return self._together(partial(self._buckets, self._reader()), self._groups(), f"to {self._to_ranks}")
 
-    def _buckets(
-        self, groups: Sequence[Sequence[WeightItem]], reader: WeightReader, receivers: Sequence[int], note: str
-    ) -> Iterator[list[Pair]]:
-        last, is_known = "", True  # whether all ranks know where this one goes on no longer
-        try:
-            for group in groups:
-                is_known = True
-                self._go_on(note)
-                is_known = False
-                for bucket in filled(group, attrgetter("num_bytes"), self._options.bucket_bytes):
-                    with self._parts.failures_explained():
-                        gathered = reader.gather([member for item in bucket for member in item.members], receivers)
-                    pairs = [pair for item in bucket for pair in _named(item, gathered)]
-                    last = pairs[-1][0] if pairs else last
-                    del gathered  # or it would be there while the next one is gathered, and so would the pairs
-                    yield pairs
-                    del pairs
-            is_known = True
-            self._go_on(note)
-        except BaseException:
-            if not is_known:
-                text = f"its walk was stopped after {last}, mostly since the receiver has failed"
-                self._parts.agreement.leave(_ROUND, EngineError("walk-stopped", text), _SUBJECT)
-            raise
+    def _buckets(self, reader: WeightReader, group: Sequence[WeightItem]) -> Iterator[list[Pair]]:
+        for bucket in filled(group, attrgetter("num_bytes"), self._bucket_bytes):
+            with self._parts.failures_explained():
+                gathered = reader.gather([member for item in bucket for member in item.members], self._to_ranks)
+            pairs = [pair for item in bucket for pair in _named(item, gathered)]
+            del gathered  # or it would be there while the next one is gathered, and so would the pairs
+            yield pairs
+            del pairs
 
-    def _go_on(self, note: str) -> None:
-        """Agree with the other ranks, whose notes say what they walk over.
+    def _together(
+        self, walk: Callable[[Yielded], Iterator[Gathered]], parts: Iterable[Yielded], kind: str
+    ) -> Iterator[Gathered]:
+        """Walk over parts for which all ranks gather. Before each, and at the end, the ranks agree.
+
+        Args:
+            kind: what the walk is, for the ranks to compare.
 
         Raises:
             CommError: a rank has stopped, or walks over something else.
         """
+        note = hashlib.sha256(repr((self.metadata(), kind)).encode()).hexdigest()
+        agreement, is_known, num_parts = self._parts.agreement, True, 0
 
         def judge(notes: Mapping[int, str]) -> str:
-            if odd := [rank for rank, other in notes.items() if other != note]:
-                text = f"{listed(odd)} would hand over other tensors than rank 0; give all the same arguments"
+            if odd := odd_ranks(notes):
+                text = f"{odd} would hand over other tensors than rank 0; give all the same arguments"
                 raise EngineError("walks-differ", text)
             return ""
 
-        self._parts.agreement.run(_ROUND, lambda: note, judge, _SUBJECT).checked()
+        def go_on() -> None:
+            agreement.run(_ROUND, lambda: note, judge, _SUBJECT, begins=not num_parts).checked()
+
+        try:
+            for part in parts:
+                go_on()
+                is_known = False  # to the others, whether this rank goes on
+                yield from walk(part)
+                is_known, num_parts = True, num_parts + 1
+            go_on()
+        except BaseException:
+            if not is_known:
+                text = f"its walk was stopped in part {num_parts + 1}, mostly since the receiver has failed"
+                agreement.leave(_ROUND, EngineError("walk-stopped", text), _SUBJECT)
+            raise
 
 
 class _Walk(Iterator[Yielded]):

@@ -24,7 +24,7 @@ from shardwise.offload.storage import StagedView, TransferContext, loaded, stage
 from shardwise.offload.worker import Task, WorkerOutcome
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.device import Event
-from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
+from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES, host_pages
 from shardwise.runtime.precision import add_widened
 from shardwise.runtime.state_shards import FlatSlice, FlatState
 
@@ -212,10 +212,18 @@ class NvmeStorage:
         return self._transfers.work_off(add_on_host)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of the elements [start, stop)."""
+        """Return a copy of the elements [start, stop). It has memory of its own: a pool would keep each size."""
         self._await_put()
-        with staged(self._open(start, stop, read=True)) as part:
-            return part.clone()
+        if self.keeps(start, stop):
+            with staged(self._open(start, stop, read=True)) as part:
+                return part.clone()
+        first, last = self._bytes_of(start, stop)
+        self._await_writes(first, last)  # see [Note: Reads and writes of the same bytes]
+        memory = host_pages(last - first)
+        self._file.read(first, memory).result()
+        self._transfers.traffic.add("nvme", "host", last - first)
+        own = memory[start * self.dtype.itemsize - first :][: (stop - start) * self.dtype.itemsize]
+        return own.view(self.dtype)
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on; their write to the file is under way when it returns."""

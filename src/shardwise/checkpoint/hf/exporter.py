@@ -8,7 +8,7 @@ every rank makes the same one and the bytes are the same under every layout. One
     write_export(plan, folder, blocks)                  # every rank; then a barrier
     finish_export(folder)                               # one rank
 
-The blocks of an engine are those of `Weights.shards`; `stored_blocks` yields those of a checkpoint's states.
+The blocks of an engine are those of `WeightSource.blocks`; `stored_blocks` yields those of a checkpoint's states.
 
 Until it is finished the folder has another name, and a folder that has anything in it is never written to. Where a rank
 fails, `discard_export` removes what was begun.
@@ -28,7 +28,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from io import FileIO
 from itertools import chain
 from pathlib import Path
@@ -43,7 +42,7 @@ from shardwise.checkpoint.hf.importer import INDEX_NAME, WEIGHTS_NAME
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, agreed
 from shardwise.checkpoint.safetensors_io import TensorHeader, encode_header, named_dtype
-from shardwise.comm.agreement import Agreement, listed
+from shardwise.comm.agreement import Agreement, odd_ranks
 from shardwise.config.untrusted_files import open_regular
 from shardwise.layout.slicing import Rect, Shape, flat_range_to_rects, rect_to_flat_ranges
 from shardwise.runtime.pinned_memory import memory_of
@@ -381,28 +380,6 @@ def _write_block(file: int, block: Tensor, rect: Rect, placed: PlacedTensor) -> 
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
-class ExportRequest:
-    """Describes one rank's part of an export: what it writes, and into which folder.
-
-    Attributes:
-        folder: the folder to write, the same on all ranks; its path may differ.
-        tensors: of the folder, the same on all ranks.
-        blocks: this rank's; all ranks together have each element once.
-        others: the files beside the weights; only rank 0's are written.
-    """
-
-    folder: Path
-    tensors: Sequence[ExportTensor]
-    blocks: Iterable[Block]
-    others: Mapping[str, bytes | Path]
-
-    @cached_property
-    def plan(self) -> ExportPlan:
-        """Return the plan, which is the same on all ranks."""
-        return plan_export(self.tensors)
-
-
 def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
     """Return the dtype in which a tensor is written: the wanted one, unless it is kept or not floating-point.
 
@@ -417,44 +394,52 @@ def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
     return wanted if dtype in _FLOATS and not is_kept else dtype
 
 
-def export_jointly(request: ExportRequest, agreement: Agreement) -> Path:
+def export_jointly(
+    folder: Path,
+    tensors: Sequence[ExportTensor],
+    blocks: Iterator[Block],
+    others: Mapping[str, bytes | Path],
+    agreement: Agreement,
+) -> Path:
     """Export on all ranks, each of which calls this; return the finished folder.
 
     Args:
-        request: of the same model, dtype and names on all ranks.
+        folder: the same on all ranks; its path may differ.
+        tensors: of the folder, the same on all ranks.
+        blocks: this rank's; all ranks together have each element once.
+        others: the files beside the weights; only rank 0's are written.
         agreement: of all ranks; a folder that rank 0 has made may take half its time-out to appear on other ranks.
 
     Raises:
         CheckpointError: it failed on some rank; the message is the same on all, and nothing is left of the export.
     """
-    folder = request.folder
+    plans: list[ExportPlan] = []
 
     def plan() -> str:
-        parts = [request.plan.index, *map(repr, request.plan.headers.items())]
+        plans.append(plan_export(tensors))
+        parts = [plans[0].index, *map(repr, plans[0].headers.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def begin(said: Mapping[int, str]) -> str:
-        odd = [each for each, digest in said.items() if digest != said[0]]
-        if odd:
+        if odd := odd_ranks(said):
             raise CheckpointError(
                 "exports-differ",
-                f"{listed(odd)} would export other tensors than rank 0; call it with the same dtype and names on all",
+                f"{odd} would export other tensors than rank 0; call it with the same dtype and names on all",
             )
-        begin_export(request.plan, folder, request.others)
+        begin_export(plans[0], folder, others)
         return ""
 
     def write() -> str:
-        blocks = iter(request.blocks)
         try:
             await_folder(temporary_folder(folder), agreement.timeout_s / 2)
-            return str(write_export(request.plan, folder, blocks, lambda _: agreement.show_progress()))
+            return str(write_export(plans[0], folder, blocks, lambda _: agreement.show_progress()))
         except Exception:
             for _ in blocks:  # for some of them all ranks gather: the others must not wait for this one
                 agreement.show_progress()
             raise
 
     def finish(said: Mapping[int, str]) -> str:
-        written, planned = sum(map(int, said.values())), request.plan.num_tensor_bytes
+        written, planned = sum(map(int, said.values())), plans[0].num_tensor_bytes
         if written != planned:
             raise CheckpointError(
                 "export-incomplete",

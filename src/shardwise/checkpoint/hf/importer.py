@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -49,7 +49,10 @@ _MAX_PREFIX: Final = 16
 
 
 def open_folder(
-    folder: Path, model_names: Mapping[str, Sequence[str]], names: NameMap | Mapping[str, Any] | None = None
+    folder: Path,
+    model_names: Mapping[str, Sequence[str]],
+    names: NameMap | Mapping[str, Any] | None = None,
+    ignored: Iterable[str] = (),
 ) -> tuple[StoredTensor, ...]:
     """Find a model's tensors in a Hugging Face folder; it reads headers, and of values only samples of tied weights.
 
@@ -57,6 +60,7 @@ def open_folder(
         folder: with `model.safetensors`, or with the index and files of a sharded model.
         model_names: the aliases of each tensor of the model's state dict, by its first name.
         names: rules for names that differ; see `NameMap.of`.
+        ignored: patterns of the folder's names that the model can do without, such as layers that predict more tokens.
 
     Returns:
         The model's tensors that the folder has, in the model's order, with the folder's shapes; then those left over,
@@ -99,7 +103,8 @@ def open_folder(
             _check_tied(folder, name, [found[part.stored] for part in parts], [found[other.stored] for other in others])
         tensors.append(_tensor(name, tuple(aliases), shape, [(part, found[part.stored]) for part in parts]))
     for name, entry in entries.items():
-        if renamed(name) not in used and not is_head(name):
+        is_ignored = is_head(name) or any(re.search(pattern, name) for pattern in ignored)
+        if renamed(name) not in used and not is_ignored:
             part = WeightPart(name, Rect.whole(entry.shape))
             tensors.append(_tensor(name, (), entry.shape, [(part, entry)]))
     return tuple(tensors)
