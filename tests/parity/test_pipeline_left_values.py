@@ -246,6 +246,28 @@ class Harmless(Root):
         return x + self.blocks[-1].number + self.blocks[-1].kept
 
 
+class WrittenInto(Root):
+    """Adds to some numbers after each block what the first one has returned, in place, as DeepStack does."""
+
+    def run(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x).clone()
+            x[:, :2] = x[:, :2] + first[:, :2]
+        return x
+
+
+class WrittenBefore(Root):
+    """Writes what a unit returns into what only a unit of the same stage reads."""
+
+    def run(self, x: Tensor) -> Tensor:
+        given = torch.zeros_like(x)
+        given[:, :3] = self.blocks[0](x)[:, :3]
+        for block in self.blocks[1:]:
+            given = block(given)
+        return given
+
+
 class Checkpoints(Root):
     """Checkpoints each block, blocks on both sides of a cut, and what surrounds them; blocks draw."""
 
@@ -317,6 +339,7 @@ REFUSED = {
     CountsInModule: "state-over-stages",
     ToModel: "state-over-stages",
     ToArgument: "cut-value-not-sent",
+    WrittenInto: "cut-value-not-sent",
     Earlier: "cut-value-not-sent",
     InEvaluation: "cut-value-not-sent",
     LateNumber: "cut-value-not-sent",
@@ -359,7 +382,7 @@ def train_right(rank: int, world_size: int, layout: str, kinds: list[type[Root]]
     return [train(kind, LAYOUTS[layout]) for kind in kinds]
 
 
-RIGHT: list[type[Root]] = [Harmless, Checkpoints, ReentrantCheckpoints]
+RIGHT: list[type[Root]] = [Harmless, WrittenBefore, Checkpoints, ReentrantCheckpoints]
 
 
 @pytest.mark.quick(2)

@@ -272,7 +272,7 @@ def _runs(
                     error.code, f"{rule.key} is not for {type(copied).__name__}: {error}; or {rule.fix}"
                 ) from error
             except Exception as error:
-                if attempt == len(attempts) - 1 and runs and isinstance(error, RuntimeError):
+                if attempt == len(attempts) - 1 and runs and isinstance(error, RuntimeError | IndexError | ValueError):
                     raise ConfigError(
                         rule.apart_code,
                         f"{rule.key} splits sequences, and {type(copied).__name__} runs on all tokens but fails on a "

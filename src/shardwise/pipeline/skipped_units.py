@@ -34,7 +34,8 @@ from shardwise.pipeline.root_state import FIX, NO_PIPELINE, digest, is_same, mar
 from shardwise.runtime.class_swap import Call, accessing_frame, set_attribute, watch_attributes
 from shardwise.runtime.forward_state import MISSING, ForwardState, is_state, registered_buffers
 from shardwise.runtime.forward_values import CONSTANTS, ValueBefore, Walk, value_before
-from shardwise.runtime.torch_private import PlaceholderTensors, pytree
+from shardwise.runtime.placeholders import PlaceholderTensors
+from shardwise.runtime.torch_private import pytree
 from shardwise.runtime.user_hooks import without_user_hooks
 
 _ALL_BUFFERS: Final = "_buffers"

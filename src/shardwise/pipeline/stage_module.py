@@ -46,9 +46,9 @@ from shardwise.pipeline.skipped_units import CutError, SkippedUnits
 from shardwise.runtime.class_swap import Call, intercept_forward
 from shardwise.runtime.forward_state import is_remembered
 from shardwise.runtime.module_calls import replace_forward
+from shardwise.runtime.placeholders import PlaceholderTensors
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
-    PlaceholderTensors,
     pytree,
     replaced_checkpoints,
 )
@@ -161,6 +161,7 @@ class StageForward:
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
+        self._placeholders.begin()
         if self._root is not None:
             self._root.begin(stage, lambda: sum(self._num_calls.values()))
         if self._skipped is not None:

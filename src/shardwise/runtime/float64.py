@@ -22,6 +22,7 @@ def float64_throughout() -> Iterator[None]:
         (Tensor, "type", _widened(Tensor.type)),
         (Tensor, "float", Tensor.double),  # of integers too: positions meet frequencies in float64
         (F, "softmax", _widened(F.softmax)),
+        (torch, "zeros_like", _widened(torch.zeros_like)),  # sums over experts, which some models keep in float32
     )
     own = [vars(owner).get(name) for owner, name, _ in replaced]
     for owner, name, function in replaced:

@@ -463,38 +463,6 @@ def fake_like(tensor: Tensor) -> Tensor:
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-class PlaceholderTensors:
-    """Makes placeholders: tensors of a shape, dtype and device without values. They mix with real tensors: a result
-    computed from one is one too.
-
-    Args:
-        is_simulated: all tensors are fake already, in the context of `fake_tensors`: then `is_one` is always False.
-        dtypes: the placeholder's dtype where it differs from the tensor's, by the `id` of the tensor; None for none.
-    """
-
-    def __init__(
-        self, device: torch.device, is_simulated: bool = False, dtypes: Mapping[int, torch.dtype] | None = None
-    ) -> None:
-        self._device = device
-        self._dtypes = dtypes or {}
-        self._mode = None if is_simulated else FakeTensorMode(allow_non_fake_inputs=True)
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """Make a placeholder like `tensor`; parameters stay parameters."""
-        with plain_torch_functions(), self.only():
-            dtype = self._dtypes.get(id(tensor), tensor.dtype)
-            placeholder = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
-            return nn.Parameter(placeholder, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placeholder
-
-    def only(self) -> AbstractContextManager[Any]:
-        """Make every tensor that is made inside the context a placeholder."""
-        return nullcontext() if self._mode is None else self._mode
-
-    def is_one(self, value: object) -> bool:
-        """Say whether a value is such a placeholder."""
-        return self._mode is not None and isinstance(value, FakeTensor) and value.fake_mode is self._mode
-
-
 def is_fake(tensor: Tensor) -> bool:
     """Say whether a tensor has a shape but no memory: then one op stands for as many as there are parts."""
     return isinstance(tensor, FakeTensor)
