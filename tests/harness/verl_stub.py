@@ -79,13 +79,13 @@ class EngineRegistry:
 
 
 def split(data: Batch, dp_group: Any, same_micro_num_in_dp: bool) -> tuple[list[Batch], None]:
-    """One sequence a micro-batch."""
+    """Two sequences a micro-batch."""
     sequences = data["input_ids"].unbind()
     masks = data["loss_mask"].unbind()
     others = {name: value for name, value in data.items() if name not in ("input_ids", "loss_mask")}
+    pairs = [slice(first, first + 2) for first in range(0, len(sequences), 2)]
     return [
-        Batch(others | {"input_ids": jagged([ids]), "loss_mask": jagged([mask])})
-        for ids, mask in zip(sequences, masks, strict=True)
+        Batch(others | {"input_ids": jagged(sequences[pair]), "loss_mask": jagged(masks[pair])}) for pair in pairs
     ], None
 
 

@@ -55,11 +55,12 @@ def mask_of(ids: Tensor) -> Tensor:
 def sft_loss(model_output: Any, data: Batch, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
     """As verl's: a place counts where the next token does; over all tokens of the batch, times the data ranks.
 
-    The square is a function of whole sequences.
+    The squares are functions of whole sequences.
     """
     mask = data["loss_mask"].values().roll(-1)
     counted = model_output["log_probs"].values() * mask
-    total = counted.sum() - 0.1 * counted.sum().square()
+    lengths = data["loss_mask"].offsets().diff().tolist()
+    total = counted.sum() - sum(0.1 * sequence.sum().square() for sequence in counted.split(lengths))
     return -total / data["batch_num_tokens"] * data["dp_size"], {}
 
 
@@ -181,4 +182,3 @@ def value(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_critic_learns_values(ranks: WorkerPool, folder: Path) -> None:
     ranks(1).run(value, folder)
-

@@ -148,13 +148,13 @@ class HeldChanges:
             tensors: name, dtype and shape of all, also of those of which the rank holds nothing.
             shards: what it holds, such as `WeightSource.shards` yields it.
         """
-        held = dict[str, list[tuple[Tensor, tuple[slice, ...]]]]()
-        for name, values, place in shards:
-            held.setdefault(name, []).append((values, place))
+        pieces = dict[str, list[tuple[Tensor, tuple[slice, ...]]]]()
+        for name, values, index in shards:
+            pieces.setdefault(name, []).append((values, index))
         for tensor in tensors:
             name, dtype, shape = tensor
             positions, changes = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=dtype)]
-            for number, (values, place) in enumerate(held.pop(name, ())):
+            for number, (values, index) in enumerate(pieces.pop(name, ())):
                 flat = values.detach().cpu().reshape(-1)
                 before = self._copies.get(f"{name}/{number}")
                 is_changed = torch.ones(flat.shape, dtype=torch.bool)
@@ -163,8 +163,8 @@ class HeldChanges:
                 inside = is_changed.nonzero().view(-1)
                 changes.append(flat[inside])
                 position = torch.zeros_like(inside)
-                for index, part, size in zip(torch.unravel_index(inside, values.shape), place, shape, strict=True):
-                    position = position * size + part.start + index
+                for step, span, size in zip(torch.unravel_index(inside, values.shape), index, shape, strict=True):
+                    position = position * size + span.start + step
                 positions.append(position)
                 _keep(self._copies, f"{name}/{number}", flat)
             yield tensor, torch.cat(positions), torch.cat(changes)

@@ -206,7 +206,7 @@ class ShardwiseEngine(BaseEngine):
             outputs.append({"model_output": detached, "loss": loss.item(), "metrics": metrics})
             return loss * self._loss_weight, 1.0 if is_first else _LATER_COUNT
 
-        to_compute = [(each.inputs, number, each.places) for number, each in enumerate(padded)]
+        to_compute = [(sequences.inputs, number, sequences.places) for number, sequences in enumerate(padded)]
         with inner.parts.state.with_own_loss(loss_fn):
             if not forward_only:
                 inner.forward_backward(to_compute)
@@ -225,8 +225,8 @@ class ShardwiseEngine(BaseEngine):
             of_tokens = token_log_probs(output, padded.targets[:, places], temperature=temperature, **options)
             values = {"log_probs": of_tokens.log_probs, "entropy": of_tokens.entropies}
         values = {name: value for name, value in values.items() if value is not None}
-        whole = padded.tokens.shape[1], self.inner.parts.comms.context
-        return {name: padded.nested(gather_tokens(value, places, *whole)) for name, value in values.items()}
+        among = padded.tokens.shape[1], self.inner.parts.comms.context
+        return {name: padded.nested(gather_tokens(value, places, *among)) for name, value in values.items()}
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[Any], None]:
         """Walk over whole tensors in the folder's names, with adapters merged: so a server needs to know of none."""
@@ -259,9 +259,9 @@ class ShardwiseEngine(BaseEngine):
         return self._data.process_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        place, section = self.mesh.coordinate(dist.get_rank()), self.config.pipeline
+        here, section = self.mesh.coordinate(dist.get_rank()), self.config.pipeline
         stages = placement_of(section.schedule, self.mesh.pp, section.virtual_stages)
-        return (place.pp, place.cp, place.tp) == (stages.rank_of(stages.num_stages - 1), 0, 0)
+        return (here.pp, here.cp, here.tp) == (stages.rank_of(stages.num_stages - 1), 0, 0)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move states to the host, or back; on a CPU they are there."""

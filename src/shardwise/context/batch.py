@@ -241,12 +241,11 @@ class PaddedTokens:
     [5, 6, 7, 8]
 
     Attributes:
-        tokens: [B, S].
-        mask: [B, S], true for what is no padding.
+        mask: of the tokens, true for what is no padding.
         offsets: [B + 1], where each sequence begins among all their tokens.
     """
 
-    tokens: Tensor
+    tokens: Tensor  # [B, S]
     mask: Tensor
     offsets: Tensor
 
@@ -286,18 +285,18 @@ def gather_tokens(own: Tensor, places: Tensor, num_tokens: int, comm: Comm) -> T
     Args:
         places: of this rank's tokens in the sequence.
     """
-    whole: Tensor = _GatheredTokens.apply(own, places, num_tokens, comm)
-    return whole
+    numbers: Tensor = _GatheredTokens.apply(own, places, num_tokens, comm)
+    return numbers
 
 
 class _GatheredTokens(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, places: Tensor, num_tokens: int, comm: Comm) -> Tensor:
         ctx.places, ctx.num_ranks = places, comm.world_size
-        whole = own.new_zeros(own.shape[0], num_tokens)
-        whole[:, places] = own
-        comm.sum_in_place(whole, "numbers of tokens")  # of each token one rank has a value, the others 0
-        return whole
+        numbers = own.new_zeros(own.shape[0], num_tokens)
+        numbers[:, places] = own
+        comm.sum_in_place(numbers.view(-1), "numbers of tokens")  # of each token one rank has a value, the others 0
+        return numbers
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
