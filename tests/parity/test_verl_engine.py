@@ -182,3 +182,76 @@ def value(rank: int, world_size: int, folder: Path) -> None:
 
 def test_a_critic_learns_values(ranks: WorkerPool, folder: Path) -> None:
     ranks(1).run(value, folder)
+
+
+def accumulate(rank: int, world_size: int, folder: Path, layout: dict[str, Any]) -> list[float]:
+    engine = make_engine(folder, build_model("llama"), layout)
+    engine.initialize()
+    own = sequences(0)[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+    batch = {"input_ids": jagged(own), "loss_mask": jagged(list(map(mask_of, own))), "temperature": 1.0}
+    norms = []
+    for num_batches in (1, 2):
+        with engine.train_mode(zero_grad_on_exit=False):
+            for _ in range(num_batches):
+                outputs = engine.forward_backward_batch(Batch(batch, return_model_output=True), sft_loss)
+                assert bool(outputs["model_output"]) == engine.is_mp_src_rank_with_outputs()
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        engine.optimizer.param_groups[1]["lr"] = 0.0
+        norms.append(engine.optimizer_step())
+    engine.inner.close()
+    return norms
+
+
+def test_batches_before_a_step_add_up(ranks: WorkerPool, folder: Path) -> None:
+    for once, twice in ranks(2).run(accumulate, folder, {}):
+        assert twice == pytest.approx(2 * once)
+
+
+DELTA_LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "pp": {"mesh": {"pp": 2}},
+    "tp": {"mesh": {"tp": 2}},
+    "zero-2": {"zero": {"stage": 2}},
+    "zero-3": {},
+}
+
+
+def change(rank: int, world_size: int, folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return whole tensors after each of two steps, and what verl is given of the second, on this rank."""
+    engine = make_engine(folder, build_model("llama"), layout)
+    engine.initialize()
+    own = sequences(0)[engine.get_data_parallel_rank() :: engine.get_data_parallel_size()]
+    batch = {"input_ids": jagged(own), "loss_mask": jagged(list(map(mask_of, own))), "temperature": 1.0}
+    engine.optimizer.param_groups[1]["lr"] = 0.0  # of the norms, which do not change
+    found = []
+    for _ in range(2):
+        engine.prime_delta_snapshots()
+        found.append({name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]})
+        with engine.train_mode():
+            engine.train_batch(Batch(batch), sft_loss)
+        engine.lr_scheduler_step()
+        engine.optimizer.param_groups[1]["lr"] = 0.0
+    deltas = {}
+    for slots, dtype, counts, places, values, group in engine.get_per_tensor_param_delta_shard()[0]:
+        ((name, shape),) = slots
+        assert (dtype, places.dtype, counts.tolist()) == ("float64", torch.int32, [len(values)])
+        assert torch.distributed.get_world_size(group) == world_size
+        deltas[name] = (shape, places, values)
+    found.append(dict(engine.get_per_tensor_param()[0]))
+    engine.inner.close()
+    return [*found[1:], deltas]
+
+
+@pytest.mark.parametrize("name", sorted(DELTA_LAYOUTS))
+def test_what_has_changed_makes_the_new_weights_of_the_old(ranks: WorkerPool, folder: Path, name: str) -> None:
+    results = ranks(2).run(change, folder, DELTA_LAYOUTS[name])
+    before, after, _ = results[0]
+    num_elements = dict.fromkeys(after, 0)
+    for *_, deltas in results:
+        assert list(deltas) == list(after)
+        for key, (shape, places, values) in deltas.items():
+            assert tuple(shape) == after[key].shape
+            before[key].view(-1)[places.long()] = values
+            num_elements[key] += len(places)
+    assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
+    assert num_elements["model.norm.weight"] == 0
+    assert all(number <= after[key].numel() for key, number in num_elements.items())
