@@ -320,6 +320,27 @@ def use_directly(rank: int, world_size: int) -> list[Refusal]:
         return refusals
 
 
+def step_apart(rank: int, world_size: int) -> tuple[list[Refusal], float, float]:
+    torch.manual_seed(0)
+    batches = [torch.ones(2, WIDTH), torch.full((2, WIDTH), 2.0)]
+    with initialize(Chain(), config_of(), loss_fn=mean_square) as engine:
+        before = engine.eval_step(batches).loss
+        engine.forward_backward(batches)
+        refusals = [refusal_of(lambda: engine.forward_backward(batches)), refusal_of(lambda: engine.eval_step(batches))]
+        engine.zero_grad()
+        refusals.append(refusal_of(engine.step))
+        engine.forward_backward(batches)
+        apart = engine.step().loss
+        assert engine.eval_step(batches).loss < before
+        return refusals, before, apart
+
+
+def test_a_pipelines_step_may_come_apart_from_its_backwards(ranks: WorkerPool) -> None:
+    for refusals, before, apart in ranks(2).run(step_apart):
+        assert [code for code, _ in refusals] == ["pipeline-awaits-step"] * 2 + ["pipeline-rank-alone"]
+        assert apart == pytest.approx(before)
+
+
 def test_calls_that_need_all_layers_say_what_to_call(ranks: WorkerPool) -> None:
     for refusals in ranks(2).run(use_directly):
         assert [code for code, _ in refusals] == ["pipeline-rank-alone"] * 5 + ["micro-batch-count"]

@@ -79,18 +79,18 @@ class EngineRegistry:
 
 
 def split(data: Batch, dp_group: Any, same_micro_num_in_dp: bool) -> tuple[list[Batch], None]:
-    """One sequence a micro-batch."""
+    """Two sequences a micro-batch."""
     sequences = data["input_ids"].unbind()
     masks = data["loss_mask"].unbind()
     others = {name: value for name, value in data.items() if name not in ("input_ids", "loss_mask")}
+    pairs = [slice(first, first + 2) for first in range(0, len(sequences), 2)]
     return [
-        Batch(others | {"input_ids": jagged([ids]), "loss_mask": jagged([mask])})
-        for ids, mask in zip(sequences, masks, strict=True)
+        Batch(others | {"input_ids": jagged(sequences[pair]), "loss_mask": jagged(masks[pair])}) for pair in pairs
     ], None
 
 
 def join(output_lst: list[Mapping[str, Any]], indices: None, data: Batch) -> dict[str, Any]:
-    names = output_lst[0]["model_output"]
+    names = output_lst[0]["model_output"] if output_lst else ()
     parts = {name: [each for output in output_lst for each in output["model_output"][name].unbind()] for name in names}
     return {"model_output": parts, "loss": [output["loss"] for output in output_lst], "metrics": {}}
 
@@ -103,12 +103,6 @@ def auto_class(hf_config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM
-
-
-def value_model(path: str, dtype: torch.dtype, hf_config: Any, trusts: bool) -> Any:
-    from transformers import AutoModelForTokenClassification
-
-    return AutoModelForTokenClassification.from_config(hf_config)
 
 
 def warm_up(optimizer: Any, num_warmup_steps: int) -> LambdaLR:
@@ -126,7 +120,7 @@ CONTENTS: Mapping[str, Mapping[str, Any]] = {
         "assign_non_tensor": lambda data, **values: data.update(values),
         "get_non_tensor_data": lambda data, key, default: data.get(key, default),
     },
-    "verl.utils.model": {"get_hf_auto_model_class": auto_class, "load_valuehead_model": value_model},
+    "verl.utils.model": {"get_hf_auto_model_class": auto_class},
     "verl.utils.torch_functional": {
         "get_constant_schedule_with_warmup": warm_up,
         "get_cosine_schedule_with_warmup": cosine,

@@ -28,7 +28,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +133,56 @@ class VersionWriter:
                 digests[name] = digest_of(values)
                 yield from _changed(name, values, None if is_whole else self._copies.get(name)).items()
                 _keep(self._copies, name, values)
+
+
+class HeldChanges:
+    """Finds what has changed in those parts of tensors that a rank holds, and keeps copies of these in host memory.
+
+    >>> changes, held = HeldChanges(), torch.zeros(2, 3)
+    >>> part = ("w", held, (slice(1, 3), slice(0, 3)))  # rows 1 and 2 of four
+    >>> [positions.tolist() for _, positions, _ in changes.take([("w", torch.float32, (4, 3))], [part])]
+    [[3, 4, 5, 6, 7, 8]]
+    >>> held[1, 0] = 1.0
+    >>> list(changes.take([("w", torch.float32, (4, 3))], [part]))
+    [(('w', torch.float32, (4, 3)), tensor([6]), tensor([1.]))]
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def take(
+        self,
+        tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+        shards: Iterable[tuple[str, Tensor, tuple[slice, ...]]],
+    ) -> Iterator[tuple[tuple[str, torch.dtype, tuple[int, ...]], Tensor, Tensor]]:
+        """Yield with each tensor the places in it, as if it were flat, of what has changed since, and the values there.
+
+        The first time all has changed.
+
+        Args:
+            tensors: name, dtype and shape of all, also of those of which the rank holds nothing.
+            shards: what it holds, such as `WeightSource.shards` yields it.
+        """
+        pieces = dict[str, list[tuple[Tensor, tuple[slice, ...]]]]()
+        for name, values, index in shards:
+            pieces.setdefault(name, []).append((values, index))
+        for tensor in tensors:
+            name, dtype, shape = tensor
+            positions, changes = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=dtype)]
+            for number, (values, index) in enumerate(pieces.pop(name, ())):
+                flat = values.detach().cpu().reshape(-1)
+                before = self._copies.get(f"{name}/{number}")
+                is_changed = torch.ones(flat.shape, dtype=torch.bool)
+                if before is not None:
+                    is_changed = bits_of(flat) != bits_of(before)
+                inside = is_changed.nonzero().view(-1)
+                changes.append(flat[inside])
+                position = torch.zeros_like(inside)
+                for step, span, size in zip(torch.unravel_index(inside, values.shape), index, shape, strict=True):
+                    position = position * size + span.start + step
+                positions.append(position)
+                _keep(self._copies, f"{name}/{number}", flat)
+            yield tensor, torch.cat(positions), torch.cat(changes)
 
 
 def _written(

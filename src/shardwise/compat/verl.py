@@ -1,9 +1,8 @@
 """An engine of Shardwise with verl's interface; import it where verl reads `external_lib`, and name it as strategy.
 
-verl's losses are divided by what counts on all data ranks, times their number, and summed over micro-batches. So they
-are losses of plain mode (`Engine.forward`), and the gradient is that of verl's other engines. What only infers, such as
-a reference, runs in every layout (`Engine.log_probs`); training needs the logits of a sequence on one rank, or its
-tensor-parallel ranks, so it refuses `mesh.pp` and `mesh.cp`.
+verl's losses are divided by what counts on all data ranks, times their number, and summed over micro-batches: each
+counts as one here, times the number of micro-batches. They read whole sequences, of whose tokens each rank of `mesh.cp`
+has some: the numbers of the others are gathered. Under `mesh.pp` the ranks with the last stage have the loss.
 """
 
 from __future__ import annotations
@@ -12,30 +11,38 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoModelForTokenClassification
+from transformers.utils import is_flash_attn_2_available
 from verl.utils import tensordict_utils
-from verl.utils.model import get_hf_auto_model_class, load_valuehead_model
+from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config import ActorConfig, EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+from shardwise.checkpoint.deltas import HeldChanges
+from shardwise.comm.collectives import CommResources
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
 from shardwise.construction.context import init
-from shardwise.context.batch import IGNORED
+from shardwise.context.batch import PaddedTokens, gather_tokens
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
-from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES, MeshShape
+from shardwise.layout.mesh_shape import DATA_AXES, MeshShape
 from shardwise.runtime.device import KINDS
+from shardwise.schedule.pipelines import placement_of
+from shardwise.tensor.chunked import deferred_head
 from shardwise.tensor.token_log_probs import token_log_probs
 
 STRATEGY: Final = "shardwise"
 _DEVICE: Final = "device"  # any name but "cpu" stands for it: verl knows no machine without an accelerator
+_LATER_COUNT: Final = 2.0**-40  # of what adds to a step's losses, whose count that of the first batch is
 _DTYPES: Final[Mapping[str, str]] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
@@ -78,46 +85,12 @@ def sections_of(model_config: Any, engine_config: Any, optimizer_config: Any) ->
     return sections
 
 
-@dataclass(frozen=True)
-class _Padded:
-    """Holds sequences of different lengths as a model takes them, and how they come back."""
-
-    tokens: Tensor  # [B, S]
-    mask: Tensor  # [B, S], true for what is no padding
-    targets: Tensor  # [B, S], the next token, ignored after the last one
-    offsets: Tensor  # [B + 1], where each sequence begins among all their tokens
-
-    @classmethod
-    def of(cls, nested: Tensor) -> _Padded:
-        tokens, offsets = torch.nested.to_padded_tensor(nested, 0.0), nested.offsets()  # type: ignore[attr-defined]
-        lengths, places = offsets.diff().unsqueeze(1), torch.arange(tokens.shape[1], device=tokens.device)
-        return cls(tokens, places < lengths, tokens.roll(-1, 1).where(places < lengths - 1, IGNORED), offsets)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        return {"input_ids": self.tokens, "attention_mask": self.mask.long(), "use_cache": False}
-
-    def nested(self, values: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(values[self.mask], self.offsets)
-
-
-class _SteppedByVerl:
-    """Is the engine's schedule, which verl steps itself, after the optimizer's steps of a batch."""
-
-    def __init__(self, schedule: Any) -> None:
-        self.schedule, self.optimizer = schedule, schedule.optimizer
-        self.state_dict, self.load_state_dict = schedule.state_dict, schedule.load_state_dict
-
-    def step(self) -> None:
-        """Do nothing."""
-
-
 class _Mode(BaseEngineCtx):
     """Puts the model into a mode, and states where verl wants them, for a context."""
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.engine.model.train(self.mode == "train")
+        self.engine.module.train(self.mode == "train")
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
@@ -133,6 +106,9 @@ class ShardwiseEngine(BaseEngine):
     The arguments are those of verl's engines. After `initialize`, `inner` is the engine.
     """
 
+    is_param_offload_enabled = property(lambda self: bool(self.engine_config.param_offload))
+    is_optimizer_offload_enabled = property(lambda self: bool(self.engine_config.optimizer_offload))
+
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         super().__init__()
         self.model_config, self.engine_config = model_config, engine_config
@@ -140,19 +116,20 @@ class ShardwiseEngine(BaseEngine):
         self._is_critic = model_config.model_type == "value_model"
         self.config = Config.from_dict(sections_of(model_config, engine_config, optimizer_config))
         self.mesh = MeshShape.from_config(self.config.resolve(dist.get_world_size()).mesh)
-        if self.mesh.pp * self.mesh.cp > 1 and not engine_config.forward_only:
-            raise ConfigError(
-                "verl-layout",
-                f"mesh.pp={self.mesh.pp}, mesh.cp={self.mesh.cp}: verl's losses read whole sequences; use mesh.tp",
-            )
         self._away: frozenset[str] = frozenset()
+        self._changes, self._loss_weight = HeldChanges(), 1
 
     def initialize(self) -> None:
         self.inner = self._make_engine()
-        self.model: Any = self.inner.model
+        self.module: Any = self.inner.model
+        self.optimizer = self.inner.optimizer
+        parts, alone = self.inner.parts, CommResources.alone(self.inner.device, self.inner.config.run.timeout_s)
+        self._data = parts.comm_factory.comm(DATA_AXES, "verl", alone, "data")
         if not self.engine_config.forward_only:
-            self.lr_scheduler = self._schedule()
-            self.inner.scheduler = _SteppedByVerl(self.lr_scheduler)
+            schedule = self.lr_scheduler = self._schedule()
+            saved = {"state_dict": schedule.state_dict, "load_state_dict": schedule.load_state_dict}
+            # verl steps it, after the optimizer's steps of a batch.
+            self.inner.scheduler = SimpleNamespace(step=lambda: None, optimizer=schedule.optimizer, **saved)
         self._offload()
 
     def _offload(self) -> None:
@@ -162,9 +139,12 @@ class ShardwiseEngine(BaseEngine):
     def _make_engine(self) -> Engine:
         config = self.model_config
         path, hf_config, trust = config.local_path, config.hf_config, config.trust_remote_code
+        if hf_config._attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
+            hf_config._attn_implementation = "sdpa"
         if self._is_critic:
-            hf_config.num_labels = 1
-            return initialize(load_valuehead_model(path, torch.float32, hf_config, trust), self.config)
+            hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
+            model = AutoModelForTokenClassification.from_pretrained(path, config=hf_config, trust_remote_code=trust)
+            return initialize(model.float(), self.config)
         auto_class = get_hf_auto_model_class(hf_config=hf_config)
         if not config.lora_rank:
             with init():
@@ -186,14 +166,6 @@ class ShardwiseEngine(BaseEngine):
         least = options.min_lr_ratio or 0.0
         return get_cosine_schedule_with_warmup(optimizer, warmup, total, least, options.num_cycles)
 
-    @property
-    def is_param_offload_enabled(self) -> bool:
-        return bool(self.engine_config.param_offload)
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return bool(self.engine_config.optimizer_offload)
-
     def train_mode(self, **options: Any) -> Any:
         return _Mode(self, "train", **options)
 
@@ -211,43 +183,71 @@ class ShardwiseEngine(BaseEngine):
         return float(self.lr_scheduler.get_last_lr()[0])
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
-        group, comm = self.get_data_parallel_group(), self.inner.parts.comms.data
+        inner, comm = self.inner, self._data
         (num_tokens,) = comm.sum_scalars(data["loss_mask"].sum().reshape(1).to(comm.device), "tokens of verl's batch")
-        num_ranks = self.get_data_parallel_size()
-        tensordict_utils.assign_non_tensor(data, sp_size=1, batch_num_tokens=num_tokens, dp_size=num_ranks)
-        batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
+        sizes = {"sp_size": self.mesh.cp, "dp_size": self.get_data_parallel_size(), "batch_num_tokens": num_tokens}
+        tensordict_utils.assign_non_tensor(data, **sizes)
         keeps_output = forward_only or tensordict_utils.get_non_tensor_data(data, "return_model_output", False)
-        outputs = []
-        for number, batch in enumerate(batches, 1):
-            batch = batch.to(self.inner.device)
-            output, loss, metrics = self._compute(batch, forward_only), torch.ones(()), {}
+        batches, indices = prepare_micro_batches(data=data, dp_group=comm.process_group, same_micro_num_in_dp=True)
+        batches = [batch.to(inner.device) for batch in batches]
+        multiple = 2 * self.mesh.cp * self.mesh.tp  # by which whole sequences can be cut
+        padded = [PaddedTokens.of(batch["input_ids"], multiple) for batch in batches]
+        if is_first := inner.parts.state.num_backwards == 0:
+            self._loss_weight = len(batches)
+        outputs: list[dict[str, Any]] = []  # of the ranks that have the last stage
+
+        def loss_fn(output: Any, batch: Any) -> tuple[Tensor, float]:
+            _, number, places = batch
+            data, loss, metrics = batches[number], torch.ones((), device=inner.device), {}
+            values = self._read(output, data, padded[number], places[0])
             if loss_function is not None:
-                loss, metrics = loss_function(model_output=output, data=batch, dp_group=group)
-            if not forward_only:
-                self.inner.backward(loss, is_boundary=number == len(batches))
-            detached = {name: value.detach() for name, value in output.items()} if keeps_output else {}
+                loss, metrics = loss_function(model_output=values, data=data, dp_group=comm.process_group)
+            detached = {name: value.detach() for name, value in values.items()} if keeps_output else {}
             outputs.append({"model_output": detached, "loss": loss.item(), "metrics": metrics})
+            return loss * self._loss_weight, 1.0 if is_first else _LATER_COUNT
+
+        to_compute = [(sequences.inputs, number, sequences.places) for number, sequences in enumerate(padded)]
+        with inner.parts.state.with_own_loss(loss_fn):
+            if not forward_only:
+                inner.forward_backward(to_compute)
+            else:
+                with nullcontext() if self._is_critic else deferred_head(inner.model, inner.layout):
+                    inner.eval_step(to_compute)
         return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
-    def _compute(self, batch: Any, forward_only: bool) -> dict[str, Tensor]:
-        padded = _Padded.of(batch["input_ids"])
+    def _read(self, output: Any, batch: Any, padded: PaddedTokens, places: Tensor) -> dict[str, Tensor]:
+        """Return the numbers of all tokens, by verl's name, from the model's output for those at some places."""
         if self._is_critic:
-            with torch.set_grad_enabled(not forward_only):
-                return {"values": padded.nested(self.inner.forward(**padded.inputs).logits.squeeze(-1))}
-        entropy = bool(tensordict_utils.get_non_tensor_data(batch, "calculate_entropy", False))
-        temperature = _temperature_of(batch)
-        if forward_only:
-            of_tokens = self.inner.log_probs((padded.inputs, padded.targets), temperature=temperature, entropy=entropy)
+            values = {"values": output.logits.squeeze(-1)}
         else:
-            output = self.inner.forward(**padded.inputs)
-            of_tokens = token_log_probs(output, padded.targets, temperature=temperature, entropy=entropy)
-        values = {"log_probs": of_tokens.log_probs, "entropy": of_tokens.entropies}
-        return {name: padded.nested(value) for name, value in values.items() if value is not None}
+            options = {"entropy": bool(tensordict_utils.get_non_tensor_data(batch, "calculate_entropy", False))}
+            temperature = _temperature_of(batch)
+            of_tokens = token_log_probs(output, padded.targets[:, places], temperature=temperature, **options)
+            values = {"log_probs": of_tokens.log_probs, "entropy": of_tokens.entropies}
+        values = {name: value for name, value in values.items() if value is not None}
+        among = padded.tokens.shape[1], self.inner.parts.comms.context
+        return {name: padded.nested(gather_tokens(value, places, *among)) for name, value in values.items()}
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[Any], None]:
         """Walk over whole tensors in the folder's names, with adapters merged: so a server needs to know of none."""
         self.to(_DEVICE, model=True, optimizer=False, grad=False)
         return iter(self.inner.weights()), None
+
+    def prime_delta_snapshots(self) -> None:
+        """Remember what each rank holds, which has just been sent."""
+        for _ in self._deltas():
+            pass
+
+    def get_per_tensor_param_delta_shard(self, **options: Any) -> tuple[Iterator[Any], None]:
+        """Walk over all tensors, the same on each rank, with what has changed since of those parts that it holds."""
+        self.to(_DEVICE, model=True, optimizer=False, grad=False)
+        return self._deltas(), None
+
+    def _deltas(self) -> Iterator[Any]:
+        source, device = self.inner.weights(), self.inner.device
+        for (name, dtype, shape), places, values in self._changes.take(source.metadata(), source.shards(once=True)):
+            counts, in_words = torch.tensor([len(places)]), str(dtype).removeprefix("torch.")
+            yield [(name, shape)], in_words, counts, places.int().to(device), values.to(device), dist.group.WORLD
 
     def get_data_parallel_size(self) -> int:
         return self.mesh.num_data_ranks
@@ -256,12 +256,12 @@ class ShardwiseEngine(BaseEngine):
         return self.mesh.data_index(dist.get_rank())
 
     def get_data_parallel_group(self) -> Any:
-        return self.inner.parts.comms.data.process_group
+        return self._data.process_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        return dist.get_rank() == min(
-            self.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), dist.get_rank())
-        )
+        here, section = self.mesh.coordinate(dist.get_rank()), self.config.pipeline
+        stages = placement_of(section.schedule, self.mesh.pp, section.virtual_stages)
+        return (here.pp, here.cp, here.tp) == (stages.rank_of(stages.num_stages - 1), 0, 0)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move states to the host, or back; on a CPU they are there."""
@@ -289,7 +289,7 @@ class ShardwiseEngine(BaseEngine):
         self._offload()
 
     def disable_adapter(self) -> Any:
-        return self.model.disable_adapter() if self.model_config.lora_rank else nullcontext()
+        return self.module.disable_adapter() if self.model_config.lora_rank else nullcontext()
 
 
 def _temperature_of(batch: Any) -> float:

@@ -22,8 +22,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
+from shardwise.comm.collectives import Comm
 from shardwise.config.errors import ConfigError
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import pytree
@@ -224,3 +227,77 @@ def take_tokens(tensor: Tensor, tokens: Runs) -> Tensor:
 def positions_of(tokens: Runs, device: torch.device) -> Tensor:
     """Return the places of tokens in their sequence, int64 [tokens]."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in tokens])
+
+
+@dataclass(frozen=True)
+class PaddedTokens:
+    """Holds sequences of different lengths as models take them, padded at their ends.
+
+    >>> nested = torch.nested.as_nested_tensor([torch.tensor([5, 6, 7]), torch.tensor([8])], layout=torch.jagged)
+    >>> padded = PaddedTokens.of(nested, multiple=2)
+    >>> padded.tokens.tolist(), padded.targets.tolist()
+    ([[5, 6, 7, 0], [8, 0, 0, 0]], [[6, 7, -100, -100], [-100, -100, -100, -100]])
+    >>> padded.nested(padded.tokens).values().tolist()
+    [5, 6, 7, 8]
+
+    Attributes:
+        mask: of the tokens, true for what is no padding.
+        offsets: [B + 1], where each sequence begins among all their tokens.
+    """
+
+    tokens: Tensor  # [B, S]
+    mask: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, nested: Tensor, multiple: int = 1) -> PaddedTokens:
+        """Pad the sequences of a jagged tensor to one length that is a multiple."""
+        tokens, offsets = torch.nested.to_padded_tensor(nested, 0.0), nested.offsets()  # type: ignore[attr-defined]
+        tokens = F.pad(tokens, (0, -tokens.shape[1] % multiple))
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return cls(tokens, places < offsets.diff().unsqueeze(1), offsets)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Return what models of transformers take."""
+        return {"input_ids": self.tokens, "attention_mask": self.mask.long(), "use_cache": False}
+
+    @property
+    def places(self) -> Tensor:
+        """Return the place of each token in its sequence, [1, S]; cut with the tokens, they say which these are."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).unsqueeze(0)
+
+    @property
+    def targets(self) -> Tensor:
+        """Return the token that follows each, [B, S], ignored after the last one."""
+        return self.tokens.roll(-1, 1).where(F.pad(self.mask[:, 1:], (0, 1)), IGNORED)
+
+    def nested(self, values: Tensor) -> Tensor:
+        """Return numbers of all tokens, [B, S], as a jagged tensor of the same sequences."""
+        return torch.nested.nested_tensor_from_jagged(values[self.mask], self.offsets)
+
+
+def gather_tokens(own: Tensor, places: Tensor, num_tokens: int, comm: Comm) -> Tensor:
+    """Return [samples, all tokens] of numbers of each rank's tokens, for a loss that each rank computes of all.
+
+    A gradient counts once for each rank, as in a step, which takes the mean over the ranks.
+
+    Args:
+        places: of this rank's tokens in the sequence.
+    """
+    numbers: Tensor = _GatheredTokens.apply(own, places, num_tokens, comm)
+    return numbers
+
+
+class _GatheredTokens(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, places: Tensor, num_tokens: int, comm: Comm) -> Tensor:
+        ctx.places, ctx.num_ranks = places, comm.world_size
+        numbers = own.new_zeros(own.shape[0], num_tokens)
+        numbers[:, places] = own
+        comm.sum_in_place(numbers.view(-1), "numbers of tokens")  # of each token one rank has a value, the others 0
+        return numbers
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient[:, ctx.places] * ctx.num_ranks, None, None, None

@@ -23,9 +23,9 @@ from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, Tokenizer, export_weights, import_weights
-from shardwise.engine.runner import evaluate, forward_plain, log_probs, micro_batches
+from shardwise.engine.runner import as_list, evaluate, forward_plain, log_probs, micro_batches
 from shardwise.engine.state_api import gathered_groups, offload
-from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, update, zero_grad
+from shardwise.engine.step import backpropagate, check_accumulated, open_loss, run_backward, zero_grad
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult, attribute_of
 from shardwise.engine.weights import BUCKET_BYTES, WeightSource
 from shardwise.launch.signals import watch_signals
@@ -166,13 +166,12 @@ class Engine:
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
             CheckpointError: a save in the background has failed; call it again to take the step.
         """
-        self.runner.check_direct("engine.step")
         self.parts.status.check()
         check_accumulated(self.parts, partial)
         if self.checkpoints.saver.failure is not None:
             self.checkpoints.saver.poll()
         with self.parts.failures_explained():
-            return update(self.parts, self.runner.forward)
+            return self.runner.step()
 
     @checked
     def zero_grad(self) -> None:
@@ -194,7 +193,20 @@ class Engine:
         if self.checkpoints.saver.failure is not None:
             self.checkpoints.saver.poll()
         with self.parts.failures_explained():
-            return self.runner.train(micro_batches(self.parts, batches))
+            self.runner.accumulate(micro_batches(self.parts, batches))
+            return self.runner.step()
+
+    @checked
+    def forward_backward(self, batches: Sequence[Any]) -> None:
+        """Run forwards and backwards of this data rank's micro-batches in any layout; `step(partial=True)` follows.
+
+        Args:
+            batches: of any number, the same on all ranks, each as for `engine(batch)`. A pipeline takes those of a step
+                at once.
+        """
+        self.parts.status.check()
+        with self.parts.failures_explained():
+            self.runner.accumulate(as_list(batches))
 
     @checked
     def eval_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> EvalResult:

@@ -77,7 +77,7 @@ class PipelineRunner:
         self.schedule = step_schedule(config, layout)
         self._parts = parts
         self._pipeline = pipeline
-        self._row = self.schedule.ranks[pipeline.index]
+        self._rows = {config.batch.accumulation or 1: self.schedule.ranks[pipeline.index]}
         self._forward = forward
         self._groups = PipelineAdapter(parts.sharding, layout)
         self._pipes = pipes
@@ -90,6 +90,7 @@ class PipelineRunner:
         self._compute = StageCompute(forward, pipeline.num_stages - 1, inlets, outlets, parts.timeline, queue)
         self._evaluations: dict[int, Sequence[Action]] = {}
         self._is_out_of_step = False
+        self._accumulated: _Execution | None = None  # whose gradients await the step
 
     def check_direct(self, call: str) -> None:
         """Raise, because a rank has some of the layers only.
@@ -103,31 +104,45 @@ class PipelineRunner:
             "layers; call engine.train_step(batches) or engine.eval_step(batches)",
         )
 
-    def train(self, batches: Sequence[Any]) -> StepResult:
+    def accumulate(self, batches: Sequence[Any]) -> None:
         parts = self._parts
         self._check_in_step()
         before_model(parts)  # here: after the first stage's forward has begun, a rank would wait in vain
-        execution = self._prepare(self._row_of(len(batches)), batches, parts.losses)
+        row = self._row_of(len(batches))
+        execution = self._prepare(row, batches, parts.losses)
         parts.state.batches.extend(batches)
         parts.timeline.is_recording = True
         parts.status.begin_backward()
         try:
             with parts.state.without_sync():  # the schedule alone says when to reduce
-                self._perform(execution)
+                self._perform(execution, row[: _first_step(row)], self._compute.handlers(execution))
+        except BaseException:
+            parts.timeline.close_step()
+            raise
+        parts.status.end_backward()
+        self._accumulated = execution
+
+    def step(self) -> StepResult:
+        execution, self._accumulated = self._accumulated, None
+        if execution is None or self._parts.state.num_backwards == 0:
+            self.check_direct("engine.step")
+            raise AssertionError("it refuses")
+        try:
+            self._perform(execution, execution.row[_first_step(execution.row) :], {}, is_last=True)
         finally:
-            parts.timeline.close_step()  # after what follows the step in the schedule
+            self._parts.timeline.close_step()  # after what follows the step in the schedule
         if execution.result is None:
             raise RuntimeError("the schedule has no STEP; add one")
         return execution.result
 
     def _row_of(self, num_batches: int) -> Sequence[Action]:
-        """Return this rank's row of a step; a simulation also takes steps of fewer micro-batches than the config's."""
-        config = self._parts.config
-        if num_batches == (config.batch.accumulation or 1):
-            return self._row
-        batch = config.batch.model_copy(update={"accumulation": num_batches})
-        schedule = step_schedule(config.model_copy(update={"batch": batch}), self._parts.layout)
-        return schedule.ranks[self._pipeline.index]
+        """Return this rank's row of a step; not all steps have as many micro-batches as the config says."""
+        if num_batches not in self._rows:
+            config = self._parts.config
+            batch = config.batch.model_copy(update={"accumulation": num_batches})
+            schedule = step_schedule(config.model_copy(update={"batch": batch}), self._parts.layout)
+            self._rows[num_batches] = schedule.ranks[self._pipeline.index]
+        return self._rows[num_batches]
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
         parts = self._parts
@@ -140,7 +155,7 @@ class PipelineRunner:
             self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]
         execution = self._prepare(self._evaluations[len(batches)], batches, losses)
         parts.timeline.is_recording = False
-        self._perform(execution)
+        self._perform(execution, execution.row, self._compute.handlers(execution), is_last=True)
 
     def end_evaluation(self) -> None:
         """Compare what the stages' units have left, once all ranks have come to the evaluation's sum."""
@@ -155,10 +170,11 @@ class PipelineRunner:
         self._compute.close()
 
     def _check_in_step(self) -> None:
-        """Raise where messages between stages may be left over from a schedule that has not reached its end.
+        """Forget gradients that `zero_grad` has dropped; raise where a schedule has not reached its end, and messages
+        between stages may be left over.
 
         Raises:
-            EngineError: they may.
+            EngineError: it has not.
         """
         if self._is_out_of_step:
             raise EngineError(
@@ -166,6 +182,18 @@ class PipelineRunner:
                 "an exception has ended a step or an evaluation amid its schedule, so the stages are no longer at the "
                 "same message; call engine.close() on every rank, or start again from a checkpoint",
             )
+        if self._accumulated is None:
+            return
+        if self._parts.state.num_backwards > 0:
+            raise EngineError(
+                "pipeline-awaits-step",
+                "the stages have run the micro-batches of a step, whose update is missing; call engine.step(), or "
+                "engine.zero_grad() to drop the gradients",
+            )
+        self._accumulated = None
+        self._compute.finish()
+        self._forward.end_step()
+        self._groups.end_step()
 
     def _prepare(self, row: Sequence[Action], batches: Sequence[Any], losses: LossAccumulator) -> _Execution:
         self._forward.begin_step()
@@ -177,14 +205,18 @@ class PipelineRunner:
         means = self._parts, self._forward, self._groups, self._compute
         return _Execution(*means, row, taken, losses, self.forward)
 
-    def _perform(self, execution: _Execution) -> None:
-        """Execute a row of the schedule; where it fails, note why for the ranks that wait for this one."""
+    def _perform(self, execution: _Execution, row: Sequence[Action], compute: Handlers, is_last: bool = False) -> None:
+        """Execute a part of a row, the last one or not; where it fails, note why for the ranks that wait for this one.
+
+        Args:
+            compute: the handlers of computations and transfers; none where the part has only actions on states.
+        """
         parts = self._parts
         try:
-            handlers = {**self._compute.handlers(execution), **execution.handlers()}
-            execute(execution.row, handlers, parts.timeline)
-            self._compute.finish()
-            self._forward.end_step()
+            execute(row, {**compute, **execution.handlers()}, parts.timeline)
+            if is_last:
+                self._compute.finish()
+                self._forward.end_step()
         except BaseException as error:
             self._forward.end_step()
             self._is_out_of_step |= not execution.is_stepping
@@ -294,7 +326,6 @@ class _Execution:
         """Take the step of all stages of this rank at the first STEP action: one norm clips them all."""
         if self.result is None:
             self._compute.check_done()
-            self._parts.status.end_backward()
             self.is_stepping = True
             self._stage_forward.end_step(self._parts.check_batch.agreement)
             self.result = update(self._parts, self._evaluate)
@@ -304,6 +335,11 @@ class _Execution:
     def _fetch(self, action: Action) -> None:
         if self.result is None:
             self._groups.prefetch(action.stage)
+
+
+def _first_step(row: Sequence[Action]) -> int:
+    """Return the index of the first STEP of a row, after which there are only actions on states."""
+    return next((index for index, action in enumerate(row) if action.kind is ActionKind.STEP), len(row))
 
 
 def _shapes_of(inputs: Any) -> Shapes:

@@ -47,8 +47,11 @@ class StepRunner(Protocol):
     def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch; None where another rank has its loss."""
 
-    def train(self, batches: Sequence[Any]) -> StepResult:
-        """Take a step over micro-batches."""
+    def accumulate(self, batches: Sequence[Any]) -> None:
+        """Run forwards and backwards of a step's micro-batches."""
+
+    def step(self) -> StepResult:
+        """Update by the gradients since the last step."""
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
         """Count the losses of batches, each as for `engine(batch)`, into `losses`, forward only."""
@@ -316,12 +319,14 @@ class SequentialRunner:
             parts.state.take_forward(taken.num_samples, parts.model.training)
             return run_model(parts, taken, lambda output: taken.loss(parts, output))
 
-    def train(self, batches: Sequence[Any]) -> StepResult:
+    def accumulate(self, batches: Sequence[Any]) -> None:
         parts = self._parts
         for index, batch in enumerate(batches, 1):
             loss = open_loss(parts, batch, self.forward(batch))
             run_backward(parts, loss, is_boundary=index == len(batches))
-        return update(parts, self.forward)
+
+    def step(self) -> StepResult:
+        return update(self._parts, self.forward)
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
         for batch in batches:

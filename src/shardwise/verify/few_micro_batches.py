@@ -99,7 +99,8 @@ def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: N
         short = min(_SHORT, few)
         lengths = (few, few, short)
         first_s = time.perf_counter()
-        engine.runner.train(make_step(lengths[0]))
+        engine.runner.accumulate(make_step(lengths[0]))
+        engine.runner.step()
         left_s = (time.perf_counter() - first_s) * sum(lengths[1:]) / lengths[0]
         of_all = "" if few == num_all else f" of {num_all:,}"
         announce(f"{few:,}{of_all} micro-batches, about {format_s(left_s)} more")

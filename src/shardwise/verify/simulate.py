@@ -211,7 +211,8 @@ def meter_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simula
     engine.memory.reset_peak()
     engine.tiers.traffic.reset()
     with engine.memory.meter(), engine.parts.failures_explained():
-        engine.runner.train(batches)
+        engine.runner.accumulate(batches)
+        engine.runner.step()
     at_rest, host_at_rest = before_update[0]
     return Simulation(
         rank=engine.comm.rank,
