@@ -27,6 +27,7 @@ from planner_eval import codes as codes
 from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
+from planner_eval.tools import in_our_words
 from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, traits_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
@@ -101,7 +102,7 @@ def _lora(row: Row) -> dict[str, Any]:
 
 def read_case(row: Row) -> Case:
     """Read a row of a file of cases, by its inputs alone."""
-    row = tidied(row)
+    row = tidied(in_our_words(tidied(row)))
     case = Case(
         id=str(row.get("id", "")),
         group=str(row.get("group", "")),
@@ -288,6 +289,8 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
     if recompute is None:
         guesses.append("recompute")
     mode, every = recompute or ("none", 1)
+    if mode == "full" and (num_again := words.num_of_block(p.get("recompute"))):
+        every = max(1, round(shape.num_layers / pp / max(1, int(p.get("vpp") or 1)) / num_again))
     if tp == 1 and stage == 3 and p.get("recompute") == "selective":
         mode = "full"  # sharded data parallelism selects blocks, not what is in them
     if "possibly" in str(p.get("offload")):
@@ -450,6 +453,8 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "optim" in text:
         found["tiers.optimizer"] = tier
+        if match := re.search(r"(\d+(?:\.\d+)?) ?(?:%|per cent|percent)", text):
+            found["tiers.optimizer_on_device"] = max(0.0, 1 - float(match.group(1)) / 100)
         # Of two moments in bf16 without a master, one is half.
         if "opt-m" in str(p.get("offload")) and "opt-v" not in str(p.get("offload")):
             found["tiers.optimizer_on_device"] = 0.5

@@ -60,9 +60,9 @@ _CODES: Final = (
     (r"torchtitan|pithtrain", Code(name="torchtitan", is_tuned=True, logits_bytes=2 * NARROW)),
     # XLA fuses what is element-wise and launches a step at once; its loss widens the logits, and its attention is TE's.
     (r"maxtext", Code(name="maxtext", is_fused=True, is_graphed=True, is_tuned=True, groups_experts=True)),
-    # Logits in bf16 and their gradient, of which an eighth is widened at a time (CEWithChunkedOutputLoss).
-    (r"torchtune", Code(name="torchtune", logits_bytes=2 * NARROW + 2 * WIDE / 8)),
-    (r"prime-rl", Code(name="torch")),
+    # An eighth of the logits at a time, whose log-softmax waits for the backward (LinearCrossEntropyLoss).
+    (r"torchtune", Code(name="torchtune", logits_bytes=WIDE + (NARROW + 2 * WIDE) / 8)),
+    (r"prime-rl", Code(name="prime-rl", is_tuned=True, groups_experts=True)),
     (
         r"megatron|nemo|primus",
         Code(name="megatron", is_fused=True, is_tuned=True, logits_bytes=2 * NARROW + WIDE, splits_logits=True),
@@ -136,7 +136,9 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
     gradient. Transformer Engine's writes it over the logits; Megatron's own over the fp32 softmax.
     """
     text, framework = str(p.get("loss") or "").lower(), str(p.get("framework") or "").lower()
-    if re.search(r"cut.cross|with lm_head|fused linear", text) or ("liger" in text and "only" not in text):
+    if re.search(r"cut.cross|\bcce\b|with lm_head|fused[ _]linear|chunked_nll", text) or (
+        "liger" in text and "only" not in text
+    ):
         return 0.0
     if match := re.search(r"in (\d+) chunks", text):
         return NARROW / int(match.group(1))  # the gradient takes the place of the logits
@@ -153,6 +155,10 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
         return 2 * NARROW
     if "compiled" in text and "before" not in text:
         return 2 * NARROW
+    if code.name == "torchtune":
+        if "chunkedoutput" in text or (not text and code.year < 2025):  # the logits exist whole, too
+            return NARROW + WIDE + 2 * WIDE / 8
+        return NARROW + (NARROW + 2 * WIDE) / 8 if p.get("compile") else code.logits_bytes
     if "chunk" in text:
         return 4 * NARROW if code.name == "litgpt" else 2 * NARROW
     if "fp32" in text or "plain" in text or code.name in ("hf", "deepspeed"):
@@ -184,8 +190,11 @@ def is_narrow(p: Mapping[str, Any]) -> bool:
 
     NeMo Automodel's recipes load models so (`torch_dtype: bf16`).
     """
-    if code_of(str(p.get("framework"))).name == "automodel":
+    name = code_of(str(p.get("framework"))).name
+    if name == "automodel":
         return "torch.optim" in str(p.get("optimizer"))
+    if name == "torchtune":  # `dtype` is that of all it holds
+        return "fp32" not in str(p.get("precision")).lower()
     words = f"{p.get('precision')} {p.get('optimizer')}".lower()
     return bool(
         re.search(
@@ -200,7 +209,8 @@ def is_wide(p: Mapping[str, Any]) -> bool:
     >>> is_wide({"lora": {"rank": 8, "base": "bf16 or fp32"}}), is_wide({"lora": {"base": "nf4"}})
     (True, False)
     """
-    return "fp32" in str((p.get("lora") or {}).get("base"))
+    base = str((p.get("lora") or {}).get("base"))
+    return "fp32" in base and "sharded" not in base
 
 
 def params_share(p: Mapping[str, Any]) -> float:
@@ -210,6 +220,8 @@ def params_share(p: Mapping[str, Any]) -> float:
         return 1.0
     if is_wide(p):
         return 3.0  # with the copies in bf16 that autocast saves for the backward
+    if "fp32" in base:
+        return 2.0  # FSDP2 casts its shard before it gathers
     if re.match(r"nvfp4", base):
         return 0.5 * (0.5 + 1 / 16)  # a scale of one byte for each 16
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0
@@ -263,7 +275,7 @@ def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tu
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
         return (11.0, 15.0) if code.groups_experts else (7.0, 11.0)
     has_deepep = bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
-    if code.name in ("torchtitan", "torch", "torchtune"):
+    if code.name in ("torchtitan", "prime-rl", "torchtune"):
         if has_deepep or code.year > 2025:
             return (11.0, 15.0)
         return (13.0, 18.0) if p.get("compile") else (21.0, 28.0)
@@ -288,9 +300,12 @@ def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the keys of the adapters that a row writes; PEFT adapts queries and values where no target is named."""
     if not written:
         return {}
-    text = str(written.get("targets") or "q_proj,v_proj").lower()
+    text = str(written.get("targets") or "q_proj,v_proj").lower().replace("output_proj", "o_proj")
+    text = re.sub(
+        "c_attn", "qkv", re.sub("c_proj", "o_proj, down_proj", re.sub(r"\bw[12]\b", "gate_proj, up_proj", text))
+    )
     found = {name for mark, names in _TARGETS.items() if re.search(mark, text) for name in names}
-    targets = ("all-linear",) if "all lin" in text or not found else tuple(sorted(found))
+    targets = ("all-linear",) if re.search("all[ _-]lin", text) or not found else tuple(sorted(found))
     base = str(written.get("base") or "").lower()
     return {
         "lora.rank": int(written.get("rank") or 16),
@@ -313,7 +328,7 @@ def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code, model: str = "")
     text = str(p.get("attention_kernel") or "").lower()
     if "fp8" not in gpu.peak_flops_per_s:
         return False
-    if re.search(r"cudnn|\bfa[34]\b|attention[ -]?[34]|flash-attn3|\bte\b|\bck\b", text):
+    if re.search(r"cudnn|\bfa[34]\b|att(?:entio)?n[ _-]*v?[34]|\bte\b|\bck\b|aiter", text):
         return True
     if re.search(r"flash|xformers|flex|hf sdpa", text):
         return False
