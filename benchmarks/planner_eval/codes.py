@@ -97,6 +97,27 @@ def dated(code: Code, p: Mapping[str, Any]) -> Code:
     )
 
 
+_TRL_RELEASES: Final = (("2026-07", (1, 7)), ("2025-12", (0, 26)), ("2025-09", (0, 22)), ("", (0, 0)))
+
+
+def trl_release(framework: str) -> tuple[int, int] | None:
+    """Return the release of TRL that a framework's words name, by its number, else by its date; None without TRL.
+
+    From 0.22 on SFTTrainer logs entropy and accuracy of all logits, from 0.26 on adapters of a packed base are bf16,
+    from 1.7 on it computes the loss in chunks that run again in the backward (trl/trainer/sft_trainer.py).
+
+    >>> trl_release("TRL 0.24"), trl_release("x (trl, 2025-12)"), trl_release("TRL"), trl_release("peft")
+    ((0, 24), (0, 26), (0, 22), None)
+    """
+    text = framework.lower()
+    if not re.search(r"\btrl\b", text):
+        return None
+    if match := re.search(r"trl\D{0,3}(\d+)\.(\d+)", text):
+        return int(match.group(1)), int(match.group(2))
+    dates = re.findall(r"20[12]\d(?:-\d\d)?", text)
+    return next(release for date, release in _TRL_RELEASES if max(dates, default="2025-09") >= date)
+
+
 def is_of_early_2024(words: str) -> bool:
     """Say whether a framework's version is of 2024 at the latest, and not named as of its second half.
 
@@ -136,9 +157,9 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
     gradient. Transformer Engine's writes it over the logits; Megatron's own over the fp32 softmax.
     """
     text, framework = str(p.get("loss") or "").lower(), str(p.get("framework") or "").lower()
-    if re.search(r"cut.cross|\bcce\b|with lm_head|fused[ _]linear|chunked_nll", text) or (
-        "liger" in text and "only" not in text
-    ):
+    if re.search(r"cut.cross|\bcce\b|with lm_head|fused[ _]linear", text) or ("liger" in text and "only" not in text):
+        return 0.0
+    if runs_head_again(p):
         return 0.0
     if match := re.search(r"in (\d+) chunks", text):
         return NARROW / int(match.group(1))  # the gradient takes the place of the logits
@@ -165,6 +186,13 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
         return (3 * WIDE if is_early else NARROW + 2 * WIDE) + widened
     # Torchtitan compiles its loss with the model, and in its configs of mixtures the loss alone.
     return NARROW + 2 * WIDE if code.name == "torchtitan" and p.get("compile") is False else code.logits_bytes
+
+
+def runs_head_again(p: Mapping[str, Any]) -> bool:
+    """Say whether the loss is TRL's in chunks, each with its part of the head, which run again in the backward."""
+    text = str(p.get("loss") or "").lower()
+    is_usual = not text and (trl_release(str(p.get("framework"))) or (0, 0)) >= (1, 7)
+    return "chunked_nll" in text or is_usual
 
 
 def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
@@ -234,6 +262,12 @@ def fuses_adapters(p: Mapping[str, Any], code: Code) -> bool:
     """
     is_foak = "foak" in str(p.get("loss")) and str((p.get("lora") or {}).get("base")).startswith("nf4")
     return bool(p.get("compile")) or is_foak or code.is_fused
+
+
+def frees_grads(p: Mapping[str, Any]) -> bool:
+    """Say whether the optimizer steps in the backward (torchtune's `optimizer_in_bwd`), or the optimizer is LOMO."""
+    words = f"{p.get('optimizer')} {p.get('training')}".lower()
+    return bool(p.get("optimizer_in_bwd")) or bool(re.search(r"in_bwd|in (the )?backward|into backward|\blomo", words))
 
 
 def fuses_step(p: Mapping[str, Any]) -> bool:

@@ -30,6 +30,7 @@ class Tool:
         silent: values of keys of `parallel` that a row leaves out.
         lora: the same of its adapters.
         shards: the ZeRO stage of several ranks that share their samples.
+        engine: DeepSpeed where that shards by default, "" where others do, None where the code cannot be of it.
         is_early: whether rows of the older tables, which are read without a code, were made by it too.
     """
 
@@ -38,6 +39,7 @@ class Tool:
     silent: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] = field(default_factory=dict)
     shards: int | None = None
+    engine: str | None = None
     is_early: bool = False
 
 
@@ -57,16 +59,21 @@ _TOOLS: Final = (
     Tool(
         marks=r"(ms|model ?scope)? ?swift",
         framework="ms-swift",
+        engine="DeepSpeed",
         silent=_FULL,
         lora={"rank": 8, "targets": _ALL, "dropout": 0.05},
         shards=0,
     ),
     Tool(marks=r"unsloth", framework="unsloth", silent=_FULL, lora={"rank": 16, "targets": _ALL}, shards=0),
-    Tool(marks=r"axolotl", framework="Axolotl (HF Trainer)", lora={"rank": 8, "targets": _ALL}),
+    Tool(marks=r"axolotl", framework="Axolotl (HF Trainer)", engine="", lora={"rank": 8, "targets": _ALL}),
     Tool(
-        marks=r"llama ?factory", framework="LLaMA-Factory (HF Trainer)", silent=_FULL, lora={"rank": 8, "targets": _ALL}
+        marks=r"llama ?factory",
+        framework="LLaMA-Factory (HF Trainer)",
+        silent=_FULL,
+        lora={"rank": 8, "targets": _ALL},
+        engine="DeepSpeed",
     ),
-    Tool(marks=r"trl|sft ?trainer", framework="TRL (HF Trainer)", silent=_FULL, lora={"rank": 16}, shards=0),
+    Tool(marks=r"trl|sft ?trainer", framework="TRL (HF Trainer)", engine="", silent=_FULL, lora={"rank": 16}, shards=0),
     Tool(
         marks=r"torch ?tune",
         framework="torchtune",
@@ -86,17 +93,18 @@ _TOOLS: Final = (
     Tool(
         marks=r"qwenlm qwen|qwen readme|qwen finetune|^qwen(?! ?\d| ?moe)",
         framework="HF Trainer of 2023-12 (Qwen's finetune.py)",
+        engine="DeepSpeed",
         silent=_FULL,
         lora={"rank": 64, "targets": _ALL, "dropout": 0.05},
         shards=0,
     ),
-    Tool(marks=r"peft", framework="PEFT (HF Trainer)", lora={"rank": 8}),
+    Tool(marks=r"peft", framework="PEFT (HF Trainer)", engine="", lora={"rank": 8}),
     Tool(marks=r"megatron moe|moe model ?zoo|model ?zoo", framework="Megatron-LM", shards=1),
     Tool(marks=r"gpu recipes", framework="NVIDIA NeMo", shards=1),
     Tool(marks=r"torch ?titan", framework="torchtitan", shards=3, is_early=True),
     Tool(marks=r"auto ?model", framework="NeMo Automodel", shards=3, is_early=True),
     Tool(marks=r"megatron bridge|nemo|megatron( lm| core)?", framework="Megatron-LM", shards=1, is_early=True),
-    Tool(marks=r"(hf|hugging ?face) ?trainer|accelerate", framework="HF Trainer", is_early=True),
+    Tool(marks=r"(hf|hugging ?face) ?trainer|accelerate", framework="HF Trainer", engine="", is_early=True),
 )
 _EARLY_TIERS: Final = ("core", "bulk", "unseen")
 # Other names of what a row says; the first that it has counts.
@@ -150,6 +158,10 @@ def in_our_words(row: Mapping[str, Any]) -> dict[str, Any]:
     _say_switches(p)
     if p.get("zero_stage") is None:
         p["zero_stage"] = _stage(p, tool)
+    engine = _plain(f"{p.get('sharding')} {p.get('offload')}")
+    is_sharded = bool(p["zero_stage"]) and tool.engine and not re.search("fsdp|zero_group", engine)
+    if is_sharded or (tool.engine is not None and re.search(r"deepspeed|zero ?[0-3]|\bz[23]\b", engine)):
+        p["framework"] += ", DeepSpeed"
     for key, value in tool.silent.items():
         if is_own and p.get(key) is None:
             p[key] = value
