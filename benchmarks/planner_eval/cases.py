@@ -66,6 +66,7 @@ class Case:
         job, config: None where the row does not say enough of the model or the device.
         longest: tokens of the longest sequence, which memory is counted at, where the job has the mean.
         tokens_scale: the run's batch over that of the config, which has whole micro-batches.
+        num_sharers: ranks that get the same samples, which the candidate counts as different ones.
         trained_share: share of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
         searched_schedule: zb-1p or zb-2p, whose order is made for its times; the candidate has the nearest recipe.
@@ -82,6 +83,7 @@ class Case:
     config: ResolvedConfig | None = None
     longest: int | None = None
     tokens_scale: float = 1.0
+    num_sharers: int = 1
     trained_share: float = 1.0
     op_times: OpTimes | None = None
     searched_schedule: str | None = None
@@ -120,6 +122,11 @@ def read_case(row: Row) -> Case:
     if framework and codes.runs_all_experts(framework, shape.name) and shape.experts is not None:
         experts = dataclasses.replace(shape.experts, num_chosen=shape.experts.num_experts)
         shape = dataclasses.replace(shape, experts=experts)
+    num_sharers = codes.num_sharers(_section(row, "parallel"))
+    if num_sharers > 1 and shape.experts is not None:
+        # Of a token that all ranks have, each runs its part of the chosen experts, and sends one sum.
+        each = max(1, round(shape.experts.num_chosen / num_sharers))
+        shape = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, num_chosen=each))
     try:
         config, global_batch, guesses = _config(row, shape, cluster)
     except ConfigError as error:
@@ -138,6 +145,7 @@ def read_case(row: Row) -> Case:
         config=config,
         longest=_section(row, "model").get("longest"),
         tokens_scale=global_batch / config.batch.global_size,
+        num_sharers=num_sharers,
         trained_share=2 / 3
         if words.is_adapter(_section(row, "parallel"))
         else 1.0,  # the gradients of weights are a third, and are not computed
@@ -276,8 +284,10 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
     p = _section(row, "parallel")
     guesses = []
     tp, pp, cp = (int(p.get(key) or 1) for key in ("tp", "pp", "cp"))
-    dp = int(p.get("dp") or 0) or cluster.num_gpus // (tp * pp * cp)
+    sharers = codes.num_sharers(p)
+    dp = max(1, int(p.get("dp") or 0) or cluster.num_gpus // (tp * pp * cp * sharers))
     micro_size, num_micro_batches, global_batch = _batch(p, dp, pp)
+    dp = cluster.num_gpus // (tp * pp * cp) if sharers > 1 else dp
     guesses += [key for key in ("micro_batch", "global_batch") if not p.get(key)]
     stage = p.get("zero_stage")
     if stage is None:

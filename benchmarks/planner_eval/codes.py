@@ -139,6 +139,18 @@ def runs_all_experts(framework: str, model: str) -> bool:
     return code_of(framework).name == "hf" and "llama-4" in model.lower()
 
 
+def num_sharers(p: Mapping[str, Any]) -> int:
+    """Return how many ranks that divide the experts get the same samples, and sum what their experts give.
+
+    So transformers does by a plan of tensor parallelism (its `integrations/tensor_parallel.py`, `RouterParallel`): each
+    rank runs the dense part whole, and its own experts on all tokens.
+    """
+    is_trainers = bool(p.get("framework")) and code_of(str(p["framework"])).name in ("hf", "deepspeed")
+    words = f"{p.get('dispatcher')} {p.get('experts_kernel')} {p.get('framework')} {p.get('sharding')}".lower()
+    has_exchange = re.search(r"all.?to.?all|a2a|deepep|hybridep|scattermoe|megablocks|deepspeed", words)
+    return 1 if has_exchange or not is_trainers else int(p.get("ep") or 1)
+
+
 def recompute_words(p: Mapping[str, Any]) -> str | None:
     """Return a row's words of recomputation, or those of torchtitan's train_configs: all of them select ops."""
     written = p.get("recompute")

@@ -230,7 +230,7 @@ def predict(
     ranks = price.memory.ranks[:1] if of_first_rank else price.memory.ranks
     cached_share = published_traits(price.job).cached_logits_share
     memory = [memory_gib(rank, memory_kind or "allocated", cached_share) for rank in ranks]
-    time_s = price.time.step_s * case.tokens_scale
+    time_s = price.time.step_s * case.tokens_scale * case.num_sharers
     flops = flops_per_token(price.job, price.config, convention or convention_of(None, case)) * case.trained_share
     tokens = price.job.tokens * case.tokens_scale
     return Prediction(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from planner_eval.cases import Case, read_case
+from planner_eval.prices import predict
 from planner_eval.recomputation import recomputation_of
 from planner_eval.tools import in_our_words
 from planner_eval.traits import PublishedJob, PublishedTraits
@@ -146,3 +147,100 @@ def test_lists_of_modules_need_no_word_before_them(words: str, code: str, freed:
     found = recomputation_of(words, code)
     assert found is not None
     assert found.freed == freed
+
+
+MIXTURE = MODEL | {"ffn": 768, "moe": {"experts": 128, "top_k": 8, "moe_ffn": 768}}
+
+
+def test_ranks_that_share_their_samples_take_a_whole_step_for_fewer_tokens() -> None:
+    shared, sent = (
+        case_of(
+            model=MIXTURE,
+            parallel={"framework": "HF Trainer", "ep": 8, "micro_batch": 2, "global_batch": None, "grad_accum": 1}
+            | said,
+        )
+        for said in ({}, {"dispatcher": "all-to-all"})
+    )
+    assert (shared.num_sharers, sent.num_sharers) == (8, 1)
+    assert shared.tokens_scale == pytest.approx(1 / 8)
+    assert shared.job is not None
+    assert shared.job.shape.experts is not None
+    assert shared.job.shape.experts.num_chosen == 1
+    times = [predict(case).iteration_time_s or 0.0 for case in (shared, sent)]
+    assert 0.4 < times[0] / times[1] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("lora", "more_gib"),
+    [
+        ({"rank": 64, "targets": "q_proj"}, 0.0),
+        # Two tables of 128,256 x 4,096 elements: a copy, a gradient and two moments in bf16, and their master in fp32.
+        ({"rank": 64, "targets": "q_proj", "saves_tables": True}, 16 * 2 * 128256 * 4096 / 2**30),
+    ],
+)
+def test_tables_that_train_beside_adapters_are_stored_with_their_states(lora: dict[str, Any], more_gib: float) -> None:
+    plain, case = (
+        predict(case_of(1, parallel={"framework": "HF Trainer", "lora": each, "global_batch": 1, "recompute": "full"}))
+        for each in ({"rank": 64, "targets": "q_proj"}, lora)
+    )
+    more = (case.memory_gib_per_gpu or 0) - (plain.memory_gib_per_gpu or 0)
+    assert more == pytest.approx(more_gib, rel=0.05)
+    assert (case.iteration_time_s or 0) >= (plain.iteration_time_s or 0)
+
+
+def test_gradients_that_are_stepped_with_in_the_backward_are_not_stored() -> None:
+    said = {"framework": "torchtune", "global_batch": 1, "recompute": "full"}
+    whole, freed = (
+        predict(case_of(1, parallel=said | more)).memory_gib_per_gpu or 0.0 for more in ({}, {"optimizer_in_bwd": True})
+    )
+    assert whole - freed == pytest.approx(2 * 8.03e9 / 2**30, rel=0.05)
+
+
+def test_gptq_unpacks_operator_by_operator_and_bitsandbytes_takes_the_host_longer() -> None:
+    times = {}
+    for name, base in (("none", "bf16"), ("nf4", "nf4"), ("gptq", "nf4 (GPTQ)")):
+        lora = {"rank": 8, "targets": "all-linear", "base": base}
+        said = {"framework": "HF Trainer", "lora": lora, "global_batch": 1, "recompute": "full"}
+        model = MODEL | {"seq": 64}
+        times[name] = predict(case_of(1, model=model, parallel=said)).iteration_time_s or 0.0
+    assert times["none"] < times["nf4"]
+    model = MODEL | {"seq": 8192}
+    nf4, gptq = (
+        predict(
+            case_of(
+                1,
+                model=model,
+                parallel={"framework": "HF Trainer", "global_batch": 1, "recompute": "full"}
+                | {"lora": {"rank": 8, "targets": "all-linear", "base": base}},
+            )
+        )
+        for base in ("nf4", "nf4 (GPTQ)")
+    )
+    assert (nf4.iteration_time_s or 0) < (gptq.iteration_time_s or 0)
+
+
+@pytest.mark.parametrize(
+    ("framework", "loss", "logits_bytes", "logs", "again"),
+    [
+        ("TRL 0.21", None, 10.0, False, False),
+        ("TRL 0.24", None, 10.0, True, False),
+        ("TRL 1.8", None, 0.0, False, True),
+        ("TRL 1.8", "nll", 10.0, True, False),
+        ("TRL 1.5", "chunked_nll", 0.0, False, True),
+    ],
+)
+def test_what_sft_trainer_does_follows_its_release(
+    framework: str, loss: str | None, logits_bytes: float, logs: bool, again: bool
+) -> None:
+    traits = traits_of(case_of(parallel={"framework": framework, "loss": loss, "precision": "bf16"}))
+    assert (traits.logits_bytes, traits.logs_entropy, traits.runs_head_again) == (logits_bytes, logs, again)
+
+
+def test_deepspeed_gathers_each_expert_and_leaves_parameters_gathered() -> None:
+    said = {"group": "ms-swift", "parallel": {"deepspeed": "zero3", "micro_batch": 1, "global_batch": 8}}
+    small = MIXTURE | {"moe": MIXTURE["moe"] | {"experts": 8}}
+    few, many = (predict(case_of(model=model, **said)) for model in (small, MIXTURE))
+    assert (many.iteration_time_s or 0) > 2 * (few.iteration_time_s or 0)
+    other = predict(case_of(group="ms-swift", parallel={"sharding": "fsdp2", "micro_batch": 1, "global_batch": 8}))
+    deepspeed = predict(case_of(**said))
+    assert (deepspeed.memory_gib_per_gpu or 0) > (other.memory_gib_per_gpu or 0)
