@@ -305,6 +305,7 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
         mode = "full"  # sharded data parallelism selects blocks, not what is in them
     if "possibly" in str(p.get("offload")):
         guesses.append("offload")
+    guesses += codes.left_open(p)
     is_split = p.get("sequence_parallel")
     if is_split is None and tp > 1:
         guesses.append("sequence_parallel")

@@ -215,7 +215,9 @@ def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
     """
     text, precision = str(p.get("optimizer") or "").lower(), str(p.get("precision") or "").lower()
     moment = WIDE
-    if "8-bit" in text:
+    if "paged" in text:  # by CUDA's managed memory, which no allocator counts and the host can take
+        return 0.0
+    if "8-bit" in text or "8bit" in text:
         moment = 1 + 4 / 256
     elif "4-bit" in text:
         moment = 0.5 + 4 / 128
@@ -241,6 +243,15 @@ def is_narrow(p: Mapping[str, Any]) -> bool:
             r"gradients and states bf16|bf16 parameters|bf16 whole|bf16-true|pure bf16|bf16 m and v|\(bf16\)", words
         )
     )
+
+
+def left_open(p: Mapping[str, Any]) -> list[str]:
+    """Return what a row of a code that lets its user choose leaves open: the loss, and the dtype of trained states."""
+    if not p.get("framework") or code_of(str(p["framework"])).name not in ("hf", "deepspeed", "unsloth"):
+        return []
+    words = f"{p.get('precision')} {p.get('optimizer')}".lower()
+    is_said = re.search(r"fp32|master|gradients|states|whole|-true|8-bit|4-bit|pure|autocast", words)
+    return ["loss"] * (not p.get("loss")) + ["states"] * (not is_said and not p.get("lora"))
 
 
 def is_wide(p: Mapping[str, Any]) -> bool:
@@ -286,7 +297,7 @@ def fuses_step(p: Mapping[str, Any]) -> bool:
     """Say whether AdamW is one kernel: torch's own where asked for, and the Trainer's by default from torch 2.8 on."""
     text, version = str(p.get("optimizer")).lower(), re.search(r"torch 2\.(\d+)", str(p.get("framework")))
     is_late = "hf" in text and version is not None and int(version.group(1)) >= 8
-    return is_late or bool(re.search("fused|8-bit|4-bit", text))
+    return is_late or bool(re.search("fused|8-?bit|4-?bit", text))
 
 
 def is_graphed(p: Mapping[str, Any], code: Code, *, has_experts: bool) -> bool:

@@ -35,6 +35,8 @@ MASK_BYTES: Final = 1.0
 # Elements that a head of DeepSeek's attention keeps beyond 128 of its queries and of its output: 64 of queries, 192 of
 # keys and 128 of values (arXiv 2412.19437, section 4.2).
 LATENT_MORE: Final = 384.0
+# Blocks whose experts are on the device where they wait on the host: the one that runs and the next.
+NUM_GROUPS_HELD: Final = 2
 # Parameters that DeepSpeed's stage 3 leaves gathered, as they are needed again soon (`stage3_max_live_parameters`).
 MAX_LIVE_PARAMS: Final = 10**9
 # Of an expert's weight that bitsandbytes packs, with a scale in fp32 for each 64.
@@ -255,14 +257,16 @@ class PublishedMemoryModel(MemoryModel):
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
         if traits.widens_stream and not traits.casts_weights:  # the tables too
             states["params"] += 2 * DTYPE_BYTES["bf16"] * shape.vocab_size * shape.hidden_size / (1 + shape.is_tied)
-        if traits.packs_experts and shape.experts is not None:
+        if (traits.packs_experts or traits.fetches_experts) and shape.experts is not None:
             stored = sum(
                 fold.count * param.numel / fold.group.num_shards
                 for fold in self.layouts.rank(config, rank).folds
                 for param in fold.group.params
                 if ".experts." in param.name and ".lora_" not in param.name
             )
-            states["params"] -= stored * (DTYPE_BYTES["bf16"] - PACKED_EXPERT_BYTES)
+            held = min(1.0, NUM_GROUPS_HELD / shape.num_expert_layers) if traits.fetches_experts else 1.0
+            narrow = held * expert_bytes(traits)
+            states["params"] -= stored * (DTYPE_BYTES["bf16"] * traits.params_share - narrow)
         if traits.frees_grads:
             states["grads"] = 0.0
         if tables := saved_tables(self.job):
@@ -275,6 +279,11 @@ class PublishedMemoryModel(MemoryModel):
 
     def _step_bytes(self, config: ResolvedConfig, folds: FoldedLayout) -> float:
         return super()._step_bytes(config, folds) if published_traits(self.job).widens_grads else 0.0
+
+
+def expert_bytes(traits: PublishedTraits) -> float:
+    """Return the bytes of a stored element of an expert."""
+    return PACKED_EXPERT_BYTES if traits.packs_experts else DTYPE_BYTES["bf16"] * traits.params_share
 
 
 def saved_tables(job: PlanJob) -> float:

@@ -7,14 +7,21 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from planner_eval.hosts import host_costs
-from planner_eval.memories import PACKED_EXPERT_BYTES, PublishedLayout, PublishedMemoryModel, saved_tables
+from planner_eval.memories import (
+    PACKED_EXPERT_BYTES,
+    PublishedLayout,
+    PublishedMemoryModel,
+    expert_bytes,
+    saved_tables,
+)
 from planner_eval.memories import PublishedStages as PublishedStages
-from planner_eval.traits import published_traits
+from planner_eval.traits import PublishedTraits, published_traits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
+from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
@@ -172,6 +179,8 @@ class PublishedComputeModel(ComputeTimeModel):
 
     def _unpacking(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
         found, traits = super()._unpacking(s, has_experts=has_experts), published_traits(self.job)
+        if has_experts and traits.fetches_experts:
+            found = found.plus(self._fetching(s, traits))
         shape = self.job.shape
         if traits.unpacks_by_ops:
             packed = packed_params(shape, s.lora, has_experts=has_experts)
@@ -184,6 +193,14 @@ class PublishedComputeModel(ComputeTimeModel):
             heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
             numel = shape.num_ffn_matrices * ffn + heads * shape.hidden_size
         return found.plus(self._streamed(numel * (stored_bytes + DTYPE_BYTES[param_of(s)]), (1.0, 1.0)))
+
+    def _fetching(self, s: ResolvedConfig, traits: PublishedTraits) -> PassTimes:
+        """Move a block's experts to the device and back, which the stream waits for (Surogate's `offload_manager.cpp`);
+        those that run again are there for their backward.
+        """
+        numel = self.job.shape.num_ffn_matrices * self._expert_numel / s.mesh.ep
+        seconds = 2 * numel * expert_bytes(traits) / (self.job.cluster.gpu.host_bytes_per_s or PLAIN_HOST_BYTES_PER_S)
+        return PassTimes(seconds, seconds * (s.recompute.mode == "none"))
 
     def _loss(self, s: ResolvedConfig) -> PassTimes:
         """Pass over the logits in fp32 where the loss widens them, over all of them where no rank has its part."""

@@ -101,12 +101,19 @@ _TOOLS: Final = (
     Tool(marks=r"peft", framework="PEFT (HF Trainer)", engine="", lora={"rank": 8}),
     Tool(marks=r"megatron moe|moe model ?zoo|model ?zoo", framework="Megatron-LM", shards=1),
     Tool(marks=r"gpu recipes", framework="NVIDIA NeMo", shards=1),
+    Tool(marks=r"lit ?gpt", framework="LitGPT"),
+    Tool(marks=r"fms (hf )?(acceleration|tuning)", framework="HF Trainer"),
     Tool(marks=r"torch ?titan", framework="torchtitan", shards=3, is_early=True),
     Tool(marks=r"auto ?model", framework="NeMo Automodel", shards=3, is_early=True),
     Tool(marks=r"megatron bridge|nemo|megatron( lm| core)?", framework="Megatron-LM", shards=1, is_early=True),
     Tool(marks=r"(hf|hugging ?face) ?trainer|accelerate", framework="HF Trainer", engine="", is_early=True),
 )
+# The older tables' tiers, and how their groups of such codes are named.
 _EARLY_TIERS: Final = ("core", "bulk", "unseen")
+_EARLY_GROUPS: Final = re.compile(
+    r"megatron_(bridge|llama_fp8|readme_\w+)|nemo_(2407_h100_fp8|automodel_fsdp2|framework|long_sequence)|nemotron4_15b"
+    r"|torchtitan|mlperf_training_logs"
+)
 # Other names of what a row says; the first that it has counts.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -157,7 +164,7 @@ def in_our_words(row: Mapping[str, Any]) -> dict[str, Any]:
         p["training"] = f"{p.get('training') or ''} lora".strip()
     _say_switches(p)
     if p.get("zero_stage") is None:
-        p["zero_stage"] = _stage(p, tool)
+        p["zero_stage"] = _stage(p, tool) if _has_data_ranks(row, p) else 0
     engine = _plain(f"{p.get('sharding')} {p.get('offload')}")
     is_sharded = bool(p["zero_stage"]) and tool.engine and not re.search("fsdp|zero_group", engine)
     if is_sharded or (tool.engine is not None and re.search(r"deepspeed|zero ?[0-3]|\bz[23]\b", engine)):
@@ -186,10 +193,11 @@ def _tool_of(row: Mapping[str, Any], p: Mapping[str, Any]) -> Tool | None:
     source = row.get("source")
     places = (p.get("framework"), row.get("group"), source, row.get("id"), row.get("notes"))
     is_early = row.get("tier") in _EARLY_TIERS
+    is_early_group = is_early and _EARLY_GROUPS.fullmatch(str(row.get("group"))) is not None
     for index, place in enumerate(places):
         text = _plain(place) if place else ""
         for tool in _TOOLS:
-            if index and tool.is_early and is_early:
+            if tool.is_early and (is_early_group if index == 1 else is_early and index > 1):
                 continue
             if re.search(rf"(?<![a-z])(?:{tool.marks})(?![a-z])", text):
                 return tool
@@ -270,6 +278,12 @@ def _recompute_words(p: Mapping[str, Any]) -> Iterator[str]:
     if modules:
         yield f"modules: {_words(modules)}"
     yield from (_words(each) for each in others if each)
+
+
+def _has_data_ranks(row: Mapping[str, Any], p: Mapping[str, Any]) -> bool:
+    num_gpus = number((row.get("hardware") or {}).get("num_gpus")) or 1
+    split = [number(p.get(key)) or 1 for key in ("tp", "pp", "cp")]
+    return (number(p.get("dp")) or num_gpus / (split[0] * split[1] * split[2])) > 1
 
 
 def _stage(p: Mapping[str, Any], tool: Tool) -> int | None:

@@ -82,6 +82,7 @@ class PublishedTraits:
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        fetches_experts: whether experts wait in the host's memory, where each pass fetches a block's.
         unpacks_by_ops: whether packed layers are GPTQ's, which unpack a weight operator by operator.
         saves_tables: whether the tables of tokens train whole beside adapters.
         frees_grads: whether each gradient is stepped with and freed as soon as it is there.
@@ -134,6 +135,7 @@ class PublishedTraits:
     widens_stream: bool = False
     widens_all: bool = False
     packs_experts: bool = False
+    fetches_experts: bool = False
     unpacks_by_ops: bool = False
     saves_tables: bool = False
     frees_grads: bool = False
@@ -282,7 +284,8 @@ def _named_code(
         has_scaled_rows="rowwise" in precision and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
-        packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
+        packs_experts=code.name in ("hf", "deepspeed", "engine") and config.lora.base == "nf4",
+        fetches_experts="expert" in str(p.get("offload")).lower(),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
         is_graphed=codes.is_graphed(p, code, has_experts=shape.experts is not None),

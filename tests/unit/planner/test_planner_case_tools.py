@@ -12,7 +12,7 @@ from planner_eval.recomputation import recomputation_of
 from planner_eval.tools import in_our_words
 from planner_eval.traits import PublishedJob, PublishedTraits
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "name": "dense", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256,
     "seq": 4096, "ffn_type": "swiglu",
 }  # fmt: skip
@@ -149,7 +149,7 @@ def test_lists_of_modules_need_no_word_before_them(words: str, code: str, freed:
     assert found.freed == freed
 
 
-MIXTURE = MODEL | {"ffn": 768, "moe": {"experts": 128, "top_k": 8, "moe_ffn": 768}}
+MIXTURE: dict[str, Any] = MODEL | {"ffn": 768, "moe": {"experts": 128, "top_k": 8, "moe_ffn": 768}}
 
 
 def test_ranks_that_share_their_samples_take_a_whole_step_for_fewer_tokens() -> None:
@@ -189,7 +189,7 @@ def test_tables_that_train_beside_adapters_are_stored_with_their_states(lora: di
 
 
 def test_gradients_that_are_stepped_with_in_the_backward_are_not_stored() -> None:
-    said = {"framework": "torchtune", "global_batch": 1, "recompute": "full"}
+    said: dict[str, Any] = {"framework": "torchtune", "global_batch": 1, "recompute": "full"}
     whole, freed = (
         predict(case_of(1, parallel=said | more)).memory_gib_per_gpu or 0.0 for more in ({}, {"optimizer_in_bwd": True})
     )
@@ -237,7 +237,10 @@ def test_what_sft_trainer_does_follows_its_release(
 
 
 def test_deepspeed_gathers_each_expert_and_leaves_parameters_gathered() -> None:
-    said = {"group": "ms-swift", "parallel": {"deepspeed": "zero3", "micro_batch": 1, "global_batch": 8}}
+    said: dict[str, Any] = {
+        "group": "ms-swift",
+        "parallel": {"deepspeed": "zero3", "micro_batch": 1, "global_batch": 8},
+    }
     small = MIXTURE | {"moe": MIXTURE["moe"] | {"experts": 8}}
     few, many = (predict(case_of(model=model, **said)) for model in (small, MIXTURE))
     assert (many.iteration_time_s or 0) > 2 * (few.iteration_time_s or 0)
