@@ -28,7 +28,7 @@ from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
 from planner_eval.tools import in_our_words
-from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, traits_of
+from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, routing_skew, traits_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
@@ -138,6 +138,7 @@ def read_case(row: Row) -> Case:
         global_batch=config.batch.global_size,
         cluster=cluster,
         traits=traits_of(row, shape, config, cluster.gpu),
+        usual_skew=routing_skew(_section(row, "parallel"), shape, config.mesh.ep) if framework else 1.0,
     )
     return dataclasses.replace(
         case,

@@ -20,7 +20,7 @@ from planner_eval.bubbles import bubble_rate, deferred_share
 from planner_eval.cases import Case, KnownStates
 from planner_eval.models import PublishedPricer, PublishedTimeModel
 from planner_eval.rows import tidied
-from planner_eval.traits import is_after_h100, published_traits, run_by
+from planner_eval.traits import PublishedJob, is_after_h100, published_traits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.construction.model_states import estimate_model_states
 from shardwise.planner.candidates import RECOMPUTES
@@ -178,12 +178,15 @@ def settled(case: Case, pipelines: PipelineSimulator | None = None) -> Estimate 
 def _readings(case: Case, job: PlanJob) -> Iterator[PlanJob]:
     """Yield the job, then what else its code may have run where the row leaves its loss or its states open."""
     yield job
-    traits = published_traits(job)
-    fused, narrow = {"logits_bytes": 0.0, "logs_entropy": False}, {"optimizer_share": NARROW_STATES}
+    if not isinstance(job, PublishedJob):
+        return
+    traits = job.traits
+    fused: dict[str, Any] = {"logits_bytes": 0.0, "logs_entropy": False}
+    narrow: dict[str, Any] = {"optimizer_share": NARROW_STATES}
     open_loss, open_states = "loss" in case.guesses, "states" in case.guesses
     for changes in (open_loss and fused, open_states and narrow, open_loss and open_states and fused | narrow):
         if changes:
-            yield run_by(job, dataclasses.replace(traits, **changes))
+            yield dataclasses.replace(job, traits=dataclasses.replace(traits, **changes))
 
 
 def _candidates(case: Case, config: ResolvedConfig) -> Iterator[list[ResolvedConfig]]:

@@ -106,7 +106,9 @@ _TOOLS: Final = (
     Tool(marks=r"torch ?titan", framework="torchtitan", shards=3, is_early=True),
     Tool(marks=r"auto ?model", framework="NeMo Automodel", shards=3, is_early=True),
     Tool(marks=r"megatron bridge|nemo|megatron( lm| core)?", framework="Megatron-LM", shards=1, is_early=True),
-    Tool(marks=r"(hf|hugging ?face) ?trainer|accelerate", framework="HF Trainer", engine="", is_early=True),
+    Tool(
+        marks=r"(hf|hugging ?face)( trainer)?|transformers|accelerate", framework="HF Trainer", engine="", is_early=True
+    ),
 )
 # The older tables' tiers, and how their groups of such codes are named.
 _EARLY_TIERS: Final = ("core", "bulk", "unseen")
