@@ -100,6 +100,41 @@ MECHANISMS = (
     ("ceilings of RTX 4090, 5090, PRO 6000 and MI325X", "kernels", "xzwgit/gpu-flops-bench, stas00/ml-engineering"),
     ("scales of fp8 from the tensor itself: one more read", "kernels", "torchao"),
     (
+        "a code by whatever names it in a row, its own words and switches, and what it does where a row is silent",
+        "all",
+        "public code of ms-swift, TRL, torchtune, prime-rl, MaxText, Primus, Qwen's finetune.py, Megatron-LM",
+    ),
+    (
+        "what a row leaves open of loss and states is tried before a run is said not to fit",
+        "adapters and states, loss",
+        "the rule that held for recomputation",
+    ),
+    (
+        "packed layers: their dispatch in Python, a copy of each output, GPTQ's unpacking operator by operator",
+        "adapters and states",
+        "measured; peft's tuners/lora/bnb.py, AutoGPTQ's qlinear_cuda_old.py",
+    ),
+    (
+        "SFTTrainer by release: entropy and accuracy of all logits, a loss in chunks that run again, adapters in bf16",
+        "loss, adapters and states",
+        "trl's sft_trainer.py",
+    ),
+    (
+        "tables that train whole beside adapters; gradients that are stepped with in the backward; paged states",
+        "adapters and states",
+        "peft's utils/other.py, torchtune's recipes, bitsandbytes",
+    ),
+    (
+        "DeepSpeed's stage 3: each expert's weights are gathered by themselves, a billion parameters stay gathered",
+        "few tokens, experts",
+        "deepspeedai/DeepSpeed#1069, its config-json.md",
+    ),
+    (
+        "the fullest rank of experts where routing is not forced; ranks that share their samples; experts on the host",
+        "experts",
+        "arXiv 2408.15664, transformers' tensor_parallel.py, invergent-ai/surogate",
+    ),
+    (
         "latent attention's heads of 192, norms of Qwen 3's heads, Llama 4's experts on all tokens",
         "experts, kernels",
         "arXiv 2412.19437, transformers' modeling files",
@@ -108,9 +143,9 @@ MECHANISMS = (
 """What was missing, of which kinds, and where it is from."""
 STILL_MISSING = """\
 Missing still: products in fp8 of MI300X in torch; torchtitan's mixtures on Blackwell beyond the grouped product;
-Megatron's mixtures with one sequence a micro-batch and many blocks a rank; experts that wait in the host's memory, and
-Llama 4's in bitsandbytes; activations that FSDP1 keeps twice beside adapters; padding of batches whose mean length
-alone is known.
+Megatron's mixtures with one sequence a micro-batch and many blocks a rank; mixtures of Surogate, which take many times
+as long as priced, and Llama 4's in bitsandbytes; activations that FSDP1 keeps twice beside adapters; padding of batches
+whose mean length alone is known.
 """
 
 

@@ -27,7 +27,8 @@ from planner_eval import codes as codes
 from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
-from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, traits_of
+from planner_eval.tools import in_our_words
+from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, routing_skew, traits_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
@@ -65,6 +66,7 @@ class Case:
         job, config: None where the row does not say enough of the model or the device.
         longest: tokens of the longest sequence, which memory is counted at, where the job has the mean.
         tokens_scale: the run's batch over that of the config, which has whole micro-batches.
+        num_sharers: ranks that get the same samples, which the candidate counts as different ones.
         trained_share: share of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
         searched_schedule: zb-1p or zb-2p, whose order is made for its times; the candidate has the nearest recipe.
@@ -81,6 +83,7 @@ class Case:
     config: ResolvedConfig | None = None
     longest: int | None = None
     tokens_scale: float = 1.0
+    num_sharers: int = 1
     trained_share: float = 1.0
     op_times: OpTimes | None = None
     searched_schedule: str | None = None
@@ -101,7 +104,7 @@ def _lora(row: Row) -> dict[str, Any]:
 
 def read_case(row: Row) -> Case:
     """Read a row of a file of cases, by its inputs alone."""
-    row = tidied(row)
+    row = tidied(in_our_words(tidied(row)))
     case = Case(
         id=str(row.get("id", "")),
         group=str(row.get("group", "")),
@@ -119,6 +122,11 @@ def read_case(row: Row) -> Case:
     if framework and codes.runs_all_experts(framework, shape.name) and shape.experts is not None:
         experts = dataclasses.replace(shape.experts, num_chosen=shape.experts.num_experts)
         shape = dataclasses.replace(shape, experts=experts)
+    num_sharers = codes.num_sharers(_section(row, "parallel"))
+    if num_sharers > 1 and shape.experts is not None:
+        # Of a token that all ranks have, each runs its part of the chosen experts, and sends one sum.
+        each = max(1, round(shape.experts.num_chosen / num_sharers))
+        shape = dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, num_chosen=each))
     try:
         config, global_batch, guesses = _config(row, shape, cluster)
     except ConfigError as error:
@@ -130,6 +138,7 @@ def read_case(row: Row) -> Case:
         global_batch=config.batch.global_size,
         cluster=cluster,
         traits=traits_of(row, shape, config, cluster.gpu),
+        usual_skew=routing_skew(_section(row, "parallel"), shape, config.mesh.ep) if framework else 1.0,
     )
     return dataclasses.replace(
         case,
@@ -137,6 +146,7 @@ def read_case(row: Row) -> Case:
         config=config,
         longest=_section(row, "model").get("longest"),
         tokens_scale=global_batch / config.batch.global_size,
+        num_sharers=num_sharers,
         trained_share=2 / 3
         if words.is_adapter(_section(row, "parallel"))
         else 1.0,  # the gradients of weights are a third, and are not computed
@@ -275,8 +285,10 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
     p = _section(row, "parallel")
     guesses = []
     tp, pp, cp = (int(p.get(key) or 1) for key in ("tp", "pp", "cp"))
-    dp = int(p.get("dp") or 0) or cluster.num_gpus // (tp * pp * cp)
+    sharers = codes.num_sharers(p)
+    dp = max(1, int(p.get("dp") or 0) or cluster.num_gpus // (tp * pp * cp * sharers))
     micro_size, num_micro_batches, global_batch = _batch(p, dp, pp)
+    dp = cluster.num_gpus // (tp * pp * cp) if sharers > 1 else dp
     guesses += [key for key in ("micro_batch", "global_batch") if not p.get(key)]
     stage = p.get("zero_stage")
     if stage is None:
@@ -288,10 +300,13 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
     if recompute is None:
         guesses.append("recompute")
     mode, every = recompute or ("none", 1)
+    if mode == "full" and (num_again := words.num_of_block(p.get("recompute"))):
+        every = max(1, round(shape.num_layers / pp / max(1, int(p.get("vpp") or 1)) / num_again))
     if tp == 1 and stage == 3 and p.get("recompute") == "selective":
         mode = "full"  # sharded data parallelism selects blocks, not what is in them
     if "possibly" in str(p.get("offload")):
         guesses.append("offload")
+    guesses += codes.left_open(p)
     is_split = p.get("sequence_parallel")
     if is_split is None and tp > 1:
         guesses.append("sequence_parallel")
@@ -450,6 +465,8 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "optim" in text:
         found["tiers.optimizer"] = tier
+        if match := re.search(r"(\d+(?:\.\d+)?) ?(?:%|per cent|percent)", text):
+            found["tiers.optimizer_on_device"] = max(0.0, 1 - float(match.group(1)) / 100)
         # Of two moments in bf16 without a master, one is half.
         if "opt-m" in str(p.get("offload")) and "opt-v" not in str(p.get("offload")):
             found["tiers.optimizer_on_device"] = 0.5

@@ -60,9 +60,9 @@ _CODES: Final = (
     (r"torchtitan|pithtrain", Code(name="torchtitan", is_tuned=True, logits_bytes=2 * NARROW)),
     # XLA fuses what is element-wise and launches a step at once; its loss widens the logits, and its attention is TE's.
     (r"maxtext", Code(name="maxtext", is_fused=True, is_graphed=True, is_tuned=True, groups_experts=True)),
-    # Logits in bf16 and their gradient, of which an eighth is widened at a time (CEWithChunkedOutputLoss).
-    (r"torchtune", Code(name="torchtune", logits_bytes=2 * NARROW + 2 * WIDE / 8)),
-    (r"prime-rl", Code(name="torch")),
+    # An eighth of the logits at a time, whose log-softmax waits for the backward (LinearCrossEntropyLoss).
+    (r"torchtune", Code(name="torchtune", logits_bytes=WIDE + (NARROW + 2 * WIDE) / 8)),
+    (r"prime-rl", Code(name="prime-rl", is_tuned=True, groups_experts=True)),
     (
         r"megatron|nemo|primus",
         Code(name="megatron", is_fused=True, is_tuned=True, logits_bytes=2 * NARROW + WIDE, splits_logits=True),
@@ -97,6 +97,27 @@ def dated(code: Code, p: Mapping[str, Any]) -> Code:
     )
 
 
+_TRL_RELEASES: Final = (("2026-07", (1, 7)), ("2025-12", (0, 26)), ("2025-09", (0, 22)), ("", (0, 0)))
+
+
+def trl_release(framework: str) -> tuple[int, int] | None:
+    """Return the release of TRL that a framework's words name, by its number, else by its date; None without TRL.
+
+    From 0.22 on SFTTrainer logs entropy and accuracy of all logits, from 0.26 on adapters of a packed base are bf16,
+    from 1.7 on it computes the loss in chunks that run again in the backward (trl/trainer/sft_trainer.py).
+
+    >>> trl_release("TRL 0.24"), trl_release("x (trl, 2025-12)"), trl_release("TRL"), trl_release("peft")
+    ((0, 24), (0, 26), (0, 22), None)
+    """
+    text = framework.lower()
+    if not re.search(r"\btrl\b", text):
+        return None
+    if match := re.search(r"trl\D{0,3}(\d+)\.(\d+)", text):
+        return int(match.group(1)), int(match.group(2))
+    dates = re.findall(r"20[12]\d(?:-\d\d)?", text)
+    return next(release for date, release in _TRL_RELEASES if max(dates, default="2025-09") >= date)
+
+
 def is_of_early_2024(words: str) -> bool:
     """Say whether a framework's version is of 2024 at the latest, and not named as of its second half.
 
@@ -118,6 +139,18 @@ def runs_all_experts(framework: str, model: str) -> bool:
     return code_of(framework).name == "hf" and "llama-4" in model.lower()
 
 
+def num_sharers(p: Mapping[str, Any]) -> int:
+    """Return how many ranks that divide the experts get the same samples, and sum what their experts give.
+
+    So transformers does by a plan of tensor parallelism (its `integrations/tensor_parallel.py`, `RouterParallel`): each
+    rank runs the dense part whole, and its own experts on all tokens.
+    """
+    is_trainers = bool(p.get("framework")) and code_of(str(p["framework"])).name in ("hf", "deepspeed")
+    words = f"{p.get('dispatcher')} {p.get('experts_kernel')} {p.get('framework')} {p.get('sharding')}".lower()
+    has_exchange = re.search(r"all.?to.?all|a2a|deepep|hybridep|scattermoe|megablocks|deepspeed", words)
+    return 1 if has_exchange or not is_trainers else int(p.get("ep") or 1)
+
+
 def recompute_words(p: Mapping[str, Any]) -> str | None:
     """Return a row's words of recomputation, or those of torchtitan's train_configs: all of them select ops."""
     written = p.get("recompute")
@@ -136,7 +169,9 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
     gradient. Transformer Engine's writes it over the logits; Megatron's own over the fp32 softmax.
     """
     text, framework = str(p.get("loss") or "").lower(), str(p.get("framework") or "").lower()
-    if re.search(r"cut.cross|with lm_head|fused linear", text) or ("liger" in text and "only" not in text):
+    if re.search(r"cut.cross|\bcce\b|with lm_head|fused[ _]linear", text) or ("liger" in text and "only" not in text):
+        return 0.0
+    if runs_head_again(p):
         return 0.0
     if match := re.search(r"in (\d+) chunks", text):
         return NARROW / int(match.group(1))  # the gradient takes the place of the logits
@@ -153,12 +188,23 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
         return 2 * NARROW
     if "compiled" in text and "before" not in text:
         return 2 * NARROW
+    if code.name == "torchtune":
+        if "chunkedoutput" in text or (not text and code.year < 2025):  # the logits exist whole, too
+            return NARROW + WIDE + 2 * WIDE / 8
+        return NARROW + (NARROW + 2 * WIDE) / 8 if p.get("compile") else code.logits_bytes
     if "chunk" in text:
         return 4 * NARROW if code.name == "litgpt" else 2 * NARROW
     if "fp32" in text or "plain" in text or code.name in ("hf", "deepspeed"):
         return (3 * WIDE if is_early else NARROW + 2 * WIDE) + widened
     # Torchtitan compiles its loss with the model, and in its configs of mixtures the loss alone.
     return NARROW + 2 * WIDE if code.name == "torchtitan" and p.get("compile") is False else code.logits_bytes
+
+
+def runs_head_again(p: Mapping[str, Any]) -> bool:
+    """Say whether the loss is TRL's in chunks, each with its part of the head, which run again in the backward."""
+    text = str(p.get("loss") or "").lower()
+    is_usual = not text and (trl_release(str(p.get("framework"))) or (0, 0)) >= (1, 7)
+    return "chunked_nll" in text or is_usual
 
 
 def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
@@ -169,7 +215,9 @@ def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
     """
     text, precision = str(p.get("optimizer") or "").lower(), str(p.get("precision") or "").lower()
     moment = WIDE
-    if "8-bit" in text:
+    if "paged" in text:  # by CUDA's managed memory, which no allocator counts and the host can take
+        return 0.0
+    if "8-bit" in text or "8bit" in text:
         moment = 1 + 4 / 256
     elif "4-bit" in text:
         moment = 0.5 + 4 / 128
@@ -184,8 +232,11 @@ def is_narrow(p: Mapping[str, Any]) -> bool:
 
     NeMo Automodel's recipes load models so (`torch_dtype: bf16`).
     """
-    if code_of(str(p.get("framework"))).name == "automodel":
+    name = code_of(str(p.get("framework"))).name
+    if name == "automodel":
         return "torch.optim" in str(p.get("optimizer"))
+    if name == "torchtune":  # `dtype` is that of all it holds
+        return "fp32" not in str(p.get("precision")).lower()
     words = f"{p.get('precision')} {p.get('optimizer')}".lower()
     return bool(
         re.search(
@@ -194,13 +245,23 @@ def is_narrow(p: Mapping[str, Any]) -> bool:
     )
 
 
+def left_open(p: Mapping[str, Any]) -> list[str]:
+    """Return what a row of a code that lets its user choose leaves open: the loss, and the dtype of trained states."""
+    if not p.get("framework") or code_of(str(p["framework"])).name not in ("hf", "deepspeed", "unsloth"):
+        return []
+    words = f"{p.get('precision')} {p.get('optimizer')}".lower()
+    is_said = re.search(r"fp32|master|gradients|states|whole|-true|8-bit|4-bit|pure|autocast", words)
+    return ["loss"] * (not p.get("loss")) + ["states"] * (not is_said and not p.get("lora"))
+
+
 def is_wide(p: Mapping[str, Any]) -> bool:
     """Say whether frozen weights are fp32 under autocast; a model without a dtype is loaded so before transformers 5.
 
     >>> is_wide({"lora": {"rank": 8, "base": "bf16 or fp32"}}), is_wide({"lora": {"base": "nf4"}})
     (True, False)
     """
-    return "fp32" in str((p.get("lora") or {}).get("base"))
+    base = str((p.get("lora") or {}).get("base"))
+    return "fp32" in base and "sharded" not in base
 
 
 def params_share(p: Mapping[str, Any]) -> float:
@@ -210,6 +271,8 @@ def params_share(p: Mapping[str, Any]) -> float:
         return 1.0
     if is_wide(p):
         return 3.0  # with the copies in bf16 that autocast saves for the backward
+    if "fp32" in base:
+        return 2.0  # FSDP2 casts its shard before it gathers
     if re.match(r"nvfp4", base):
         return 0.5 * (0.5 + 1 / 16)  # a scale of one byte for each 16
     return 0.5 if re.match(r"fp8|int8|8-bit", base) else 1.0
@@ -224,11 +287,17 @@ def fuses_adapters(p: Mapping[str, Any], code: Code) -> bool:
     return bool(p.get("compile")) or is_foak or code.is_fused
 
 
+def frees_grads(p: Mapping[str, Any]) -> bool:
+    """Say whether the optimizer steps in the backward (torchtune's `optimizer_in_bwd`), or the optimizer is LOMO."""
+    words = f"{p.get('optimizer')} {p.get('training')}".lower()
+    return bool(p.get("optimizer_in_bwd")) or bool(re.search(r"in_bwd|in (the )?backward|into backward|\blomo", words))
+
+
 def fuses_step(p: Mapping[str, Any]) -> bool:
     """Say whether AdamW is one kernel: torch's own where asked for, and the Trainer's by default from torch 2.8 on."""
     text, version = str(p.get("optimizer")).lower(), re.search(r"torch 2\.(\d+)", str(p.get("framework")))
     is_late = "hf" in text and version is not None and int(version.group(1)) >= 8
-    return is_late or bool(re.search("fused|8-bit|4-bit", text))
+    return is_late or bool(re.search("fused|8-?bit|4-?bit", text))
 
 
 def is_graphed(p: Mapping[str, Any], code: Code, *, has_experts: bool) -> bool:
@@ -263,7 +332,7 @@ def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tu
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
         return (11.0, 15.0) if code.groups_experts else (7.0, 11.0)
     has_deepep = bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
-    if code.name in ("torchtitan", "torch", "torchtune"):
+    if code.name in ("torchtitan", "prime-rl", "torchtune"):
         if has_deepep or code.year > 2025:
             return (11.0, 15.0)
         return (13.0, 18.0) if p.get("compile") else (21.0, 28.0)
@@ -288,9 +357,12 @@ def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the keys of the adapters that a row writes; PEFT adapts queries and values where no target is named."""
     if not written:
         return {}
-    text = str(written.get("targets") or "q_proj,v_proj").lower()
+    text = str(written.get("targets") or "q_proj,v_proj").lower().replace("output_proj", "o_proj")
+    text = re.sub(
+        "c_attn", "qkv", re.sub("c_proj", "o_proj, down_proj", re.sub(r"\bw[12]\b", "gate_proj, up_proj", text))
+    )
     found = {name for mark, names in _TARGETS.items() if re.search(mark, text) for name in names}
-    targets = ("all-linear",) if "all lin" in text or not found else tuple(sorted(found))
+    targets = ("all-linear",) if re.search("all[ _-]lin", text) or not found else tuple(sorted(found))
     base = str(written.get("base") or "").lower()
     return {
         "lora.rank": int(written.get("rank") or 16),
@@ -313,7 +385,7 @@ def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code, model: str = "")
     text = str(p.get("attention_kernel") or "").lower()
     if "fp8" not in gpu.peak_flops_per_s:
         return False
-    if re.search(r"cudnn|\bfa[34]\b|attention[ -]?[34]|flash-attn3|\bte\b|\bck\b", text):
+    if re.search(r"cudnn|\bfa[34]\b|att(?:entio)?n[ _-]*v?[34]|\bte\b|\bck\b|aiter", text):
         return True
     if re.search(r"flash|xformers|flex|hf sdpa", text):
         return False

@@ -23,6 +23,10 @@ MORE_OF_NORMS: Final = (16.0, 30.0)
 PEFT_LAUNCHES: Final = (8.0, 10.0)
 """Of an adapted layer whose adapters are fp32 on a base of bf16, PEFT's default: both casts with them. We count what
 peft 0.21 dispatches under autocast; dropout is one more."""
+PACKED_S: Final = (100e-6, 50e-6)
+"""Of a layer that bitsandbytes packs, forward and backward, beyond a plain one's: its dispatch in Python takes 92 us
+without gradients where a plain layer takes 8, and its unpacking alone 38, which we measure with bitsandbytes 0.50 on a
+CPU that is 1.4 times as fast as the host of `LAUNCH_S`. Layers whose adapters are fused unpack for themselves."""
 EXPERT_LAUNCHES: Final = (11.0, 25.0)
 """Of each expert with tokens in Hugging Face's loop (integrations/moe.py), which reads two results of the device."""
 TORCHTITAN_EXPERTS: Final = (45.0, 90.0)
@@ -54,8 +58,8 @@ DDP_PARAM_S: Final = 9e-6
 """Of DDP for each parameter of a backward (docs/benchmarks.md)."""
 GATHER_S: Final = 0.26e-3
 """Of DeepSpeed's stage 3 for each parameter that is gathered (deepspeedai/DeepSpeed#1069 and #1188)."""
-NUM_PARAMS, NUM_PRODUCTS_OF_ALL = 9, 7
-"""Parameters and linear layers of a block."""
+NUM_PARAMS, NUM_PRODUCTS_OF_ALL, NUM_EXPERT_PARAMS = 9, 7, 3
+"""Parameters and linear layers of a block, and parameters of an expert in a loop over experts."""
 UNSLOTH_LAUNCHES, UNSLOTH_LAUNCH_S = (35.0, 90.0), 40e-6
 """Kernels of a block in Unsloth, and seconds of each: 20,000 of a step take 850 ms on an idle device, 54 of them in
 `model.train()` (unslothai/unsloth#10806 and #10744)."""
@@ -96,14 +100,18 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
             reads_loss=True,
             param_s=TRAINER_PARAM_S,
         )
-    shards_s = _shards_s(code, s, num_adapted)
+    shards_s = _shards_s(code, job, s, num_adapted)
     more, num_syncs = _of_experts(code, found, job, s)
+    traits = published_traits(job)
+    num_packed = NUM_PRODUCTS_OF_ALL if s.lora.base == "nf4" and code.name in TRAINERS else 0
+    if num_packed and traits.packs_experts and job.shape.experts is not None:
+        num_packed += NUM_EXPERT_PARAMS * job.shape.experts.num_experts // s.mesh.ep
     found = dataclasses.replace(
         found,
         launches=_launches(code, found, job, s, num_adapted),
         experts_launches=more,
         num_syncs=num_syncs,
-        block_s=(shards_s / 2, shards_s / 2),
+        block_s=(shards_s / 2 + num_packed * PACKED_S[0], shards_s / 2 + num_packed * PACKED_S[1]),
         again_s=AGAIN_S,
         param_s=FSDP_PARAM_S * (s.zero.stage >= 2),
     )
@@ -142,10 +150,13 @@ def _launches(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig, num
     return forward, backward
 
 
-def _shards_s(code: Code, s: ResolvedConfig, num_adapted: int) -> float:
+def _shards_s(code: Code, job: PlanJob, s: ResolvedConfig, num_adapted: int) -> float:
     """Return what sharded or plain data parallelism takes around a block, both passes together."""
     if code.name == "deepspeed" and s.zero.stage == 3:
-        return 2 * GATHER_S * (NUM_PARAMS + 2 * num_adapted)
+        experts = job.shape.experts
+        num_experts = experts.num_experts if experts is not None and not code.groups_experts else 0
+        share = job.shape.num_expert_layers / job.shape.num_layers
+        return 2 * GATHER_S * (NUM_PARAMS + 2 * num_adapted + share * NUM_EXPERT_PARAMS * num_experts)
     # PEFT's `fsdp_auto_wrap_policy` makes both matrices of each adapter units of their own.
     num_units = 1 + 2 * num_adapted * code.wraps_adapters
     return num_units * FSDP_S if s.zero.stage >= 2 else DDP_PARAM_S * NUM_PARAMS * (num_data_ranks(s) > 1)

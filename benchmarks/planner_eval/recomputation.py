@@ -65,6 +65,17 @@ _MEGATRON: Final[Mapping[str, Recomputation]] = MappingProxyType(
             freed=frozenset({"expert_inputs", "expert_wide", "expert_act"}), experts=True, exchange=True
         ),
         "mlp": Recomputation(freed=frozenset({"dense_wide", "dense_act"}), dense=True),
+        "mla_up_proj": Recomputation(freed=frozenset({"qkv"}), products=("key", "query", "value")),
+    }
+)
+# prime-rl's `ac.targets` (trainer/models/layers/checkpointing.py): the exchange of experts is not run again.
+_PRIME_RL: Final[Mapping[str, Recomputation]] = MappingProxyType(
+    {
+        "norm": Recomputation(freed=frozenset({"norms"}), streams=True),
+        "attn_proj": Recomputation(freed=frozenset({"qkv", "sums"}), products=("key", "out", "query", "value")),
+        "mla_up_proj": Recomputation(freed=frozenset({"qkv"}), products=("key", "query", "value")),
+        "mlp": Recomputation(freed=frozenset({"dense_wide", "dense_act"}), dense=True),
+        "routed_experts": Recomputation(freed=frozenset({"expert_wide", "expert_act"}), experts=True),
     }
 )
 # LLMQ's flags (README and src/models/llama_model.cpp): of the feed-forward, of the projections, of attention.
@@ -90,10 +101,26 @@ _MAXTEXT: Final[Mapping[str, Recomputation]] = MappingProxyType(
         "save_dot_except_mlp": Recomputation(
             freed=frozenset({"norms", "wide", "act", "mixed"}), products=("gate", "up"), attention=True, streams=True
         ),
+        # What is sent to the host is fetched again.
+        "minimal_offloaded": Recomputation(
+            freed=frozenset({"norms", "qkv", "mixed", "sums", "wide", "act"}), attention=True, streams=True
+        ),
         "minimal": Recomputation(freed=frozenset({"norms", "act", "mixed"}), attention=True, streams=True),
         "save_qkv_proj": Recomputation(
             freed=frozenset({"norms", "wide", "act", "mixed", "sums"}),
             products=("gate", "out", "up"),
+            attention=True,
+            streams=True,
+        ),
+        "qkv_proj_offloaded": Recomputation(
+            freed=frozenset({"norms", "qkv", "wide", "act", "mixed", "sums"}),
+            products=("gate", "out", "up"),
+            attention=True,
+            streams=True,
+        ),
+        "save_out_proj": Recomputation(
+            freed=frozenset({"norms", "qkv", "wide", "act", "mixed"}),
+            products=("gate", "key", "query", "up", "value"),
             attention=True,
             streams=True,
         ),
@@ -124,17 +151,17 @@ def recomputation_of(written: str | None, code: str, *, saves_attention: bool = 
         saves_attention: whether what selects ops knows the kernel of attention.
     """
     text = (written or "").lower()
-    if code == "maxtext":
+    if code == "maxtext" or re.search(r"\bsave_|\bminimal_|proj_offloaded", text):
         return next((found for word, found in _MAXTEXT.items() if word in text), None)
     if "intermediates within a block" in text:
         return _ALL_BUT_DOWN
     if re.search(r"per.op\b|\(op\)|selectiveac", text):
         return _PER_OP if saves_attention else dataclasses.replace(_PER_OP, attention=True)
-    table = _LLMQ if code == "engine" else _MEGATRON
+    table = {"engine": _LLMQ, "prime-rl": _PRIME_RL}.get(code, _MEGATRON)
     words = set(re.findall(r"[a-z_-]+", text))
     found = [each for word, each in table.items() if word in words]
-    is_list = "modules" in text or code == "engine"
-    if not found or not is_list or "recompute-block" in text:
+    is_list = bool(re.search(r"modules|targets|selective|_", text)) or code == "engine"
+    if not found or not is_list or re.search(r"\bfull\b|recompute-block", text):
         return None
     total = found[0]
     for each in found[1:]:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,6 +83,10 @@ class PublishedTraits:
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
         packs_experts: whether experts are linear layers that are packed as the others are.
+        fetches_experts: whether experts wait in the host's memory, where each pass fetches a block's.
+        unpacks_by_ops: whether packed layers are GPTQ's, which unpack a weight operator by operator.
+        saves_tables: whether the tables of tokens train whole beside adapters.
+        frees_grads: whether each gradient is stepped with and freed as soon as it is there.
         unpacked_bytes: of a frozen weight that is unpacked for each pass; 0 where none is, or it is of nf4.
         keeps_frozen_inputs: whether packed layers keep inputs that no gradient reads, as bitsandbytes' did before its
             pull request 1270 of July 2024.
@@ -90,6 +95,7 @@ class PublishedTraits:
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
         experts_dtype: of experts' products; None for that of the others.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
+        runs_head_again: whether the head and the loss run once more in the backward.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
         has_scaled_rows: whether torch's products in fp8 scale rows.
@@ -130,6 +136,10 @@ class PublishedTraits:
     widens_stream: bool = False
     widens_all: bool = False
     packs_experts: bool = False
+    fetches_experts: bool = False
+    unpacks_by_ops: bool = False
+    saves_tables: bool = False
+    frees_grads: bool = False
     unpacked_bytes: float = 0.0
     keeps_frozen_inputs: bool = False
     is_latent: bool = False
@@ -137,6 +147,7 @@ class PublishedTraits:
     grouped_share: float = 1.0
     experts_dtype: MatmulDtype | None = None
     logs_entropy: bool = False
+    runs_head_again: bool = False
     casts_weights: bool = False
     scales_dynamically: bool = False
     has_scaled_rows: bool = False
@@ -152,6 +163,25 @@ class PublishedJob(PlanJob):
 
     traits: PublishedTraits = PublishedTraits()
     usual_skew: float = 1.0  # benchmarks send as many tokens to each expert
+
+
+ROUTING_SPREAD: Final = 0.25
+"""The spread of experts' shares of tokens over their mean: of 64 experts the fullest has 1.72 times the mean where an
+auxiliary loss alone balances them (Wang et al. 2024, arXiv 2408.15664, table 2), and the largest of n normal deviates
+is about sqrt(2 ln n)."""
+
+
+def routing_skew(p: Mapping[str, Any], shape: ModelShape, ep: int) -> float:
+    """Return the tokens of the fullest rank of experts over the mean; the several of a rank even out.
+
+    Benches of Megatron and NeMo send as many to each, as their scripts' `moe-router-force-load-balancing` does.
+    """
+    words = " ".join(str(p.get(key)) for key in ("framework", "dispatcher", "experts_kernel", "routing")).lower()
+    name = codes.code_of(words).name
+    if shape.experts is None or ep == 1 or name in ("megatron", "automodel", "maxtext") or "balanced" in words:
+        return 1.0
+    num_local = max(1.0, shape.experts.num_experts / ep)
+    return 1.0 + ROUTING_SPREAD * math.sqrt(2 * math.log(ep) / num_local)
 
 
 def published_traits(job: PlanJob) -> PublishedTraits:
@@ -258,24 +288,31 @@ def _named_code(
     return PublishedTraits(
         code=codes.dated(code, p),
         steps_by_tensor=code.name == "hf" and not codes.fuses_step(p),
-        widens_adapters=code.name in ("hf", "deepspeed") and not codes.is_of_early_2024(written),
+        widens_adapters=code.name in ("hf", "deepspeed")
+        and not codes.is_of_early_2024(written)
+        and not (config.lora.base == "nf4" and (codes.trl_release(written) or (0, 0)) >= (0, 26)),
         fuses_adapters=codes.fuses_adapters(p, code),
         autocasts=not re.search(r"whole|no autocast|-true", precision),
         widens_stream=p.get("stream") == "fp32" or codes.is_wide(p),
         widens_all=p.get("stream") == "fp32" and config.lora.base == "nf4",
         grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
         experts_dtype=experts_dtype,
-        logs_entropy=bool(re.search(r"trl 0\.2\d", written)) and codes.loss_of(p, code) != 0,
+        logs_entropy=(codes.trl_release(written) or (0, 0)) >= (0, 22) and codes.loss_of(p, code) != 0,
+        runs_head_again=codes.runs_head_again(p),
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
         has_scaled_rows="rowwise" in precision and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
-        packs_experts=code.name == "hf" and str((p.get("lora") or {}).get("base")).startswith("nf4"),
+        packs_experts=code.name in ("hf", "deepspeed", "engine") and config.lora.base == "nf4",
+        fetches_experts="expert" in str(p.get("offload")).lower(),
         logits_bytes=codes.loss_of(p, code),
         splits_logits=code.splits_logits or "parallel" in str(p.get("loss")),
         is_graphed=codes.is_graphed(p, code, has_experts=shape.experts is not None),
         unpacked_bytes=codes.unpacked_bytes(p, code),
+        unpacks_by_ops="gptq" in str((p.get("lora") or {}).get("base")).lower(),
+        saves_tables=bool((p.get("lora") or {}).get("saves_tables")),
+        frees_grads=codes.frees_grads(p),
         frees_outputs=config.pipeline.schedule == "interleaved",
         widens_grads=not codes.is_narrow(p) and config.zero.stage < 3 and code.name == "hf",
         optimizer_share=codes.optimizer_share(p, code),

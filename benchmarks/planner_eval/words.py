@@ -131,13 +131,24 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
         return ("selective" if "matmul" in text else "full"), int(match.group(1))
     if re.search(r"recompute-(ffn|norm|att|qkv|swiglu)", text) and "block" not in text:
         return "selective", 1
-    if "intermediates within a block" in text or re.search(r"\bminimal|\bsave_(dot|qkv)", text):
+    if "intermediates within a block" in text or re.search(r"\bminimal|\bsave_|_offloaded", text):
         return "selective", 1
-    if "selective" in text or "op" in text.split() or re.search(r"\bsac\b|core_?attn", text):
+    if "selective" in text or "op" in text.split() or re.search(r"\bsac\b|core_?attn|moe_act|layernorm", text):
         return "selective", 1
-    if re.search(r"full|true|uniform|block|\bon\b|\byes\b|\ball\b|checkpoint|granular", text):
+    # Unsloth's, and activations that are sent to the host, are the inputs of blocks that run again.
+    if re.search(r"full|true|uniform|block|\bon\b|\byes\b|\ball\b|checkpoint|granular|recompute|offload|unsloth", text):
         return "full", 1
     return None
+
+
+def num_of_block(written: str | None) -> int | None:
+    """Return how many layers of each stage run again, as Megatron's method `block` says; None where nothing does.
+
+    >>> num_of_block("full, block, 5 layers"), num_of_block("full/uniform/1"), num_of_block("recompute-block")
+    (5, None, None)
+    """
+    match = re.search(r"(?<![a-z-])block\D{0,24}(\d+)|(\d+) layers?\D{0,24}(?<![a-z-])block", (written or "").lower())
+    return int(match.group(1) or match.group(2)) if match else None
 
 
 def is_adapter(parallel: Mapping[str, Any]) -> bool:
