@@ -20,7 +20,7 @@ from shardwise.config.resolve import Config, ModelConfig, ResolvedConfig
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.candidates import PLANNED
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.huggingface import cached_config, read_huggingface
+from shardwise.planner.huggingface import cached_config, read_huggingface
 from shardwise.planner.job import ModelShape, PlanJob, changed
 
 SPLITS: Final = ("mesh", "batch", "precision", "zero", "tiers", "tensor", "pipeline", "context", "recompute")

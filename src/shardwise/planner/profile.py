@@ -16,86 +16,92 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import shown_value
-from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
+from shardwise.config.untrusted_files import UntrustedFileError, mismatch, parse_json, read_text
 from shardwise.config.written_files import write_whole
 
 SCHEMA: Final = 1
 """The version of the file's format; it changes when a key goes or changes its meaning."""
 _FIX: Final = "run shardwise doctor --calibrate"
-_MAX_MEASURED: Final = 1e24
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Measured = Annotated[float, Field(ge=0, lt=1e24, allow_inf_nan=False)]
 
-Row = TypeVar("Row")
+
+class _Checked:
+    """Have a file's values checked: the fields and no others, of their own types."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatmulTime:
+class MatmulTime(_Checked):
     """Time a product [m, k] by [k, n] on one rank, while its neighbours compute too."""
 
     dtype: str
-    m: int
-    n: int
-    k: int
-    seconds: float
+    m: Count
+    n: Count
+    k: Count
+    seconds: Measured
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PassesTime:
+class _PassesTime(_Checked):
     """Time a unit forward and backward."""
 
     dtype: str
-    forward_s: float
-    backward_s: float
+    forward_s: Measured
+    backward_s: Measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime(_PassesTime):
     """Time causal attention of `num_heads` heads and one sequence."""
 
-    num_heads: int
-    head_dim: int
-    seq_len: int
+    num_heads: Count
+    head_dim: Count
+    seq_len: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTime(_PassesTime):
     """Time one block of our decoder, with all its kernels, of one sequence."""
 
-    seq_len: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
+    seq_len: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    ffn_size: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTime(_PassesTime):
     """Time the last norm, the head and the loss of `num_tokens` tokens."""
 
-    num_tokens: int
-    hidden_size: int
-    vocab_size: int
+    num_tokens: Count
+    hidden_size: Count
+    vocab_size: Count
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveTime:
+class CollectiveTime(_Checked):
     """Time one collective (all_gather, reduce_scatter, all_reduce, all_to_all or send) on a buffer of `num_bytes`.
 
     Where the group of `num_ranks` is not all ranks, the others form equal groups that are equally busy.
     """
 
     op: str
-    num_ranks: int
-    num_bytes: int
-    seconds: float
+    num_ranks: Count
+    num_bytes: Count
+    seconds: Measured
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(_Checked):
     """Hold the measurements of one machine, with `num_ranks` ranks at work at once.
 
     Attributes:
@@ -112,22 +118,22 @@ class Profile:
     """
 
     device: str
-    num_ranks: int
-    num_threads: int
-    memory_bytes: float
+    num_ranks: Count
+    num_threads: Count
+    memory_bytes: Measured
     matmuls: tuple[MatmulTime, ...] = ()
     attentions: tuple[AttentionTime, ...] = ()
     blocks: tuple[BlockTime, ...] = ()
     heads: tuple[HeadTime, ...] = ()
     collectives: tuple[CollectiveTime, ...] = ()
-    stream_bytes_per_s: float = 0.0
-    step_bytes_per_s: float = 0.0
-    call_s: float = 0.0
-    copies_bytes_per_s: tuple[tuple[str, float], ...] = ()
-    disk_read_bytes_per_s: float = 0.0
-    disk_write_bytes_per_s: float = 0.0
-    hidden_share: float | None = None
-    host_memory_bytes: float = 0.0
+    stream_bytes_per_s: Measured = 0.0
+    step_bytes_per_s: Measured = 0.0
+    call_s: Measured = 0.0
+    copies_bytes_per_s: tuple[tuple[str, Measured], ...] = ()
+    disk_read_bytes_per_s: Measured = 0.0
+    disk_write_bytes_per_s: Measured = 0.0
+    hidden_share: Measured | None = None
+    host_memory_bytes: Measured = 0.0
     torch_version: str = ""
 
     def to_json(self) -> str:
@@ -149,36 +155,13 @@ class Profile:
         if schema != SCHEMA:
             raise ConfigError("profile-schema", f"the profile has schema {schema} and must have {SCHEMA}; {_FIX}")
         try:
-            for key, row_class in TABLES.items():
-                values[key] = tuple(_checked(row_class(**row)) for row in values.get(key, ()))
-            copies = values.get("copies_bytes_per_s", ())
-            values["copies_bytes_per_s"] = tuple((name, _measured(speed)) for name, speed in copies)
-            return _checked(cls(**values))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ConfigError("profile-damaged", f"the profile is damaged ({error}); {_FIX}") from error
+            return TypeAdapter(Profile).validate_json(json.dumps(values))
+        except ValidationError as error:
+            raise ConfigError("profile-damaged", f"the profile is damaged ({mismatch(error)}); {_FIX}") from error
 
     def copy_bytes_per_s(self, source: str, target: str) -> float:
         """Return the speed of a copy between two memories; 0 where it was not measured."""
         return dict(self.copies_bytes_per_s).get(f"{source}->{target}", 0.0)
-
-
-def _checked(row: Row) -> Row:
-    """Return a row of a file, of whose fields none may be of another class, negative or infinite."""
-    for field in dataclasses.fields(row):  # type: ignore[arg-type]
-        value, annotation = getattr(row, field.name), str(field.type)
-        if annotation in ("int", "float") or (annotation == "float | None" and value is not None):
-            _measured(value, int if annotation == "int" else (int, float), field.name)
-        elif annotation == "str" and not isinstance(value, str):
-            raise ValueError(f"{field.name} is {shown_value(value)}, no text")
-    return row
-
-
-def _measured(value: Any, kinds: type | tuple[type, ...] = (int, float), name: str = "a copy's speed") -> Any:
-    """Return what was measured, or raise a ValueError where nothing measures so."""
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not is_number or not 0 <= float(value) < _MAX_MEASURED:
-        raise ValueError(f"{name} is {shown_value(value)}, nothing that is measured")
-    return value
 
 
 TABLES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(

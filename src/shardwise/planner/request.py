@@ -28,9 +28,9 @@ from shardwise.optim.rules import wanted_rule
 from shardwise.planner.candidates import PLANNED, SearchSpace, divisors
 from shardwise.planner.configs import base_of, job_of, model_section, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
-from shardwise.planner.imports.megatron import read_megatron
+from shardwise.planner.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.job import ModelShape, ModelSource, PlanJob
+from shardwise.planner.megatron import read_megatron
 from shardwise.runtime.format import format_count
 
 # Names that people know our presets by.
@@ -47,7 +47,7 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
 )
 # What the hub's names have before and after these.
 _OF_HUB: Final = re.compile(r"^meta-|(?<=llama-3)\.\d|(-hf|-instruct|-base|-chat|-v\d\.\d)+$")
-_SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
+_SCRIPTS: Final = frozenset({".sh", ".bash", ".txt", ".slurm", ".sbatch"})
 _CHUNKS: Final = "context.chunk_tokens"
 CHUNK_TOKENS: Final = 1024
 TUNING_LENGTH: Final = 2048

@@ -21,11 +21,12 @@ from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.config.sections import BelowOne, Positive
-from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.layout.layout import states_of
+from shardwise.layout.precision import DTYPE_BYTES, precision_policy
 from shardwise.layout.zero_stages import Placement, effective_stage
-from shardwise.optim.rules import num_states
+from shardwise.optim.rules import matrix_state_names
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
-from shardwise.planner.job import PACKED_BYTES, PlanJob, changed, param_of, trains_all
+from shardwise.planner.job import PACKED_BYTES, PlanJob, changed, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     TIE_SHARE,
@@ -469,22 +470,21 @@ def _saving(placement: Values) -> tuple[int, int, bool, int]:
 
 def least_states_bytes(job: PlanJob, config: ResolvedConfig) -> float:
     """Return the least bytes of states that some rank stores on the device: those of the mean rank."""
-    shards, tiers = config.mesh.dp_shard * config.mesh.cp, config.tiers
-    stage = effective_stage(ZERO[config.zero.stage], shards, is_scheduled=config.mesh.pp > 1)
-    param_bytes = DTYPE_BYTES[param_of(config)]
-    grad_bytes = param_bytes if config.precision.accumulate == "param" else max(4, param_bytes)
-    of_moment = {"master": max(4, param_bytes), "bf16": 2, "int8": 1}[config.precision.states]
-    least, _ = num_states(config.optimizer.name)
-    optimizer_bytes = least * of_moment + 4 * (param_bytes < 4)
-    states = (
-        (tiers.params, PACKED_BYTES if config.lora.base == "nf4" else param_bytes, stage.params),
-        (tiers.grads, trains_all(config) * grad_bytes, stage.grads),
-        (tiers.optimizer, trains_all(config) * optimizer_bytes, stage.optimizer),
-    )
-    mesh, of_experts = config.mesh, job.shape.num_expert_params
+    mesh, tiers, is_packed = config.mesh, config.tiers, config.lora.base == "nf4"
+    stage = effective_stage(ZERO[config.zero.stage], mesh.dp_shard * mesh.cp, is_scheduled=mesh.pp > 1)
+    states = states_of(stage, precision_policy(config.precision), config.optimizer, ())
+    tier_of = {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}
+    here = [
+        (PACKED_BYTES if is_packed and state.role == "param" else DTYPE_BYTES[(state.codec or state).dtype], state)
+        for state in states
+        if tier_of[state.role] == "device" and (trains_all(config) or state.role == "param")
+        # Muon's matrices have fewer states than what is no matrix.
+        if state.exact_of is None and state.of_matrices in (None, bool(matrix_state_names(config.optimizer.name)))
+    ]
 
     def of_param(num_shards: int) -> float:
-        return sum(size / (num_shards if at is Placement.SHARD else 1) for tier, size, at in states if tier == "device")
+        return sum(size / (num_shards if state.placement is Placement.SHARD else 1) for size, state in here)
 
-    dense = (job.shape.num_params - of_experts) / mesh.tp * of_param(shards)
-    return (dense + of_experts / mesh.ep * of_param(shards * mesh.tp // mesh.ep)) / mesh.pp
+    of_experts = job.shape.num_expert_params
+    dense = (job.shape.num_params - of_experts) / mesh.tp * of_param(mesh.dp_shard * mesh.cp)
+    return (dense + of_experts / mesh.ep * of_param(mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep)) / mesh.pp

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
-import yaml
-
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.planner.job import Experts, ModelShape, ModelSource
@@ -26,17 +24,21 @@ from shardwise.planner.job import Experts, ModelShape, ModelSource
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 _COUNTS: Final = (
     "ffn-hidden-size", "num-query-groups", "kv-channels", "max-position-embeddings", "vocab-size", "padded-vocab-size",
-    "num-experts", "moe-ffn-hidden-size", "expert-tensor-parallel-size", "micro-batch-size", "global-batch-size",
+    "make-vocab-size-divisible-by", "num-experts", "moe-router-topk", "moe-ffn-hidden-size",
+    "tensor-model-parallel-size", "pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank",
+    "context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size",
+    "micro-batch-size", "global-batch-size",
 )  # fmt: skip
-_COUNTS_OR: Final = MappingProxyType(
+# What Megatron takes where a count is not given.
+_DEFAULTS: Final = MappingProxyType(
     {
         "make-vocab-size-divisible-by": 128,
+        "moe-router-topk": 2,
         "tensor-model-parallel-size": 1,
         "pipeline-model-parallel-size": 1,
         "num-virtual-stages-per-pipeline-rank": 1,
         "context-parallel-size": 1,
         "expert-model-parallel-size": 1,
-        "moe-router-topk": 2,
     }
 )
 _COUNTS_OR_NONE: Final = (
@@ -58,27 +60,27 @@ _MAX_BYTES: Final = 2**18
 _MAX_FLAGS: Final = 1000
 _MAX_DIGITS, _MAX_VALUE, _MAX_SHOWN = 12, 200, 60
 _FLAG_SHARE: Final = 0.93
-_FIX: Final = "give our TOML, another tool's JSON, or a script or YAML file of Megatron's flags"
+_FIX: Final = "give our TOML, another tool's JSON, or a script of Megatron's flags"
 
 
 def read_megatron(source: str | Path) -> ModelSource:
-    """Return the job that a script, a YAML file or a command line starts.
+    """Return the job that a script or a command line starts.
 
     Args:
-        source: the path of a `.sh`, `.yaml` or text file; or, where it holds `--`, the flags themselves.
+        source: the path of a script; or, where it holds `--`, the flags themselves.
 
     Raises:
         ConfigError: the file cannot be read, a flag is misspelled, a size is missing, or a value cannot be.
     """
-    text, name, is_yaml = str(source), "the flags", False
+    text, name = str(source), "the flags"
     if "--" not in text:
         path = Path(source)
-        name, is_yaml = path.name, path.suffix in (".yaml", ".yml")
+        name = path.name
         try:
             text = read_text(path, _FIX, max_bytes=_MAX_BYTES)
         except UntrustedFileError as error:
             raise ConfigError(error.code, str(error)) from None
-    arguments = yaml_words(text) if is_yaml else script_words(text)
+    arguments = script_words(text)
     num_flags = sum(word.startswith("--") for word in arguments)
     if not num_flags:
         raise ConfigError("megatron-no-flags", f"{source} holds no flags of Megatron's; {_FIX}")
@@ -117,9 +119,7 @@ def _parsed(words: Sequence[str], source: str) -> Any:
     """Return the flags that are read here, by their names with underscores; others are left out."""
     parser = _Parser(prog=source, add_help=False, allow_abbrev=False)
     for name in (*_SIZES, *_COUNTS):
-        parser.add_argument(f"--{name}", type=_count)
-    for name, default in _COUNTS_OR.items():
-        parser.add_argument(f"--{name}", type=_count, default=default)
+        parser.add_argument(f"--{name}", type=_count, default=_DEFAULTS.get(name))
     for name in _COUNTS_OR_NONE:
         parser.add_argument(f"--{name}", type=lambda text: _count(text, least=0))
     for name in _SWITCHES:
@@ -139,9 +139,7 @@ def _parsed(words: Sequence[str], source: str) -> Any:
             )
     for name in _SIZES:
         if getattr(flags, name.replace("-", "_")) is None:
-            like = difflib.get_close_matches(f"--{name}", unknown, n=1, cutoff=0.7)
-            fix = f"did you mean it by {like[0]}?" if like else f"add --{name} N"
-            raise ConfigError("megatron-flag-missing", f"{source} misses --{name}; {fix}")
+            raise ConfigError("megatron-flag-missing", f"{source} misses --{name}; add --{name} N")
     return flags
 
 
@@ -263,35 +261,6 @@ def script_words(text: str) -> list[str]:
     # A script may collect its flags in one string.
     parts = (token.strip("()\"'") for word in tokens for token in (word.split() if "--" in word else [word]))
     return [_named(token) for token in parts if token != "--"]
-
-
-def yaml_words(text: str) -> list[str]:
-    """Return the arguments in a YAML file of keys and values as words; nested sections are read too.
-
-    >>> yaml_words("model_parallel:\\n  tensor_model_parallel_size: 8\\n  sequence_parallel: true\\n  bf16: null")
-    ['--tensor-model-parallel-size', '8', '--sequence-parallel']
-
-    Raises:
-        ConfigError: it is no YAML.
-    """
-    try:
-        pending = [yaml.safe_load(text)]
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError("not-yaml", f"the file is no YAML: {' '.join(str(error).split())}; {_FIX}") from None
-    arguments, seen = [], set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:  # an alias
-            continue
-        seen.add(id(value))
-        if isinstance(value, list):
-            pending += reversed(value)
-        elif isinstance(value, dict):
-            pending += [item for item in reversed(value.values()) if isinstance(item, list | dict)]
-            for key, item in value.items():
-                if not isinstance(item, list | dict) and item not in (None, False):
-                    arguments += [_named(f"--{str(key).lstrip('-')}"), *([] if item is True else [str(item)])]
-    return arguments
 
 
 def _named(word: str) -> str:
