@@ -69,6 +69,7 @@ def losses_of(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records}
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_command_trains_a_preset_of_experts_and_resumes_it_in_another_layout(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"the number {number} comes after {number - 1}" for number in range(600)))
