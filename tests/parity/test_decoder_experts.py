@@ -23,7 +23,7 @@ from harness.tensor import CLIP_NORM, batches_of, expert_decoder, train_on_mesh,
 from harness.training import make_config, merge_ranks
 from shardwise import initialize
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 FACTORS = {"num_ranks": [2, 4], **EXPERT_FACTORS, "num_shared_experts": [0, 2], "router_bias": [False, True]}
 MODEL_KEYS = ("num_shared_experts", "router_bias")
 # A layer of shared experts after the others makes a recomputation gather their rows again.
