@@ -1,6 +1,6 @@
 """Where the host waits in a step of models of transformers, of two sizes: layers share what is read of a batch's masks.
 
-TRITON_INTERPRET=1 python -m device.mask_reads WORD         # a JSON line a case whose name has the word
+TRITON_INTERPRET=1 python -m device.mask_reads WORD         # a JSON line a case whose name has the word, or is it
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def waits_of(name: str, num_layers: int, scheduler: Scheduler) -> dict[str, list
 
 def main() -> int:
     scheduler = install()
-    names = [name for name in CASES if all(word in name for word in sys.argv[1:])]
+    given = sys.argv[1:]
+    names = [name for name in CASES if name in given or all(word in name for word in given)]
     with mock.patch.object(custom_op, "backend_named", return_value=NoKernels()):
         for name in names:
             one, three = (waits_of(name, num_layers, scheduler) for num_layers in (1, 3))

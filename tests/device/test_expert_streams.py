@@ -18,10 +18,11 @@ pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_s
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_streams_change_nothing_and_the_host_waits_once_a_layer() -> None:
     paths = os.pathsep.join((str(TESTS), str(TESTS.parent / "src")))
     environ = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "device.expert_streams"]
+    command = [sys.executable, "-m", "device.expert_streams"]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     found = [json.loads(line) for line in ended.stdout.splitlines()]

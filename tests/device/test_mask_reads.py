@@ -6,28 +6,43 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from device.virtual import reason_to_skip
+from harness.warm_python import WarmPython
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=reason_to_skip() or "")
 
 TESTS = Path(__file__).parents[1]
-NAMES = ("plain", "padded", "torch's attention replaced, padded", "sparse, padded", "sparse, packed")
-MORE = ("sparse, packed by ends", "sparse, packed, recomputed", "cp, padded", "cp, packed", "cp, packed, recomputed")
+# Each kind of batch and each way to attend to it is there; the others are combinations of these.
+NAMES = ("plain", "torch's attention replaced, padded", "sparse, padded", "sparse, packed by ends")
+MORE = ("cp, padded", "cp, packed, recomputed")
+OTHERS = ("padded", "sparse, packed", "sparse, packed, recomputed", "cp, packed")
 
 
 @pytest.fixture(scope="module")
-def waits() -> dict[str, dict[str, Any]]:
+def waits(warm_programs: WarmPython) -> dict[str, dict[str, Any]]:
+    return measured(warm_programs, [*NAMES, *MORE])
+
+
+@pytest.fixture(scope="module")
+def other_waits(warm_programs: WarmPython) -> dict[str, dict[str, Any]]:
+    return measured(warm_programs, OTHERS)
+
+
+def measured(warm_programs: WarmPython, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What `device.mask_reads` prints, by name."""
     paths = os.pathsep.join((str(TESTS), str(TESTS.parent / "src")))
     environ = os.environ | {"PYTHONPATH": paths}
-    command = [sys.executable, "-W", "ignore", "-m", "device.mask_reads"]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "device.mask_reads", *names]
+    with mock.patch.object(subprocess, "Popen", warm_programs.popen()):
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     return {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
 
@@ -37,6 +52,13 @@ def waits() -> dict[str, dict[str, Any]]:
 def test_more_layers_make_the_host_wait_no_more(waits: dict[str, dict[str, Any]], name: str, place: str) -> None:
     one, three = (waits[name][size][place] for size in ("one layer", "three layers"))
     assert len(one) == len(three)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_nor_do_they_where_options_meet(other_waits: dict[str, dict[str, Any]], name: str, place: str) -> None:
+    test_more_layers_make_the_host_wait_no_more(other_waits, name, place)
 
 
 @pytest.mark.parametrize("name", ["plain", "sparse, padded", "cp, padded"])

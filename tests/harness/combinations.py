@@ -52,19 +52,40 @@ def pairwise(factors: Mapping[str, Sequence[Any]], where: Predicate | None = Non
     return chosen
 
 
+def each_value(factors: Mapping[str, Sequence[Any]], rows: Sequence[Combination]) -> list[Combination]:
+    """Those few of some combinations in which every value occurs that occurs in any: the first with most new ones.
+
+    >>> [combination_id(row) for row in each_value({"a": [1, 2], "b": [3, 4]}, product({"a": [1, 2], "b": [3, 4]}))]
+    ['a=1-b=3', 'a=2-b=4']
+    """
+    values = [_values(factors, [row]) for row in rows]
+    missing = set().union(*values)
+    chosen = []
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(values[index] & missing))
+        missing -= values[best]
+        chosen.append(rows[best])
+    return chosen
+
+
 def cover(
-    factors: Mapping[str, Sequence[Any]], where: Predicate | None = None, quick: Predicate | None = None
+    factors: Mapping[str, Sequence[Any]],
+    where: Predicate | None = None,
+    quick: Predicate | None = None,
+    has_pairs: bool = True,
 ) -> list[Any]:
     """All allowed combinations as pytest parameters; those outside the pairwise cover are marked `full`.
 
     `quick` says of an allowed combination whether the cover may have it: with it, `make test` shows the pairs
     that occur in such combinations, and at least every value. For factors of many values, whose pairs are many.
+    Without `has_pairs`, each value occurs and not each pair: for factors whose pairs another test shows.
 
     Raises:
         ValueError: a value that `where` allows occurs in no combination that `quick` allows.
     """
     rows = product(factors, where)
     quick_rows = pairwise(factors, lambda row: (where is None or where(row)) and (quick is None or quick(row)))
+    quick_rows = quick_rows if has_pairs else each_value(factors, quick_rows)
     lost = _values(factors, rows) - _values(factors, quick_rows)
     if lost:
         raise ValueError(f"`quick` leaves out {sorted(f'{name}={factors[name][index]}' for name, index in lost)}")

@@ -357,7 +357,7 @@ def _set_up_process(log: Path) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
     gc.freeze()  # what the template imported is never garbage
-    remember_proofs()
+    remember_proofs(log.parent / "proofs")
 
 
 def _answer(call: _Call, store: dist.Store) -> _Result | _Failure:

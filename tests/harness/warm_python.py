@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
+import importlib.util
 import inspect
 import io
 import itertools
@@ -47,6 +47,7 @@ _MODULES = (
     *("shardwise.cli.main", "shardwise.cli.train", "shardwise.train.run", "shardwise.planner.memory"),
     *("shardwise.launch.local", "torch.distributed.run", "torch.utils.tensorboard", "multiprocessing.queues"),
 )
+_ASK_FOR_DEEPSPEED = ("accelerate", "peft", "transformers")  # at their import
 _BECOME_PARENT_OF_ORPHANS = 36  # prctl's PR_SET_CHILD_SUBREAPER
 _RealPopen = subprocess.Popen
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
@@ -246,6 +247,9 @@ def _be_started(program: _Program, path: Sequence[str]) -> None:
     os.environ.update(program.environ)
     given = [each for each in program.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.path[:] = [*given, *path]
+    if importlib.util.find_spec("deepspeed") is not None:
+        for name in [name for name in sys.modules if name.partition(".")[0] in _ASK_FOR_DEEPSPEED]:
+            del sys.modules[name]
     is_unbuffered = program.words[0] == "-u" or bool(program.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = (

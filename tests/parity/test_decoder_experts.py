@@ -23,7 +23,7 @@ from harness.tensor import CLIP_NORM, batches_of, expert_decoder, train_on_mesh,
 from harness.training import make_config, merge_ranks
 from shardwise import initialize
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 FACTORS = {"num_ranks": [2, 4], **EXPERT_FACTORS, "num_shared_experts": [0, 2], "router_bias": [False, True]}
 MODEL_KEYS = ("num_shared_experts", "router_bias")
 # A layer of shared experts after the others makes a recomputation gather their rows again.
@@ -69,6 +69,7 @@ def losses_of(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records}
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_command_trains_a_preset_of_experts_and_resumes_it_in_another_layout(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"the number {number} comes after {number - 1}" for number in range(600)))

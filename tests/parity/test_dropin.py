@@ -23,6 +23,7 @@ def hub(tmp_path_factory) -> Path:
 
 
 @pytest.mark.begin
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_a_trainer_with_a_deepspeed_config_trains_as_one_process_does(hub, tmp_path, has_adapters) -> None:
     if has_adapters:

@@ -39,6 +39,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize(("zero", "sections"), [("zero2", EP_2), ("zero3", OWN_EP_2)])
 def test_a_trainer_divides_experts_and_saves_the_weights_of_one_process(folder, tmp_path, zero, sections) -> None:
     runs = [Run(tmp_path / "plain", folder, 1, None, max_steps=3)]

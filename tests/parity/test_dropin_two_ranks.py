@@ -150,6 +150,7 @@ print(dist.get_rank(), dist.get_world_size(), total.item())
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_script_that_says_its_ranks_has_them(tmp_path: Path) -> None:
     """As one that starts its processes itself: without a word they would train one by one."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

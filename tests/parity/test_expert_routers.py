@@ -38,7 +38,7 @@ from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 AUX, Z = 0.5, 0.05
 FACTORS = {"scope": ["global", "micro-batch", "sequence"], **EXPERT_FACTORS}
 
@@ -56,7 +56,7 @@ def reference(scope: str, num_data_ranks: int, num_micro_batches: int) -> Trace:
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("options", cover(FACTORS, fits_ranks))
+@pytest.mark.parametrize("options", cover(FACTORS, fits_ranks, has_pairs=False))
 def test_losses_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = sections_of(options, experts={"aux_loss": AUX, "z_loss": Z, "aux_scope": options["scope"]})
     traces = ranks(4).run(train, options["accumulation"], overrides)
@@ -79,7 +79,7 @@ def moved_plainly(family: str, num_data_ranks: int, num_micro_batches: int) -> T
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("options", cover(BIAS_FACTORS, fits_ranks))
+@pytest.mark.parametrize("options", cover(BIAS_FACTORS, fits_ranks, has_pairs=False))
 def test_biases_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     """torchtitan#4154, torchtitan#4148: summed once over every axis, and moved by no evaluation."""
     overrides = sections_of(options, experts={"bias_rate": RATE})

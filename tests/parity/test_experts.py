@@ -24,7 +24,7 @@ from harness.training import merge_ranks
 
 pytest.importorskip("transformers")
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 def fits(options: dict[str, Any]) -> bool:
@@ -41,7 +41,7 @@ def reference(options: tuple[tuple[str, Any], ...], num_data_ranks: int, num_mic
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("options", cover(EXPERT_FACTORS, fits))
+@pytest.mark.parametrize("options", cover(EXPERT_FACTORS, fits, has_pairs=False))
 def test_divided_experts_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = sections_of(options)
     traces = ranks(4).run(train, {}, options["accumulation"], overrides)
@@ -111,7 +111,7 @@ def has_ranks(options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("options", cover(ROUTED_FACTORS, has_ranks))
+@pytest.mark.parametrize("options", cover(ROUTED_FACTORS, has_ranks, has_pairs=False))
 def test_any_routing_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     """All tokens go to one expert or to all; an expert, or all experts of a rank, get none."""
     mesh = {axis: options[axis] for axis in ("ep", "tp", "cp", "pp")}

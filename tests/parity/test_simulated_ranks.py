@@ -20,7 +20,7 @@ from shardwise.runtime.memory_tracker import Category
 
 pytestmark = pytest.mark.begin
 
-NUM_MEASURED_STEPS = 3
+NUM_MEASURED_STEPS = 2
 
 
 def measure(rank: int, world_size: int, name: str, overrides: dict[str, Any]) -> Measured:
