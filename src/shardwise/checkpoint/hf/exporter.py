@@ -422,10 +422,8 @@ def export_jointly(
 
     def begin(said: Mapping[int, str]) -> str:
         if odd := odd_ranks(said):
-            raise CheckpointError(
-                "exports-differ",
-                f"{odd} would export other tensors than rank 0; call it with the same dtype and names on all",
-            )
+            text = f"{odd} would export other tensors than rank 0; call it with the same dtype and names on all"
+            raise CheckpointError("exports-differ", text)
         begin_export(plans[0], folder, others)
         return ""
 
@@ -441,10 +439,8 @@ def export_jointly(
     def finish(said: Mapping[int, str]) -> str:
         written, planned = sum(map(int, said.values())), plans[0].num_tensor_bytes
         if written != planned:
-            raise CheckpointError(
-                "export-incomplete",
-                f"the ranks have written {written} bytes of {planned}; this is a defect of shardwise",
-            )
+            text = f"the ranks have written {written} bytes of {planned}; this is a defect of shardwise"
+            raise CheckpointError("export-incomplete", text)
         finish_export(folder)
         return ""
 
