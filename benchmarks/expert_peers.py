@@ -152,9 +152,8 @@ def serve_parts(connection: Connection, system: str, workload: Workload, rank: i
     with ExitStack() as patches:
         for name, part in parts.items():
             patches.enter_context(mock.patch.object(dispatch, name, part))
-        for name in ("grouped_product", "_grouped_outer"):
-            product = timed("products", getattr(grouped_experts, name))
-            patches.enter_context(mock.patch.object(grouped_experts, name, product))
+        product = timed("products", grouped_experts.grouped_product)
+        patches.enter_context(mock.patch.object(grouped_experts, "grouped_product", product))
         route = timed("route", dispatch.ExpertDispatch._route)
         patches.enter_context(mock.patch.object(dispatch.ExpertDispatch, "_route", lambda *given: route(*given)))
         step = workload.peers[system].build(workload.model(), workload)

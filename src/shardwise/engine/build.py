@@ -285,11 +285,11 @@ def _alter_modules(
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
         _undo_at_end(cleanup, undo)
     experts, tokens = None, resources.comms.tokens
-    if tokens is not None or any(entry.experts for entry in layout.facts.params):
-        experts = ExpertLayers(model, layout, tp, tokens, config.experts)
-        cleanup.callback(experts.close)
     mappings = mappings_of(model) if tensor is not None else None
-    balance = RouterBalance(model, layout, config, resources.comms, mappings.keeps_whole if mappings else bool)
+    if tokens is not None or any(entry.experts for entry in layout.facts.params):
+        experts = ExpertLayers(model, layout, mappings, tokens, config.experts)
+        cleanup.callback(experts.close)
+    balance = RouterBalance(model, layout, config, resources.comms, mappings)
     cleanup.callback(balance.close)
     is_simulated = resources.comms.all.is_simulated
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.nn import functional as F
 
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import ConfigError
@@ -24,38 +24,69 @@ from shardwise.experts.routers import ROUTED_EXPERTS, Routers
 from shardwise.layout.layout import Layout
 from shardwise.layout.tensor_plan import is_within
 from shardwise.runtime.class_swap import set_attribute
-from shardwise.runtime.torch_private import unseen_by_op_modes
+
+_ROWS: Final = "rows of experts"
+
+
+class SameTokens(Protocol):
+    """Cuts and gathers what the ranks of tp have in common; each is the other's backward."""
+
+    comm: Comm
+
+    def keeps_whole(self) -> bool:
+        """Say whether the evaluation that runs has not split its sequence."""
+
+    def split(self, x: Tensor, dim: int, name: str) -> Tensor:
+        """Return this rank's equal part of `x` along `dim`."""
+
+    def gather(self, x: Tensor, dim: int, name: str) -> Tensor:
+        """Return the ranks' parts, concatenated along `dim`."""
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """Computes one layer's experts; `same_tokens` are the ranks that have the same ones, if there are several."""
+    """Computes one layer's experts; `same_tokens` has the ranks with the same ones, if there are several."""
 
     name: str
     dispatch: ExpertDispatch
-    same_tokens: Comm | None
+    same_tokens: SameTokens | None
 
     def __call__(
         self, experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, is_same_again: bool
     ) -> Tensor:
         """Return what the experts make of the tokens, as the module's own forward does."""
-        num_tokens, comm = len(hidden), self.same_tokens
-        if comm is not None:
-            hidden, index, weights = (_own_rows(rows, comm) for rows in (hidden, index, weights))
+        if self.same_tokens is None:
+            return self.dispatch.forward(experts, hidden, index, weights, self.name, is_same_again)
+        num_rows, comm = len(hidden), self.same_tokens.comm
+        size = -(-num_rows // comm.world_size)  # of the last ranks' parts an end is padding
+        num_own = min(max(num_rows - comm.rank * size, 0), size)
+        hidden, index, weights = (
+            self.same_tokens.split(_padded(rows, size * comm.world_size), 0, _ROWS)[:num_own]
+            for rows in (hidden, index, weights)
+        )
         computed = self.dispatch.forward(experts, hidden, index, weights, self.name, is_same_again)
-        return computed if comm is None else all_rows(computed, comm, num_tokens)
+        return self.same_tokens.gather(_padded(computed, size), 0, _ROWS)[:num_rows]
+
+
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
+    return rows if len(rows) == num_rows else F.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
 
 class ExpertLayers:
     """Alters the modules of a model's experts, and those around them; `close` puts them back.
 
     Args:
-        tensor: the ranks of tp, which have the same tokens where no sequence is split.
+        same_tokens: of the ranks of tp, which have the same tokens where no sequence is split; None for one rank.
         tokens: the ranks that hold different experts; None where each rank has all.
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, tensor: Comm, tokens: Comm | None, section: ExpertsConfig
+        self,
+        model: nn.Module,
+        layout: Layout,
+        same_tokens: SameTokens | None,
+        tokens: Comm | None,
+        section: ExpertsConfig,
     ) -> None:
         self._follows = section.replay
         with ExitStack() as undo:
@@ -63,9 +94,10 @@ class ExpertLayers:
             if tokens is not None:
                 dispatch = ExpertDispatch(tokens, section.skew)
                 undo.callback(dispatch.close)
-                layers = dict(_divide(experts, layout, dispatch, tensor, undo) for experts in experts_of(model))
+                layers = dict(_divide(experts, layout, dispatch, same_tokens, undo) for experts in experts_of(model))
             if tokens is not None or section.replay:
-                self._routers = Routers(model, (tensor.rank, tensor.world_size), layers)
+                ranks = (0, 1) if same_tokens is None else (same_tokens.comm.rank, same_tokens.comm.world_size)
+                self._routers = Routers(model, ranks, layers)
                 undo.callback(self._routers.close)
             self.close = undo.pop_all().close
 
@@ -92,7 +124,7 @@ class ExpertLayers:
 
 
 def _divide(
-    experts: FoundExperts, layout: Layout, dispatch: ExpertDispatch, tensor: Comm, undo: ExitStack
+    experts: FoundExperts, layout: Layout, dispatch: ExpertDispatch, same_tokens: SameTokens | None, undo: ExitStack
 ) -> tuple[str, ExpertLayer]:
     """Make a module one of this rank's experts; return its name and what computes it."""
     name, module, tokens = experts.name, experts.module, dispatch.comm
@@ -103,8 +135,7 @@ def _divide(
             undo.callback(set_attribute(unpacking, "quant_state", state))
     for wrapper in experts.wrappers.values():  # they make the change of this rank's experts
         undo.callback(set_attribute(wrapper, "num_experts", experts.num_experts // layout.mesh.ep))
-    has_same = tensor.world_size > 1 and not has_part_of_sequence(layout, name)
-    return name, ExpertLayer(name, dispatch, tensor if has_same else None)
+    return name, ExpertLayer(name, dispatch, None if has_part_of_sequence(layout, name) else same_tokens)
 
 
 def has_part_of_sequence(layout: Layout, name: str) -> bool:
@@ -115,38 +146,3 @@ def has_part_of_sequence(layout: Layout, name: str) -> bool:
         and tensor.sequence_parallel
         and any(is_within(name, stack.modules) for stack in tensor.plan.stacks)
     )
-
-
-def _own_rows(rows: Tensor, comm: Comm) -> Tensor:
-    """Return this rank's part of rows that all ranks have; its gradient is that of all rows."""
-    part: Tensor = _Rows.apply(rows, comm, len(rows), True)
-    return part
-
-
-def all_rows(own: Tensor, comm: Comm, num_rows: int) -> Tensor:
-    """Return the rows of which each rank has a part."""
-    rows: Tensor = _Rows.apply(own, comm, num_rows, False)
-    return rows
-
-
-class _Rows(Function):
-    """Cuts this rank's part out of all rows, or gathers all; each is the other's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: Comm, num_rows: int, cuts: bool) -> Tensor:
-        ctx.given = comm, num_rows, not cuts
-        size = -(-num_rows // comm.world_size)  # of the last ranks' parts an end is padding
-        return rows[comm.rank * size : (comm.rank + 1) * size] if cuts else _gathered(rows, comm, num_rows, size)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _Rows.apply(gradients[0], *ctx.given), None, None, None
-
-
-def _gathered(own: Tensor, comm: Comm, num_rows: int, size: int) -> Tensor:
-    full = own.new_zeros((comm.world_size * size, *own.shape[1:]))
-    full[comm.rank * size :][: len(own)] = own
-    # Selective recomputation keeps what ops of collectives return, which is not what this one fills: it is run again.
-    with unseen_by_op_modes():
-        comm.all_gather(full.view(-1), "rows of experts").wait()
-    return full[:num_rows]

@@ -20,7 +20,7 @@ A table is a part of the block's graph, so a recomputation makes it again; it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from shardwise.config.errors import ConfigError, EngineError
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.config.sections import ExpertsConfig
 from shardwise.construction.experts import FoundExperts, experts_of, router_of
-from shardwise.experts.adapter import all_rows, has_part_of_sequence
+from shardwise.experts.adapter import SameTokens, has_part_of_sequence
 from shardwise.hf.recorded import recorded_lists
 from shardwise.layout.layout import Layout
 from shardwise.runtime.class_swap import Call, answer_calls
@@ -106,7 +106,7 @@ class RouterBalance:
     """Watches the routers of a model, if a key asks for it or experts are divided; `close` puts its modules back.
 
     Args:
-        keeps_whole: says whether the evaluation that runs has not split its sequence.
+        same_tokens: of the ranks of tp, as for `ExpertLayers`.
 
     Attributes:
         tables: of the layers in the forward that runs, with those of earlier stages of a pipeline.
@@ -118,10 +118,10 @@ class RouterBalance:
         layout: Layout,
         config: ResolvedConfig,
         comms: CommGroups,
-        keeps_whole: Callable[[], bool],
+        same_tokens: SameTokens | None,
     ) -> None:
         self.tables: list[Tensor] = []
-        self._model, self._config, self._keeps_whole = model, config.experts, keeps_whole
+        self._model, self._config, self._same_tokens = model, config.experts, same_tokens
         self._has_loss = config.experts.aux_loss + config.experts.z_loss > 0
         self._num_samples: int | None = None  # of the forward that runs
         self._logits: dict[str, list[Tensor]] = {}  # what could be them, by layer, until its experts are called
@@ -187,9 +187,10 @@ class RouterBalance:
         tensors = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.is_floating_point()]
         wide = [tensor for tensor in tensors if tensor.shape[-1:] == (layer.num_experts,)]
         self._logits[layer.name] = wide
-        if layer.is_split and self._num_samples and not self._keeps_whole():
+        same_tokens = self._same_tokens
+        if layer.is_split and self._num_samples and same_tokens is not None and not same_tokens.keeps_whole():
             for logits in wide:
-                self._record_whole(logits)
+                self._record_whole(logits, same_tokens)
         return output
 
     def _note_choice(self, layer: _Layer, experts: nn.Module, own: Call, args: Any, kwargs: Any) -> Any:
@@ -273,12 +274,11 @@ class RouterBalance:
     # [Note: Recorded logits of a split sequence]
     # A model's own auxiliary loss takes the logits that transformers has recorded. Where ranks have parts of sequences,
     # each must take them all, in the order of the mask. All compute the same loss, so the gradient is sliced.
-    def _record_whole(self, logits: Tensor) -> None:
+    def _record_whole(self, logits: Tensor, same_tokens: SameTokens) -> None:
         for items in recorded_lists().values():
             if items and items[-1] is logits:
-                by_token = logits.view(self._num_samples or 1, -1, logits.shape[-1]).transpose(0, 1)
-                gathered = all_rows(by_token, self._tensor, len(by_token) * self._num_parts)
-                items[-1] = gathered.transpose(0, 1).reshape(-1, logits.shape[-1])
+                by_token = logits.view(self._num_samples or 1, -1, logits.shape[-1])
+                items[-1] = same_tokens.gather(by_token, 1, "logits of routers").flatten(0, 1)
 
 
 def _unknown_logits(name: str) -> EngineError:

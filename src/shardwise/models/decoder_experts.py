@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config.errors import ConfigError
-from shardwise.models.grouped_experts import ends_of_groups, run_experts
+from shardwise.models.grouped_experts import run_experts
 from shardwise.models.presets import DecoderConfig
 
 INIT_STD: Final = 0.02
@@ -141,7 +141,8 @@ class Experts(nn.Module):
         The k results of a token are added in the order of its choices.
         """
         chosen, order = index.reshape(-1).sort(stable=True)  # [N * k], by expert, then by token
-        ends = ends_of_groups(chosen, self.num_experts)
+        names = torch.arange(self.num_experts, dtype=chosen.dtype, device=chosen.device)
+        ends = torch.searchsorted(chosen, names, right=True, out_int32=True)
         # Torch's product of groups needs no number of rows on the host, which then need not wait for the router.
         made = run_experts(self, hidden[order // index.shape[-1]], ends, None)
         results = made[order.argsort()].view(*index.shape, made.shape[-1])  # [N, k, H]

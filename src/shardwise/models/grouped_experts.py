@@ -1,10 +1,9 @@
 """Multiply rows that are grouped by expert, whose weights are stacks with the flags of transformers' interface.
 
 The product of groups is a registered op, so compiled code holds it as one, fake tensors pass through it, and selective
-recomputation saves its results. It uses torch's kernel where this serves, or else a loop over the groups. Gradients may
-be differentiated again.
+recomputation saves its results. Its backward is the same op, so gradients may be differentiated again.
 
-R rows, H features of a row, L groups of rows, one after the other: those of the experts whose weights are here.
+R rows of L groups, one group after the other; `ends` are int32 [L], `counts` the same on the host, where it knows them.
 """
 
 from __future__ import annotations
@@ -24,130 +23,89 @@ _GATE: Final = "_apply_gate"  # of transformers' interface, whose name it is
 
 
 def run_experts(experts: Any, rows: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-    """Return what experts make of their rows [R, H].
-
-    Args:
-        experts: a module with the flags of transformers' interface of experts.
-        ends: where the rows of each expert end, as int32 [L].
-        counts: how many each has, where the host knows it.
-    """
+    """Return what a module with transformers' flags of experts makes of their rows [R, H]."""
     rows = _multiply(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, ends, counts)
     rows = getattr(experts, _GATE)(rows) if experts.has_gate else experts.act_fn(rows)
     return _multiply(experts, "down_proj", rows, ends, counts)
 
 
-def ends_of_groups(sorted_index: Tensor, num_groups: int) -> Tensor:
-    """Return where each group of rows ends, as int32 [L], from the sorted groups of the rows."""
-    groups = torch.arange(num_groups, dtype=sorted_index.dtype, device=sorted_index.device)
-    return torch.searchsorted(sorted_index, groups, right=True, out_int32=True)
-
-
 def _multiply(experts: Any, stack: str, rows: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
     weight = autocast(getattr(experts, stack))
     bias = autocast(getattr(experts, f"{stack}_bias")) if experts.has_bias else None
-    return grouped_product(rows.to(weight.dtype), weight, bias, ends, counts, experts.is_transposed)
+    matrices = weight if experts.is_transposed else weight.mT
+    return grouped_product(rows.to(weight.dtype), matrices, bias, ends, counts)
 
 
-def grouped_product(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, counts: list[int] | None, is_transposed: bool
-) -> Tensor:
-    """Multiply the rows [R, in] of each group by its matrix, weight [L, out, in] or transposed, and add its bias."""
-    arguments = rows.contiguous(), weight, bias, ends, counts, is_transposed
-    out: Tensor = torch.ops.shardwise.grouped_product(*arguments)
+def grouped_product(left: Tensor, right: Tensor, bias: Tensor | None, ends: Tensor, counts: list[int] | None) -> Tensor:
+    """Multiply the rows [R, p] of each group by its matrix, right [L, p, q], and add its bias [L, q]; or return of
+    [p, R] and right [R, q] the product of each group, [L, p, q].
+    """
+    out: Tensor = torch.ops.shardwise.grouped_product(left, right, bias, ends, counts)
     return out
 
 
-def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-    """Return for each group `left.T @ right` over its rows [R, p] and [R, q]: [L, p, q]."""
-    out: Tensor = torch.ops.shardwise.grouped_outer(left.contiguous(), right.contiguous(), ends, counts)
-    return out
-
-
-def _product(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, counts: list[int] | None, is_transposed: bool
-) -> Tensor:
-    matrices = weight if is_transposed else weight.transpose(1, 2)
-    if _has_kernel(rows, weight):
-        out = F.grouped_mm(rows, matrices, offs=ends)
+def _product(left: Tensor, right: Tensor, bias: Tensor | None, ends: Tensor, counts: list[int] | None) -> Tensor:
+    over_rows = right.dim() == 2
+    # The gradient of a sum has strides of 0, which no kernel takes.
+    left, right = (left.T.contiguous().T, right.contiguous()) if over_rows else (left.contiguous(), right)
+    has_kernel = _has_kernel(left.T if over_rows else left, right)
+    if has_kernel:
+        out = F.grouped_mm(left, right, offs=ends)
     else:
-        out = rows.new_empty((rows.shape[0], matrices.shape[2]))
-        for own_rows, matrix, result in _by_group(_on_host(ends, counts), rows, matrices, out):
-            torch.mm(own_rows, matrix, out=result)
+        counts = _counts_of(ends).tolist() if counts is None else counts  # the host waits for the device
+        out = _product_fake(left, right, bias, ends, counts)
+        for own_left, own_right, result in _by_group(counts, left.T if over_rows else left, right, out):
+            torch.mm(own_left.T if over_rows else own_left, own_right, out=result)
+    if over_rows:
+        _fill_empty(out, ends, counts)
     if bias is not None:
-        places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
+        places = torch.arange(len(left), dtype=ends.dtype, device=ends.device)
         out += bias[torch.searchsorted(ends, places, right=True)]
     return out
 
 
-def _product_fake(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, counts: list[int] | None, is_transposed: bool
-) -> Tensor:
-    return rows.new_empty((rows.shape[0], weight.shape[2 if is_transposed else 1]))
+def _product_fake(left: Tensor, right: Tensor, bias: Tensor | None, ends: Tensor, counts: list[int] | None) -> Tensor:
+    shape = (left.shape[0], right.shape[-1])
+    return left.new_empty((ends.shape[0], *shape) if right.dim() == 2 else shape)
 
 
-def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, weight, _, ends, ctx.counts, ctx.is_transposed = inputs
-    ctx.save_for_backward(rows, weight, ends)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    left, right, _, ends, ctx.counts = inputs
+    ctx.save_for_backward(left, right, ends)
 
 
-def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    rows, weight, ends = ctx.saved_tensors
-    of_rows = of_weight = of_bias = None
-    if ctx.needs_input_grad[0]:
-        of_rows = grouped_product(grad, weight, None, ends, ctx.counts, not ctx.is_transposed)
-    if ctx.needs_input_grad[1]:
-        left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
-        of_weight = _grouped_outer(left, right, ends, ctx.counts)
-    if ctx.needs_input_grad[2]:
-        of_bias = _grouped_outer(grad, grad.new_ones((grad.shape[0], 1)), ends, ctx.counts).squeeze(2)
-    return of_rows, of_weight, of_bias, None, None, None
-
-
-def _outer(left: Tensor, right: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-    if _has_kernel(left, right):
-        out = F.grouped_mm(left.t(), right, offs=ends)
-    else:
-        counts = _on_host(ends, counts)
-        out = left.new_empty((len(counts), left.shape[1], right.shape[1]))
-        for own_left, result, own_right in _by_group(counts, left, out, right):
-            torch.mm(own_left.t(), own_right, out=result)
-    # Nothing is written for a group without rows. Where the host knows none, the device passes over all once more.
-    if counts is None:
-        return out.masked_fill_((_counts_of(ends) == 0).view(-1, 1, 1), 0)
-    for group, number in enumerate(counts):
-        if number == 0:
-            out[group].zero_()
-    return out
-
-
-def _outer_fake(left: Tensor, right: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-    return left.new_empty((ends.shape[0], left.shape[1], right.shape[1]))
-
-
-def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.counts = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate_outer(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     left, right, ends = ctx.saved_tensors
-    of_left = grouped_product(right, grad, None, ends, ctx.counts, False)
-    return of_left, grouped_product(left, grad, None, ends, ctx.counts, True), None, None
+    of_left = of_right = of_bias = None
+    if ctx.needs_input_grad[0]:
+        if right.dim() == 3:
+            of_left = grouped_product(grad, right.mT, None, ends, ctx.counts)
+        else:
+            of_left = grouped_product(right, grad.mT, None, ends, ctx.counts).T
+    if ctx.needs_input_grad[1]:
+        of_right = grouped_product(left.T, grad, None, ends, ctx.counts)
+    if ctx.needs_input_grad[2]:
+        of_bias = grouped_product(grad.new_ones((1, grad.shape[0])), grad, None, ends, ctx.counts).squeeze(1)
+    return of_left, of_right, of_bias, None, None
 
 
-def _on_host(ends: Tensor, counts: list[int] | None) -> list[int]:
-    """Return how many rows each group has; the host waits for the device where it does not know."""
-    return _counts_of(ends).tolist() if counts is None else counts
+def _by_group(counts: Sequence[int], rows: Tensor, right: Tensor, out: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Yield the three tensors of each group that has rows."""
+    parts = (tensor if tensor.dim() == 3 else tensor.split(counts) for tensor in (rows, right, out))
+    yield from (tensors for tensors in zip(*parts, strict=True) if len(tensors[0]))
 
 
 def _counts_of(ends: Tensor) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1))
 
 
-def _by_group(counts: Sequence[int], rows: Tensor, stack: Tensor, other_rows: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yield the rows and the matrix of each group that has rows."""
-    by_group = zip(rows.split(counts), stack, other_rows.split(counts), strict=True)
-    yield from (tensors for tensors in by_group if len(tensors[0]))
+def _fill_empty(out: Tensor, ends: Tensor, counts: list[int] | None) -> None:
+    """Zero the matrices [L, p, q] of groups without rows, which no product has written."""
+    if counts is None:  # so that the host does not wait, the device passes over all of them
+        out.masked_fill_((_counts_of(ends) == 0).view(-1, 1, 1), 0)
+    for group, number in enumerate(counts or ()):
+        if number == 0:
+            out[group].zero_()
 
 
 def _has_kernel(rows: Tensor, other: Tensor) -> bool:
@@ -155,18 +113,11 @@ def _has_kernel(rows: Tensor, other: Tensor) -> bool:
     if rows.dtype not in kind_of(rows.device).grouped_dtypes or len(rows) == 0:
         return False
     strides = (rows.shape[1], *other.shape[1:], rows.storage_offset(), other.storage_offset())
-    return other.is_contiguous() and all(number * rows.element_size() % 16 == 0 for number in strides)
+    is_dense = other.is_contiguous() or other.mT.is_contiguous()
+    return is_dense and all(number * rows.element_size() % 16 == 0 for number in strides)
 
 
-LASTING_OPS.define(
-    "grouped_product(Tensor rows, Tensor weight, Tensor? bias, Tensor ends, int[]? counts, bool is_transposed)"
-    " -> Tensor"
-)
-LASTING_OPS.define("grouped_outer(Tensor left, Tensor right, Tensor ends, int[]? counts) -> Tensor")
-for _name, _kernel, _fake, _keep, _differentiate in (
-    ("grouped_product", _product, _product_fake, _keep_product, _differentiate_product),
-    ("grouped_outer", _outer, _outer_fake, _keep_outer, _differentiate_outer),
-):
-    LASTING_OPS.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardwise::{_name}", _fake, lib=LASTING_OPS)
-    torch.library.register_autograd(f"shardwise::{_name}", _differentiate, setup_context=_keep, lib=LASTING_OPS)
+LASTING_OPS.define("grouped_product(Tensor left, Tensor right, Tensor? bias, Tensor ends, int[]? counts) -> Tensor")
+LASTING_OPS.impl("grouped_product", _product, "CompositeExplicitAutograd")
+torch.library.register_fake("shardwise::grouped_product", _product_fake, lib=LASTING_OPS)
+torch.library.register_autograd("shardwise::grouped_product", _differentiate, setup_context=_keep, lib=LASTING_OPS)
