@@ -64,7 +64,6 @@ class Verdict:
     """Holds what all ranks hear of a round: the judge's text, or the failures.
 
     Attributes:
-        name: of the round.
         subject: what the ranks come to, for messages, as the first rank names it.
         error: the one that this rank has raised, or met in the store.
     """
@@ -81,8 +80,8 @@ class Verdict:
         try:
             return cls(name, subject, work())
         except Exception as error:
-            kind = "" if isinstance(error, CodedError) else f"{type(error).__name__}: "
-            text = f"{kind}{error}".partition("\n")[0]
+            named = "" if isinstance(error, CodedError) else f"{type(error).__name__}: "
+            text = f"{named}{error}".partition("\n")[0]
             failure = Failure(rank, type(error).__name__, code_of(error, "rank-failed"), text)
             return cls(name, subject, failures=(failure,), error=error)
 

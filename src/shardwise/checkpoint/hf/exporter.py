@@ -103,6 +103,12 @@ class ExportPlan:
     index: str
 
     @property
+    def digest(self) -> str:
+        """Return a SHA-256 of all that files have but values."""
+        parts = [self.index, *map(repr, self.headers.items())]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
     def num_tensor_bytes(self) -> int:
         """Return the bytes of all tensors: the sum of what `write_export` returns on all ranks."""
         return sum(map(_num_bytes, self.tensors))
@@ -417,8 +423,7 @@ def export_jointly(
 
     def plan() -> str:
         plans.append(plan_export(tensors))
-        parts = [plans[0].index, *map(repr, plans[0].headers.items())]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return plans[0].digest
 
     def begin(said: Mapping[int, str]) -> str:
         if odd := odd_ranks(said):
@@ -441,10 +446,8 @@ def export_jointly(
     def finish(said: Mapping[int, str]) -> str:
         written, planned = sum(map(int, said.values())), plans[0].num_tensor_bytes
         if written != planned:
-            raise CheckpointError(
-                "export-incomplete",
-                f"the ranks have written {written} bytes of {planned}; this is a defect of shardwise",
-            )
+            text = f"the ranks have written {written} bytes of {planned}; this is a defect of shardwise"
+            raise CheckpointError("export-incomplete", text)
         finish_export(folder)
         return ""
 
