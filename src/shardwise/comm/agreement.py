@@ -64,7 +64,6 @@ class Verdict:
     """Holds what all ranks hear of a round: the judge's text, or the failures.
 
     Attributes:
-        name: what the round was called by, which tells rounds apart that ranks come to.
         subject: what the ranks come to, for messages, as the first rank names it.
         error: the one that this rank has raised, or met in the store.
     """
@@ -81,8 +80,8 @@ class Verdict:
         try:
             return cls(name, subject, work())
         except Exception as error:
-            kind = "" if isinstance(error, CodedError) else f"{type(error).__name__}: "
-            text = f"{kind}{error}".partition("\n")[0]
+            named = "" if isinstance(error, CodedError) else f"{type(error).__name__}: "
+            text = f"{named}{error}".partition("\n")[0]
             failure = Failure(rank, type(error).__name__, code_of(error, "rank-failed"), text)
             return cls(name, subject, failures=(failure,), error=error)
 
@@ -165,19 +164,17 @@ class Agreement:
             begins: what the ranks come to begins with this round: where the others have given up one of this name, this
                 rank has skipped it. Otherwise it comes to that one too late, and fails as they have.
         """
-        try:
-            report = Verdict.of(name, subject or name, self.rank, work)
-        except BaseException as error:
-            self.leave(name, _interrupted(error), subject)
-            raise
         if self._store is None:
-            return self._judged({self.rank: report}, judge)
+            return self._judged({self.rank: Verdict.of(name, subject or name, self.rank, work)}, judge)
+        report = Verdict(name, subject or name)
         try:
             key = self._next_round(self._store, name, begins)
             try:
+                report = Verdict.of(name, report.subject, self.rank, work)
                 return self._exchange(self._store, key, report, judge)
             except (KeyboardInterrupt, SystemExit) as error:
-                self._fail(self._store, key, report, _interrupted(error))
+                text = f"it was interrupted by {type(error).__name__}"
+                self._fail(self._store, key, report, CommError("rank-interrupted", text))
                 raise
         except RuntimeError as error:
             failures = tuple(Failure(rank, _STORE, "store-gone", str(error)) for rank in self.ranks)
@@ -190,8 +187,8 @@ class Agreement:
             name: of the round, and so is `subject`.
         """
         if self._store is not None:
-            key = f"{self._part}/{self._num_rounds}"
             self._num_rounds += 1
+            key = f"{self._part}/{self._num_rounds - 1}"
             self._fail(self._store, key, Verdict(name, subject or name), error)
 
     def _fail(self, store: dist.Store, key: str, report: Verdict, error: Exception) -> None:
@@ -201,8 +198,8 @@ class Agreement:
             raise error
 
         is_first = self.rank == self.ranks[0]
+        failed = Verdict.of(report.name, report.subject, self.rank, fail)
         with suppress(RuntimeError):  # the process that holds the store may have ended
-            failed = Verdict.of(report.name, report.subject, self.rank, fail)
             self._put(store, f"{key}/{'verdict' if is_first else self.rank}", failed)
             store.add(f"{key}/read", not is_first)
 
@@ -326,10 +323,6 @@ class Agreement:
             text = b"".join(map(store.get, parts))
         name, subject, said, failures = json.loads(text)
         return Verdict(name, subject, said, tuple(Failure(*failure) for failure in failures))
-
-
-def _interrupted(error: BaseException) -> CommError:
-    return CommError("rank-interrupted", f"it was interrupted by {type(error).__name__}")
 
 
 def _sleep_s(waited_s: float) -> float:

@@ -72,8 +72,8 @@ class CallCheck:
             MissingRankError: not all have come in time.
         """
         note = call.note()
-        part = f"calls/{note.group}/{note.position}"
-        agreement = Agreement(self._store, call.group.ranks, self._rank, self.timeout_s, part)
+        prefix = f"calls/{note.group}/{note.position}"
+        agreement = Agreement(self._store, call.group.ranks, self._rank, self.timeout_s, prefix)
         verdict = agreement.run("call", lambda: json.dumps(asdict(note)), _judge_calls, note.title)
         if text := verdict.checked():
             raise CommError("collectives-differ", text)

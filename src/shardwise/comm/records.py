@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shardwise.config.errors import CodedError
 from shardwise.runtime.device import Event, kind_of
-from shardwise.runtime.precision import TORCH_DTYPES
+from shardwise.runtime.precision import dtype_key
 
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
 _MAX_ENQUEUED = 4096
@@ -140,10 +140,8 @@ class Collective(NamedTuple):
 
     def note(self) -> CollectiveNote:
         """Describe the collective for other ranks."""
-        dtype = next((name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype), str(self.dtype))
-        return CollectiveNote(
-            self.number, self.op, self.name, self.axis, self.group.key, self.position, self.numel, dtype
-        )
+        of_group = self.axis, self.group.key, self.position
+        return CollectiveNote(self.number, self.op, self.name, *of_group, self.numel, dtype_key(self.dtype))
 
     def __str__(self) -> str:
         return f"{self.op} #{self.number} of {self.name} over {self.axis} ({self.num_ranks} ranks)"

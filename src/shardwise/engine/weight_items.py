@@ -10,11 +10,12 @@ in none, at the end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ Adapters = Literal["merge", "only"] | None
 # What a user may say of names: the model's pattern -> the folder's; see `NameMap.of`.
 Names = NameMap | Mapping[str, Any] | Literal["hf"] | None
 Each = TypeVar("Each")
+_BLOCK: Final = re.compile(r"(|.*?\.)(\d+)(?:\.|$)")  # the text of a name up to its first number, and that number
 
 
 class WeightInfo(NamedTuple):
@@ -199,20 +201,9 @@ def layerwise(values: Iterable[Each], key: Callable[[Each], str]) -> list[list[E
     first, last = list[Each](), list[Each]()
     blocks: dict[str, dict[int, list[Each]]] = {}
     for value in values:
-        prefix, number = _block_of(key(value))
-        if number is not None:
-            blocks.setdefault(prefix, {}).setdefault(number, []).append(value)
+        if block := _BLOCK.match(key(value)):
+            blocks.setdefault(block[1], {}).setdefault(int(block[2]), []).append(value)
         else:
             (last if blocks else first).append(value)
     numbered = [stack[number] for stack in blocks.values() for number in sorted(stack)]
     return [group for group in (first, *numbered, last) if group]
-
-
-def _block_of(name: str) -> tuple[str, int | None]:
-    """Return the name up to its first number, and that number."""
-    before = list[str]()
-    for text in name.split("."):
-        if text.isdecimal():
-            return ".".join(before), int(text)
-        before.append(text)
-    return name, None

@@ -21,8 +21,9 @@ True
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from operator import attrgetter
 from typing import Final, NamedTuple, TypeVar
 
@@ -48,7 +49,6 @@ _SUBJECT: Final = "the hand-over of weights"
 
 Pair = tuple[str, Tensor | None]
 Yielded = TypeVar("Yielded")
-Gathered = TypeVar("Gathered")
 
 
 class FlatTensor(NamedTuple):
@@ -140,24 +140,21 @@ class WeightSource:
 
     def _held(self, reader: WeightReader, once: bool) -> Iterator[Block]:
         items = [item for group in self._groups() for item in group]
-        merged = [item for item in items if item.change is not None]
-        num_ranks = self._parts.comm.world_size
+        stored = [item for item in items if item.change is None]
+        merged = [[item] for item in items if item.change is not None]
+        receivers = cycle(range(self._parts.comm.world_size))
 
-        def take(part: tuple[int, WeightItem | None]) -> Iterator[Block]:
-            number, item = part
-            if item is None:
-                yield from self._unmerged(reader, once)
-            elif (gathered := reader.gather(item.members, [number % num_ranks])) is not None:
-                for (name, _, shape), tensor in zip(item.outputs, item.tensors(gathered), strict=True):
-                    yield name, Rect.whole(shape), tensor
+        def take(group: list[WeightItem]) -> Iterator[Block]:
+            for item in group:
+                if item.change is None:
+                    for member in item.members:
+                        for rect, values in reader.held(member, once=once):
+                            yield from in_folder(item.parts[member.name], rect, values)
+                elif (gathered := reader.gather(item.members, [next(receivers)])) is not None:
+                    for (name, _, shape), tensor in zip(item.outputs, item.tensors(gathered), strict=True):
+                        yield name, Rect.whole(shape), tensor
 
-        return self._together(take, enumerate((None, *merged)), "shards") if merged else self._unmerged(reader, once)
-
-    def _unmerged(self, reader: WeightReader, once: bool) -> Iterator[Block]:
-        for item in (item for group in self._groups() for item in group if item.change is None):
-            for member in item.members:
-                for rect, values in reader.held(member, once=once):
-                    yield from in_folder(item.parts[member.name], rect, values)
+        return self._together(take, [stored, *merged], "shards") if merged else take(stored)
 
     def buckets(self) -> Iterator[tuple[Tensor | None, list[FlatTensor]]]:
         """Walk as SGLang takes weights: the bytes of a bucket's tensors as one, and a table of them. See `__iter__`."""
@@ -178,19 +175,19 @@ class WeightSource:
             CommError: one of them has failed, on some rank; or as `__iter__`.
         """
 
-        def call(*steps: Callable[[], object] | None) -> None:
-            if self.held_names() is None:
-                for step in filter(None, steps):
-                    step()
+        def agree(act: Callable[[], object] | None, begins: bool = False) -> None:
+            def work() -> str:
+                if act is not None and self.held_names() is None:
+                    act()
+                return ""
+
+            self._parts.agreement.run(_ROUND, work, subject=_SUBJECT, begins=begins).checked()
 
         self._reader()  # ends an earlier walk, which one rank may still hold, and refuses what a walk would
-        self._agree(partial(call, begin), begins=True)
+        agree(begin, begins=True)
         for names, tensors in self.iter_groups():
-            self._agree(partial(call, partial(send, names, [tensor for tensor in tensors if tensor is not None])))
-        self._agree(partial(call, end))
-
-    def _agree(self, act: Callable[[], object], begins: bool = False) -> None:
-        self._parts.agreement.run(_ROUND, lambda: str(act() or ""), subject=_SUBJECT, begins=begins).checked()
+            agree(partial(send, names, [tensor for tensor in tensors if tensor is not None]))
+        agree(end)
 
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of the bytes of each tensor, by name, on the ranks that get tensors; all ranks call it."""
@@ -212,7 +209,7 @@ class WeightSource:
         """Return the buckets of all groups."""
         return self._together(partial(self._buckets, self._reader()), self._groups(), f"to {self._to_ranks}")
 
-    def _buckets(self, reader: WeightReader, group: Sequence[WeightItem]) -> Iterator[list[Pair]]:
+    def _buckets(self, reader: WeightReader, group: list[WeightItem]) -> Iterator[list[Pair]]:
         for bucket in filled(group, attrgetter("num_bytes"), self._bucket_bytes):
             with self._parts.failures_explained():
                 gathered = reader.gather([member for item in bucket for member in item.members], self._to_ranks)
@@ -222,18 +219,14 @@ class WeightSource:
             del pairs
 
     def _together(
-        self, walk: Callable[[Yielded], Iterator[Gathered]], parts: Iterable[Yielded], kind: str
-    ) -> Iterator[Gathered]:
-        """Walk over parts for which all ranks gather. Before each, and at the end, the ranks agree.
-
-        Args:
-            kind: what the walk is, for the ranks to compare.
-
-        Raises:
-            CommError: a rank has stopped, or walks over something else.
-        """
-        note = hashlib.sha256(repr((self.metadata(), kind)).encode()).hexdigest()
-        agreement, is_known, num_parts = self._parts.agreement, True, 0
+        self,
+        walk: Callable[[list[WeightItem]], Iterator[Yielded]],
+        groups: Sequence[list[WeightItem]],
+        destination: str,
+    ) -> Iterator[Yielded]:
+        """Walk over groups for which all ranks gather. Before each, and at the end, the ranks agree."""
+        note = hashlib.sha256(repr((self.metadata(), destination)).encode()).hexdigest()
+        agreement, is_known, number = self._parts.agreement, True, 0
 
         def judge(notes: Mapping[int, str]) -> str:
             if odd := odd_ranks(notes):
@@ -241,19 +234,17 @@ class WeightSource:
                 raise EngineError("walks-differ", text)
             return ""
 
-        def go_on() -> None:
-            agreement.run(_ROUND, lambda: note, judge, _SUBJECT, begins=not num_parts).checked()
-
         try:
-            for part in parts:
-                go_on()
-                is_known = False  # to the others, whether this rank goes on
-                yield from walk(part)
-                is_known, num_parts = True, num_parts + 1
-            go_on()
+            for number in range(len(groups) + 1):
+                is_known = True  # to the others, whether this rank goes on
+                agreement.run(_ROUND, lambda: note, judge, _SUBJECT, begins=number == 0).checked()
+                is_known = False
+                if number < len(groups):
+                    yield from walk(groups[number])
+            is_known = True
         except BaseException:
             if not is_known:
-                text = f"its walk was stopped in part {num_parts + 1}, mostly since the receiver has failed"
+                text = f"its walk was stopped in group {number} of {len(groups)}, mostly since the receiver has failed"
                 agreement.leave(_ROUND, EngineError("walk-stopped", text), _SUBJECT)
             raise
 

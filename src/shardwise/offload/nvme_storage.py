@@ -222,8 +222,8 @@ class NvmeStorage:
         memory = host_pages(last - first)
         self._file.read(first, memory).result()
         self._transfers.traffic.add("nvme", "host", last - first)
-        own = memory[start * self.dtype.itemsize - first :][: (stop - start) * self.dtype.itemsize]
-        return own.view(self.dtype)
+        item = self.dtype.itemsize
+        return memory[start * item - first : stop * item - first].view(self.dtype)
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on; their write to the file is under way when it returns."""

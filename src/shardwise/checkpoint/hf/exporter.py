@@ -103,6 +103,12 @@ class ExportPlan:
     index: str
 
     @property
+    def digest(self) -> str:
+        """Return a SHA-256 of all that files have but values."""
+        parts = [self.index, *map(repr, self.headers.items())]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @property
     def num_tensor_bytes(self) -> int:
         """Return the bytes of all tensors: the sum of what `write_export` returns on all ranks."""
         return sum(map(_num_bytes, self.tensors))
@@ -417,8 +423,7 @@ def export_jointly(
 
     def plan() -> str:
         plans.append(plan_export(tensors))
-        parts = [plans[0].index, *map(repr, plans[0].headers.items())]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return plans[0].digest
 
     def begin(said: Mapping[int, str]) -> str:
         if odd := odd_ranks(said):

@@ -17,13 +17,11 @@ from shardwise.config.resolve import Config, resolve_batch, set_key, shown_value
 from shardwise.config.sections import BatchConfig
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 from shardwise.config.validate import ATTENTION_KEYS
+from shardwise.runtime.precision import dtype_key
 
 _ZERO: Final = "zero_optimization"
 _BASE64: Final = re.compile(r"[A-Za-z0-9_-]{16,}={0,2}")
 _MAX_NAME: Final = 255
-_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
-)
 
 
 @dataclass(frozen=True)
@@ -304,14 +302,8 @@ _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def dtype_of(value: str) -> str:
-    """Return our name of a dtype that the JSON names, or that name where it is unknown."""
-    name = value.removeprefix("torch.")
-    return _DTYPES.get(name, name)
-
-
 def _wide(value: str) -> str:
-    return "fp32" if dtype_of(value) == "fp32" else "param"
+    return "fp32" if dtype_key(value) == "fp32" else "param"
 
 
 _TIERS: Final = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
@@ -328,8 +320,8 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
         "bf16.enabled": lambda value: "bf16" if value else None,
         "bf16.check_grad_overflow": lambda value: "skip" if value else "ignore",
         "data_types.grad_accum_dtype": _wide,
-        "data_types.param_dtype": dtype_of,
-        "data_types.buffer_dtype": lambda value: "keep" if dtype_of(value) == "fp32" else "param",
+        "data_types.param_dtype": dtype_key,
+        "data_types.buffer_dtype": lambda value: "keep" if dtype_key(value) == "fp32" else "param",
         "communication_data_type": _wide,
         "gradient_clipping": lambda value: value or None,
         # DeepSpeed keeps parameters of as many elements, too.

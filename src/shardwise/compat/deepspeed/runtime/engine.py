@@ -23,7 +23,7 @@ from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
 from shardwise.comm.backends import world_comm
 from shardwise.comm.loss import PlainMode
-from shardwise.compat.deepspeed.config import Translation, dtype_of, given_sums
+from shardwise.compat.deepspeed.config import Translation, given_sums
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.getters import EngineGetters
 from shardwise.compat.deepspeed.runtime.loss_scaler import LossScalerBase, scaler_of
@@ -36,7 +36,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.runner import to_device
 from shardwise.engine.types import StepResult
 from shardwise.optim.schedules import advance
-from shardwise.runtime.precision import TORCH_DTYPES
+from shardwise.runtime.precision import TORCH_DTYPES, dtype_key
 from shardwise.runtime.torch_private import persistent_buffers
 
 __getattr__ = answers(__name__)
@@ -215,7 +215,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._was_applied = False
         self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
         self._has_autocast = bool(self._given.get("torch_autocast.enabled", False))
-        self._autocast_dtype = TORCH_DTYPES.get(dtype_of(str(self._given.get("torch_autocast.dtype", "bfloat16"))))
+        self._autocast_dtype = TORCH_DTYPES.get(dtype_key(str(self._given.get("torch_autocast.dtype", "bfloat16"))))
         self._result: StepResult | None = None
         self.is_destroyed = False
         evaluates = inner.config.optimizer.name == "none"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 import torch.distributed as dist
 
-from shardwise.compat.deepspeed.config import TAG_RULES, dtype_of
+from shardwise.compat.deepspeed.config import TAG_RULES
 from shardwise.compat.deepspeed.finder import MissingNameError
 from shardwise.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from shardwise.compat.deepspeed.utils import groups, logger
 from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import DATA_AXES, GRADIENT_AXES, TENSOR_AXES
-from shardwise.runtime.precision import TORCH_DTYPES
+from shardwise.runtime.precision import TORCH_DTYPES, dtype_key
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -281,7 +281,7 @@ class EngineGetters:
     def communication_data_type(self) -> torch.dtype:
         """Return the dtype in which gradients are sent, by the JSON."""
         name = self._given.get("communication_data_type")
-        return TORCH_DTYPES[dtype_of(str(name))] if name else self.get_data_types()[0]
+        return TORCH_DTYPES[dtype_key(str(name))] if name else self.get_data_types()[0]
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the parameters, and that in which gradients are summed."""
@@ -289,11 +289,11 @@ class EngineGetters:
             torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
         )
         name = self._given.get("data_types.grad_accum_dtype")
-        return model_dtype, TORCH_DTYPES[dtype_of(str(name))] if name else model_dtype
+        return model_dtype, TORCH_DTYPES[dtype_key(str(name))] if name else model_dtype
 
     def torch_autocast_dtype(self) -> torch.dtype:
         """Return the dtype of `torch.autocast`."""
-        return TORCH_DTYPES[dtype_of(str(self._given.get("torch_autocast.dtype", "bfloat16")))]
+        return TORCH_DTYPES[dtype_key(str(self._given.get("torch_autocast.dtype", "bfloat16")))]
 
     def dynamic_loss_scale(self) -> bool:
         """Return whether the loss scale changes."""
