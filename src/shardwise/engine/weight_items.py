@@ -132,28 +132,29 @@ def _base_items(
     plain, described = model.plain_names, describe(model.base)
     # A reader of a folder of transformers ties its own parameters.
     ties = "model_type" in described.get("config", {}) or decoder_config(described) is not None
-    exported = [
-        ExportTensor(
-            *(plain[tensor.name], others, tensor.shape, dtype_name(tensor.dtype)),
-            copies=() if tensor.group is not None and ties else others,
-        )
-        for tensor in tensors
-        if tensor.name in plain
-        for others in [tuple(plain[alias] for alias in aliases[tensor.name] if alias in plain)]
-    ]
+    tied = getattr(model.base, "all_tied_weights_keys", None) or {}  # names that transformers does not save
+    exported, kept = list[ExportTensor](), dict[str, str]()
+    for tensor in tensors:
+        named = [plain[name] for name in (tensor.name, *aliases[tensor.name]) if name in plain]
+        if named:
+            kept[tensor.name] = min(named, key=lambda name: name in tied)
+            others = tuple(name for name in named if name != kept[tensor.name])
+            copies = () if tensor.group is not None and ties else others
+            dtype = dtype_name(tensor.dtype)
+            exported.append(ExportTensor(kept[tensor.name], others, tensor.shape, dtype, copies))
     rules = hub_rules(model.base, names, {plain[name]: shape for name, shape in model.shapes.items() if name in plain})
     parts = folder_parts(exported, rules)
     inside = {name: wrapper for wrapper in model.wrappers for name in model.inside(wrapper) if adapters == "merge"}
     for wrapper, group in groupby(tensors, lambda tensor: inside.get(tensor.name)):
         members = tuple(group)
-        items = [_item(tensor, parts[plain[tensor.name]]) for tensor in members if tensor.name in plain]
+        items = [_item(tensor, parts[kept[tensor.name]]) for tensor in members if tensor.name in kept]
         if wrapper is None:
             yield from items
             continue
         yield WeightItem(
             members,
             tuple(output for item in items for output in item.outputs),
-            {plain[tensor.name]: parts[plain[tensor.name]] for tensor in members if tensor.name in plain},
+            {plain[tensor.name]: parts[kept[tensor.name]] for tensor in members if tensor.name in plain},
             partial(model.merged, wrapper),
         )
 

@@ -104,6 +104,20 @@ def test_a_tensor_of_a_folder_may_have_rows_of_several(tmp_path: Path, is_adapte
     torch.testing.assert_close(stored(tmp_path / "ours"), theirs, rtol=0, atol=0)
 
 
+def test_a_tied_weight_has_the_name_that_transformers_keeps(tmp_path: Path) -> None:
+    class Reversed(transformers.LlamaForCausalLM):
+        _tied_weights_keys = {"model.embed_tokens.weight": "lm_head.weight"}  # noqa: RUF012
+
+    model = Reversed(Reversed.config_class(**SIZES, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "theirs")
+    with make_engine(model) as engine:
+        engine.export_weights(tmp_path / "ours")
+        engine.import_weights(tmp_path / "theirs")
+    theirs = stored(tmp_path / "theirs")
+    assert "model.embed_tokens.weight" not in theirs
+    torch.testing.assert_close(stored(tmp_path / "ours"), theirs, rtol=0, atol=0)
+
+
 def test_what_is_more_than_parts_is_refused(tmp_path: Path) -> None:
     model = make_model("LlamaForCausalLM", 0)
     model.save_pretrained(tmp_path / "theirs")
