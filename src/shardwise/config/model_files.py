@@ -59,9 +59,12 @@ _SIZES: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
         "num_labels": (0, _MAX_LABELS),
     }
 )
-# One number for each layer may stand in place of these.
+# One number for each layer, or for each kind of experts, may stand in place of these.
 _OF_LAYERS: Final = frozenset(
-    ("num_attention_heads", "num_key_value_heads", "num_kv_heads", "intermediate_size", "ffn_dim", "head_dim")
+    (
+        *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "intermediate_size", "ffn_dim", "head_dim"),
+        *("moe_intermediate_size", *EXPERT_NAMES, *CHOICE_NAMES),
+    )
 )
 # Numbers that need not be whole, and the most that they may be.
 _FLOATS: Final[Mapping[str, float]] = MappingProxyType(

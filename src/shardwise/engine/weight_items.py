@@ -71,15 +71,18 @@ class WeightItem:
     def tensors(self, members: Values) -> list[Tensor]:
         """Return what is handed over of the members, whole, by name, in the order of `outputs`."""
         values = members if self.change is None else self.change(members)
-        blocks = {
-            name: block
-            for member, parts in self.parts.items()
-            for name, _, block in in_folder(parts, Rect.whole(tuple(values[member].shape)), values[member])
-        }
-        return [
-            blocks[name].to(dtype).contiguous() if name in blocks else torch.empty(shape, dtype=dtype)
-            for name, dtype, shape in self.outputs
-        ]
+        blocks: dict[str, list[tuple[Rect, Tensor]]] = {info.name: [] for info in self.outputs}
+        for member, parts in self.parts.items():
+            for name, rect, block in in_folder(parts, Rect.whole(tuple(values[member].shape)), values[member]):
+                blocks[name].append((rect, block))
+        return [_put_together(info, blocks[info.name]) for info in self.outputs]
+
+
+def _put_together(info: WeightInfo, blocks: Iterable[tuple[Rect, Tensor]]) -> Tensor:
+    by_row = [block.to(info.dtype) for _, block in sorted(blocks, key=lambda each: each[0].start)]
+    if not by_row:
+        return torch.empty(info.shape, dtype=info.dtype)
+    return by_row[0].contiguous() if len(by_row) == 1 else torch.cat(by_row)
 
 
 def weight_items(parts: EngineParts, names: Names, dtype: Dtype | None, adapters: Adapters) -> list[WeightItem]:
@@ -99,7 +102,7 @@ def weight_items(parts: EngineParts, names: Names, dtype: Dtype | None, adapters
     elif adapters is None and names is None:
         items = [_renamed(tensor, tensor.name) for tensor in tensors]
     else:
-        items = list(_base_items(model, tensors, aliases, names, adapters))
+        items = _joined(_base_items(model, tensors, aliases, names, adapters))
     members = [member for item in items for member in item.members]
     packed = next((member.name for member in members if member.group is not None and member.group.is_opaque), None)
     if packed is not None and (names is not None or adapters == "merge"):
@@ -131,30 +134,60 @@ def _base_items(
     plain, described = model.plain_names, describe(model.base)
     # A reader of a folder of transformers ties its own parameters.
     ties = "model_type" in described.get("config", {}) or decoder_config(described) is not None
-    exported = [
-        ExportTensor(
-            *(plain[tensor.name], others, tensor.shape, dtype_name(tensor.dtype)),
-            copies=() if tensor.group is not None and ties else others,
-        )
-        for tensor in tensors
-        if tensor.name in plain
-        for others in [tuple(plain[alias] for alias in aliases[tensor.name] if alias in plain)]
-    ]
+    tied = getattr(model.base, "all_tied_weights_keys", None) or {}  # names that transformers does not save
+    exported, kept = list[ExportTensor](), dict[str, str]()
+    for tensor in tensors:
+        named = [plain[name] for name in (tensor.name, *aliases[tensor.name]) if name in plain]
+        if named:
+            kept[tensor.name] = min(named, key=lambda name: name in tied)
+            others = tuple(name for name in named if name != kept[tensor.name])
+            copies = () if tensor.group is not None and ties else others
+            dtype = dtype_name(tensor.dtype)
+            exported.append(ExportTensor(kept[tensor.name], others, tensor.shape, dtype, copies))
     rules = hub_rules(model.base, names, {plain[name]: shape for name, shape in model.shapes.items() if name in plain})
     parts = folder_parts(exported, rules)
     inside = {name: wrapper for wrapper in model.wrappers for name in model.inside(wrapper) if adapters == "merge"}
     for wrapper, group in groupby(tensors, lambda tensor: inside.get(tensor.name)):
         members = tuple(group)
-        items = [_item(tensor, parts[plain[tensor.name]]) for tensor in members if tensor.name in plain]
+        items = [_item(tensor, parts[kept[tensor.name]]) for tensor in members if tensor.name in kept]
         if wrapper is None:
             yield from items
             continue
         yield WeightItem(
             members,
             tuple(output for item in items for output in item.outputs),
-            {plain[tensor.name]: parts[plain[tensor.name]] for tensor in members if tensor.name in plain},
+            {plain[tensor.name]: parts[kept[tensor.name]] for tensor in members if tensor.name in plain},
             partial(model.merged, wrapper),
         )
+
+
+def _joined(items: Iterable[WeightItem]) -> list[WeightItem]:
+    """Return items, those as one that have rows of the same tensor of a folder."""
+    groups, of_name = list[list[WeightItem]](), dict[str, list[WeightItem]]()
+    for item in items:
+        names = [info.name for info in item.outputs]
+        group = next((of_name[name] for name in names if name in of_name), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(item)
+        of_name |= dict.fromkeys(names, group)
+    return [
+        WeightItem(
+            tuple(member for item in group for member in item.members),
+            tuple({info.name: info for item in group for info in item.outputs}.values()),
+            {name: parts for item in group for name, parts in item.parts.items()},
+            None if all(item.change is None for item in group) else partial(_changed, group),
+        )
+        for group in groups
+    ]
+
+
+def _changed(items: Iterable[WeightItem], members: Values) -> dict[str, Tensor]:
+    values = dict[str, Tensor]()
+    for item in items:
+        own = {member.name: members[member.name] for member in item.members}
+        values |= own if item.change is None else item.change(own)
+    return values
 
 
 def hub_rules(model: nn.Module, names: Names, shapes: Mapping[str, Shape]) -> NameMap:

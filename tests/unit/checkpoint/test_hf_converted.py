@@ -73,6 +73,51 @@ def test_a_folder_has_the_names_of_transformers(name: str, tmp_path: Path) -> No
     torch.testing.assert_close(dict(again.state_dict()), dict(source.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_tensor_of_a_folder_may_have_rows_of_several(tmp_path: Path, is_adapted: bool) -> None:
+    """As where a folder has queries, keys and values in one, and some of these have adapters."""
+    names = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+    conversions = [loading.WeightConverter("qkv_proj.weight", names, [loading.Chunk(dim=0)])]
+    source, model = make_model("LlamaForCausalLM", 0), make_model("LlamaForCausalLM", 1)
+    source._weight_conversions = model._weight_conversions = conversions
+    source.save_pretrained(tmp_path / "theirs")
+    theirs = stored(tmp_path / "theirs")
+    assert "model.layers.1.self_attn.qkv_proj.weight" in theirs
+    engine = make_engine(model)
+    engine.import_weights(tmp_path / "theirs")
+    torch.testing.assert_close(dict(model.state_dict()), dict(source.state_dict()), rtol=0, atol=0)
+    engine.close()
+    if is_adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+        peft.set_peft_model_state_dict(
+            adapted := peft.get_peft_model(source, peft.LoraConfig(target_modules=["q_proj"], r=2)),
+            peft.get_peft_model_state_dict(model),
+        )
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+        theirs = stored(tmp_path / "merged")
+    with make_engine(model) as engine:
+        pairs = dict(engine.weights(bucket_bytes=100))
+        assert [info.name for info in engine.weights().metadata()] == [*pairs]
+        torch.testing.assert_close(pairs, theirs, rtol=0, atol=0)
+        engine.export_weights(tmp_path / "ours")
+    torch.testing.assert_close(stored(tmp_path / "ours"), theirs, rtol=0, atol=0)
+
+
+def test_a_tied_weight_has_the_name_that_transformers_keeps(tmp_path: Path) -> None:
+    class Reversed(transformers.LlamaForCausalLM):
+        _tied_weights_keys = {"model.embed_tokens.weight": "lm_head.weight"}  # noqa: RUF012
+
+    model = Reversed(Reversed.config_class(**SIZES, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "theirs")
+    with make_engine(model) as engine:
+        engine.export_weights(tmp_path / "ours")
+        engine.import_weights(tmp_path / "theirs")
+    theirs = stored(tmp_path / "theirs")
+    assert "model.embed_tokens.weight" not in theirs
+    torch.testing.assert_close(stored(tmp_path / "ours"), theirs, rtol=0, atol=0)
+
+
 def test_what_is_more_than_parts_is_refused(tmp_path: Path) -> None:
     model = make_model("LlamaForCausalLM", 0)
     model.save_pretrained(tmp_path / "theirs")

@@ -235,10 +235,19 @@ def test_what_a_model_misses_is_named(values, code, named):
 )  # fmt: skip
 def test_a_size_of_a_model_that_is_none_is_refused(key: str, value: object) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    many = ("n_shared", "shared", "first", "max_position", "num_local", "num_experts_per", "moe_")
-    least = 0 if key.startswith(many) else 1
+    many = ("n_shared", "shared", "first", "max_position", "num_local")
+    of_layers = ("num_experts_per", "moe_")  # other readers take 0, and a list
+    least = 0 if key.startswith(many) or (key.startswith(of_layers) and not isinstance(value, list)) else 1
     with refused("import-integer", f"c.json: {key}={value!r}", f">= {least}"):
         source_of(SIZES | {"intermediate_size": 2048} | experts | {key: value}, "c.json")
+
+
+def test_one_number_for_each_layer_is_read_where_all_are_equal() -> None:
+    experts = {"intermediate_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 2}
+    one, each = (source_of(SIZES | experts | {"moe_intermediate_size": size}, "c") for size in (512, [512, 512]))
+    assert one.shape == each.shape
+    with refused("import-integer", "c: moe_intermediate_size=[512, 256]"):
+        source_of(SIZES | experts | {"moe_intermediate_size": [512, 256]}, "c")
 
 
 def test_layers_without_experts_are_a_list_and_a_ratio_a_number() -> None:

@@ -129,12 +129,12 @@ def plan_export(
         CheckpointError: two tensors have one name in the folder, or a rule does not fit a shape.
     """
     parts = folder_parts(tensors, NameMap.of(names))
-    unplaced = [
-        PlacedTensor(stored.stored, tensor.dtype, stored.stored_shape, "", 0)
+    by_name = {
+        stored.stored: PlacedTensor(stored.stored, tensor.dtype, stored.stored_shape, "", 0)
         for tensor in tensors
         for stored in parts[tensor.name]
-    ]
-    unplaced.sort(key=lambda tensor: numbered(tensor.name))
+    }
+    unplaced = sorted(by_name.values(), key=lambda tensor: numbered(tensor.name))
     groups = list(filled(unplaced, _num_bytes, max_file_bytes))
     files = [WEIGHTS_NAME] if len(groups) == 1 else [_file_name(i, len(groups)) for i in range(len(groups))]
     headers, placed = {}, dict[str, PlacedTensor]()
@@ -165,7 +165,7 @@ def folder_parts(tensors: Iterable[ExportTensor], rules: NameMap) -> dict[str, t
     for tensor in tensors:
         names = (tensor.name, *tensor.copies)
         parts[tensor.name] = tuple(chain.from_iterable(rules.split(name, tensor.shape) for name in names))
-        stored = (weight_part.stored for weight_part in parts[tensor.name])
+        stored = (part.stored for part in parts[tensor.name] if part.num_rows is None)
         for name in chain(stored, *map(rules.stored_names, tensor.aliases)):
             if owners.setdefault(name, tensor.name) != tensor.name:
                 raise CheckpointError(
@@ -364,6 +364,8 @@ def in_folder(parts: Iterable[WeightPart], rect: Rect, values: Tensor) -> Iterat
             block, start, stop = block[0], start[1:], stop[1:]
         if weight_part.is_transposed:
             block, start, stop = block.T, start[::-1], stop[::-1]
+        if weight_part.num_rows is not None:
+            start, stop = ((each[0] + weight_part.first_row, *each[1:]) for each in (start, stop))
         yield weight_part.stored, Rect(start, stop), block
 
 

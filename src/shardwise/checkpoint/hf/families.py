@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -56,11 +57,20 @@ def decoder_names() -> NameMap:
 
 
 class _Tracked(Tensor):
-    """Stays a view of the tensor that it is cut from where other code asks for contiguous memory."""
+    """Stays a view of the tensor that it is cut from where other code asks for contiguous memory, and keeps what it is
+    concatenated from along dim 0.
+    """
+
+    rows: Sequence[Tensor] = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func is Tensor.contiguous else super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.contiguous:
+            return args[0]
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.cat and (kwargs or {}).get("dim", args[1] if len(args) > 1 else 0) == 0:
+            result.rows = args[0]
+        return result
 
 
 def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
@@ -91,12 +101,15 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
     except (AttributeError, KeyError, ValueError) as error:  # it asks for what a split or quantized model lacks
         unknown.append(f"a weight ({error})")
     for stored, tensor in reverted.items():
-        name = owners.get(id(view_base(tensor)))
-        part = None if name is None else _part_of(stored, tensor.as_subclass(Tensor), shapes[name])
-        if part is None or name is None:
-            unknown.append(stored)
-        else:
-            parts[name].append(part)
+        first_row, num_rows = 0, len(tensor) if getattr(tensor, "rows", ()) else None
+        for piece in getattr(tensor, "rows", ()) or (tensor,):
+            name = owners.get(id(view_base(piece)))
+            part = None if name is None else _part_of(stored, piece.as_subclass(Tensor), shapes[name])
+            if part is None or name is None:
+                unknown.append(stored)
+            else:
+                parts[name].append(replace(part, first_row=first_row, num_rows=num_rows))
+            first_row += len(piece) if num_rows else 0
     # A folder has the parts of a stack in the order of its experts.
     ordered = {name: tuple(sorted(found, key=lambda part: part.rect.start)) for name, found in parts.items()}
     unknown += [name for name in given if sum(part.rect.numel for part in ordered[name]) != wholes[name].numel()]

@@ -8,6 +8,7 @@ the caller can report them as left over.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -23,6 +24,7 @@ from typing_extensions import TypedDict
 
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
 from shardwise.checkpoint.manifest import (
+    ITEM_BYTES,
     CheckpointError,
     DamagedError,
     StoredChunk,
@@ -312,9 +314,15 @@ def _tensor(
             "mixed-dtypes", f"{name} is made of tensors of different dtypes ({found}); convert them to one"
         )
     pieces = tuple(
-        StoredChunk(part.rect, entry.file, entry.start, is_transposed=part.is_transposed) for part, entry in parts
+        StoredChunk(part.rect, entry.file, entry.start + _bytes_before(part, entry), is_transposed=part.is_transposed)
+        for part, entry in parts
     )
     return StoredTensor(name, aliases, shape, {PARAM: StoredState(dtypes.pop(), pieces)})
+
+
+def _bytes_before(part: WeightPart, entry: FileTensor) -> int:
+    """Return the bytes of the rows of a tensor of a folder before a part."""
+    return part.first_row * math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype] if part.first_row else 0
 
 
 def _check_tied(folder: Path, name: str, entries: list[FileTensor], others: list[FileTensor]) -> None:

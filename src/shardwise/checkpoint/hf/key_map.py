@@ -35,25 +35,30 @@ _COUNTER: Final = "#"
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Describes a rectangle of a model's tensor that is one whole tensor of a folder.
+    """Describes a rectangle of a model's tensor that is one tensor of a folder, or some of its rows.
 
     Attributes:
         stored: the name of the folder's tensor.
         rect: the rectangle of the model's tensor.
         is_transposed: whether the folder has it transposed.
         is_stacked: whether dim 0 of `rect`, of one index, is no dim of the folder's tensor.
+        first_row: where along dim 0 of the folder's tensor this part begins.
+        num_rows: of the folder's tensor, where other tensors of the model have some; else None.
     """
 
     stored: str
     rect: Rect
     is_transposed: bool = False
     is_stacked: bool = False
+    first_row: int = 0
+    num_rows: int | None = None
 
     @property
     def stored_shape(self) -> Shape:
         """Return the shape of the folder's tensor."""
         shape = self.rect.shape[1:] if self.is_stacked else self.rect.shape
-        return shape[::-1] if self.is_transposed else shape
+        shape = shape[::-1] if self.is_transposed else shape
+        return shape if self.num_rows is None else (self.num_rows, *shape[1:])
 
 
 @dataclass(frozen=True)
