@@ -25,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 
 NUM_SAMPLES: Final = 8
 LENGTH: Final = 24
+TOLERANCE: Final = 1e-6  # the norms of Qwen3 compute in fp32
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "cp": {"mesh": {"cp": 2}},
     "pp": {"mesh": {"pp": 2}},
@@ -63,8 +64,8 @@ def make_engine(folder: Path, layout: dict[str, Any], model_type: str = "languag
 
     model = HFModelConfig(path=str(folder), load_tokenizer=False, model_type=model_type)
     sections = {"run": {"device": "cpu"}, "precision": {"param": "fp64"}, **layout}
-    sizes = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 80, "infer_max_token_len_per_gpu": 80}
-    config = ShardwiseEngineConfig(dtype="float32", config=sections, **sizes)
+    lengths: dict[str, Any] = {"max_token_len_per_gpu": 80, "infer_max_token_len_per_gpu": 80}
+    config = ShardwiseEngineConfig(dtype="float32", config=sections, use_dynamic_bsz=True, **lengths)
     optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=10, lr_warmup_steps=0)
     engine = EngineRegistry.new(model_type, "shardwise", model, config, optimizer, None)
     engine.initialize()
@@ -160,12 +161,12 @@ def test_an_actor_of_two_ranks_equals_one(ranks: WorkerPool, folder: Path, name:
     assert num_data_ranks == (2 if name == "zero-3" else 1)
     for found in sources:
         own = alone["seen"][found["place"] :: num_data_ranks]
-        torch.testing.assert_close(found["seen"], own, rtol=1e-9, atol=1e-9)
-        assert found["norms"] == pytest.approx(alone["norms"], rel=1e-9)
+        torch.testing.assert_close(found["seen"], own, rtol=TOLERANCE, atol=TOLERANCE)
+        assert found["norms"] == pytest.approx(alone["norms"], rel=TOLERANCE)
     mean = [sum(losses) / num_data_ranks for losses in zip(*(found["losses"] for found in sources), strict=True)]
-    assert mean == pytest.approx(alone["losses"], rel=1e-9, abs=1e-9)
+    assert mean == pytest.approx(alone["losses"], rel=TOLERANCE, abs=TOLERANCE)
     for found in results:
-        assert max_error(found["parameters"], alone["parameters"]) <= 1e-9
+        assert max_error(found["parameters"], alone["parameters"]) <= 10 * TOLERANCE
 
 
 def compare(rank: int, world_size: int, folder: Path) -> None:
@@ -173,11 +174,12 @@ def compare(rank: int, world_size: int, folder: Path) -> None:
     batch = make_batch(engine)
     with engine.eval_mode():
         seen = answers_of(engine, engine.infer_batch(batch), batch, "log_probs")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for row, ids in enumerate(batch["input_ids"].unbind()):
         logs = (model(ids[None]).logits[0] / 0.7).log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0].detach()
+        assert seen is not None
         num_answered = int(padded_mask(batch)[row].sum())
-        torch.testing.assert_close(seen[row, :num_answered], logs[-num_answered:], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(seen[row, :num_answered], logs[-num_answered:], rtol=TOLERANCE, atol=TOLERANCE)
     engine.inner.close()
 
 
@@ -207,7 +209,7 @@ def criticize(rank: int, world_size: int, folder: Path, layout: dict[str, Any]) 
 def test_a_critic_of_two_ranks_equals_one(ranks: WorkerPool, folder: Path, name: str) -> None:
     ((alone,), results) = ranks(1).run(criticize, folder, {}), ranks(2).run(criticize, folder, LAYOUTS[name])
     (found,) = [losses for losses in results if losses is not None]
-    assert found == pytest.approx(alone, rel=1e-9)
+    assert found == pytest.approx(alone, rel=TOLERANCE)
     assert alone[-1] < alone[0]
 
 

@@ -184,7 +184,27 @@ def grpo(job: Job) -> list[str]:
         "--num_generations=2",
         "--max_completion_length=8",
         "--beta=0.05",
+        # Answers end early, and on some rank before the other.
+        '--generation_kwargs={"sequence_bias": [[[2], 4.5]]}',
     ]
+
+
+def grpo_module_by_module(job: Job) -> list[str]:
+    return [*grpo(job), "--ds3_gather_for_generation=False"]
+
+
+def with_adapters(arguments: Callable[[Job], list[str]]) -> Callable[[Job], list[str]]:
+    """Return the arguments of a TRL script that trains PEFT's adapters."""
+    options = (
+        "--use_peft=True",
+        "--lora_r=4",
+        "--lora_dropout=0.0",
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+        "up_proj",
+    )
+    return lambda job: [*arguments(job), *options]
 
 
 def peft(job: Job) -> list[str]:
@@ -296,7 +316,10 @@ SCRIPTS: Final[Mapping[str, Script]] = MappingProxyType(
         ),
         "trl sft": Script("trl/scripts/sft.py", sft, accumulation=2),
         "trl dpo": Script("trl/scripts/dpo.py", dpo, accumulation=2),
+        "trl dpo lora": Script("trl/scripts/dpo.py", with_adapters(dpo), accumulation=2),
         "trl grpo": Script("trl/scripts/grpo.py", grpo, ("--sample-by-row",)),
+        "trl grpo lora": Script("trl/scripts/grpo.py", with_adapters(grpo), ("--sample-by-row",)),
+        "trl grpo module by module": Script("trl/scripts/grpo.py", grpo_module_by_module, ("--sample-by-row",)),
         "peft sft": Script("peft/examples/sft/train.py", peft, accumulation=2),
         "deepspeed cifar": Script(
             "DeepSpeedExamples/training/cifar/cifar10_deepspeed.py",

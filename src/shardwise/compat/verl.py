@@ -259,9 +259,9 @@ class ShardwiseEngine(BaseEngine):
         return self._data.process_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        here, section = self.mesh.coordinate(dist.get_rank()), self.config.pipeline
+        rank_at, section = self.mesh.coordinate(dist.get_rank()), self.config.pipeline
         stages = placement_of(section.schedule, self.mesh.pp, section.virtual_stages)
-        return (here.pp, here.cp, here.tp) == (stages.rank_of(stages.num_stages - 1), 0, 0)
+        return (rank_at.pp, rank_at.cp, rank_at.tp) == (stages.rank_of(stages.num_stages - 1), 0, 0)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move states to the host, or back; on a CPU they are there."""
