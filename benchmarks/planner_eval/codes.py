@@ -293,6 +293,13 @@ def frees_grads(p: Mapping[str, Any]) -> bool:
     return bool(p.get("optimizer_in_bwd")) or bool(re.search(r"in_bwd|in (the )?backward|into backward|\blomo", words))
 
 
+def holds_inputs(p: Mapping[str, Any], code: Code) -> bool:
+    """Say whether FSDP1 wraps blocks whose checkpoints are reentrant, as those of transformers are before release 5."""
+    words = str(p.get("framework")).lower()
+    is_trainers = re.search(r"trainer|\btrl\b|transformers|axolotl|swift|factory", words)
+    return bool(is_trainers) and dated(code, p).wraps_adapters and not re.search(r"transformers 5", words)
+
+
 def fuses_step(p: Mapping[str, Any]) -> bool:
     """Say whether AdamW is one kernel: torch's own where asked for, and the Trainer's by default from torch 2.8 on."""
     text, version = str(p.get("optimizer")).lower(), re.search(r"torch 2\.(\d+)", str(p.get("framework")))

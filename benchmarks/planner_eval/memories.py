@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from planner_eval.recomputation import freed_elements
@@ -25,6 +25,7 @@ from shardwise.planner.memory import (
     HeadBytes,
     MemoryModel,
     Recompute,
+    StageBytes,
     defers_weights,
     unread_size,
 )
@@ -119,6 +120,24 @@ class PublishedMemoryModel(MemoryModel):
             live = min(MAX_LIVE_PARAMS, folds.numel) * DTYPE_BYTES[param_of(config)]
             found = dataclasses.replace(found, root=max(found.root, live - 2 * found.block))
         return dataclasses.replace(found, first=found.waiting)
+
+    def _backward(
+        self, config: ResolvedConfig, stage: StageBytes, kept: float, buffers: Buffers, *, has_table: bool
+    ) -> Iterator[dict[str, float]]:
+        """Let FSDP1 hold each block's input and its gradient until the backward ends, where its parameters are frozen.
+
+        Its `_register_post_backward_reshard_only_hook` holds what accumulates the gradient of a unit's input, which in
+        a checkpoint that is reentrant is a leaf, with its gradient.
+        """
+        yield from super()._backward(config, stage, kept, buffers, has_table=has_table)
+        if published_traits(self.job).holds_inputs and stage.again and config.recompute.mode == "full":
+            head_bytes = stage.head.kept if stage.head is not None else 0.0
+            yield {
+                "activations": kept - stage.ends - head_bytes + len(stage.again) * stage.block.stream + stage.again[0],
+                "workspace": stage.block.working,
+                "gathered": buffers.root + buffers.block,
+                "buckets": buffers.waiting,
+            }
 
     def _pooled(self, buffers: dict[int, Buffers]) -> dict[int, Buffers]:
         return buffers

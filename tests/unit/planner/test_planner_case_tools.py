@@ -247,3 +247,20 @@ def test_deepspeed_gathers_each_expert_and_leaves_parameters_gathered() -> None:
     other = predict(case_of(group="ms-swift", parallel={"sharding": "fsdp2", "micro_batch": 1, "global_batch": 8}))
     deepspeed = predict(case_of(**said))
     assert (deepspeed.memory_gib_per_gpu or 0) > (other.memory_gib_per_gpu or 0)
+
+
+def test_fsdp1_holds_what_blocks_keep_beside_frozen_parameters() -> None:
+    lora = {"rank": 16, "targets": "q_proj"}
+    said: dict[str, Any] = {
+        "framework": "HF Trainer, accelerate FSDP1", "zero_stage": 3, "recompute": "full", "global_batch": 64,
+        "micro_batch": 8, "loss": "Liger fused linear cross-entropy",
+    }  # fmt: skip
+    stream_gib = 8 * 4096 * 4096 * 2 / 2**30
+    for more, held in (({"lora": lora}, 32), ({"lora": lora, "sharding": "FSDP2"}, 0), ({}, 0)):
+        case = case_of(parallel=said | more)
+        assert traits_of(case).holds_inputs == (held > 0)
+    one, two = (
+        predict(case_of(parallel=said | {"lora": lora, "sharding": each})).memory_gib_per_gpu or 0.0
+        for each in ("FSDP1", "FSDP2")
+    )
+    assert one - two == pytest.approx(32 * stream_gib, rel=0.1)
