@@ -17,7 +17,16 @@ from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageTable
-from shardwise.planner.job import SCALE_BYTES, ModelShape, PlanJob, changed, param_of, trains_all
+from shardwise.planner.job import (
+    SCALE_BYTES,
+    ModelShape,
+    PlanJob,
+    changed,
+    is_adapter,
+    param_of,
+    trains_all,
+    with_adapters,
+)
 from shardwise.planner.memory import (
     CONTEXT_BYTES,
     BlockBytes,
@@ -191,6 +200,10 @@ class PublishedMemoryModel(MemoryModel):
             layer = self._layer_shape(config, has_experts=False)
             unread = tokens * unread_size(self.job, config, layer, has_experts=has_experts)
             found = dataclasses.replace(found, kept=found.kept + unread, whole=found.whole + unread)
+        if config.lora.dropout > 0 and not has_experts and published_traits(self.job).code is not None:
+            dropped = self.job.seq_len / config.mesh.cp * config.batch.micro_size * self._dropped_bytes(config)
+            kept = found.kept + dropped * (config.recompute.mode == "none")
+            found = dataclasses.replace(found, kept=kept, whole=found.whole + dropped)
         if published_traits(self.job).is_latent:
             tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
             more = tokens * LATENT_MORE * self.job.shape.num_heads / config.mesh.tp
@@ -229,6 +242,15 @@ class PublishedMemoryModel(MemoryModel):
         tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
         freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
         return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
+
+    def _dropped_bytes(self, s: ResolvedConfig) -> float:
+        """Return the bytes of a token's inputs of adapters as dropped out, each with a mask: PEFT drops for each layer.
+
+        See its `tuners/lora/layer.py`.
+        """
+        adapters = [each for each in with_adapters(self.job.shape.params_of("dense"), s.lora) if is_adapter(each)]
+        inputs = sum(each.split(s.mesh.tp).local_shape[1] for each in adapters if ".lora_A" in each.name)
+        return inputs * (DTYPE_BYTES[param_of(s)] + MASK_BYTES)
 
     def _saved_bytes(self, s: ResolvedConfig) -> float:
         """Return what torchtitan's choice of ops saves: wq, wv, w1, attention, the input, and w2 unless compiled.
