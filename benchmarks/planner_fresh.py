@@ -135,6 +135,11 @@ MECHANISMS = (
         "arXiv 2408.15664, transformers' tensor_parallel.py, invergent-ai/surogate",
     ),
     (
+        "inputs of blocks and their gradients, which FSDP1 holds beside frozen parameters; inputs that PEFT drops out",
+        "adapters and states",
+        "torch's fsdp/_runtime_utils.py, peft's tuners/lora/layer.py",
+    ),
+    (
         "latent attention's heads of 192, norms of Qwen 3's heads, Llama 4's experts on all tokens",
         "experts, kernels",
         "arXiv 2412.19437, transformers' modeling files",
@@ -144,8 +149,7 @@ MECHANISMS = (
 STILL_MISSING = """\
 Missing still: products in fp8 of MI300X in torch; torchtitan's mixtures on Blackwell beyond the grouped product;
 Megatron's mixtures with one sequence a micro-batch and many blocks a rank; mixtures of Surogate, which take many times
-as long as priced, and Llama 4's in bitsandbytes; activations that FSDP1 keeps twice beside adapters; padding of batches
-whose mean length alone is known.
+as long as priced, and Llama 4's in bitsandbytes; padding of batches whose mean length alone is known.
 """
 
 
