@@ -199,7 +199,8 @@ def _tool_of(row: Mapping[str, Any], p: Mapping[str, Any]) -> Tool | None:
     for index, place in enumerate(places):
         text = _plain(place) if place else ""
         for tool in _TOOLS:
-            if tool.is_early and (is_early_group if index == 1 else is_early and index > 1):
+            # The notes of older rows name such codes too.
+            if tool.is_early and (is_early_group, is_early, True, True)[index - 1] and index:
                 continue
             if re.search(rf"(?<![a-z])(?:{tool.marks})(?![a-z])", text):
                 return tool
