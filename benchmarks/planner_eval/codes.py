@@ -225,8 +225,9 @@ def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
         moment = 0.5 + 4 / 128
     elif is_narrow(p):
         moment = NARROW
+    num_moments = 0 if re.search(r"\bsgd\b|signsgd|adafactor|lomo", text) else 1 if re.search("lion|muon", text) else 2
     master = 0.0 if is_narrow(p) or (moment < NARROW and "fp32" not in precision and code.name != "engine") else WIDE
-    return (2 * moment + master) / (3 * WIDE)
+    return (num_moments * moment + master) / (3 * WIDE)
 
 
 def is_narrow(p: Mapping[str, Any]) -> bool:
