@@ -71,6 +71,8 @@ _CODES: Final = (
     (r"deepspeed", Code(name="deepspeed")),
 )
 _HUGGING_FACE: Final = Code(name="hf")
+TORCHTITANS: Final = ("torchtitan", "prime-rl")
+"""Names of the codes whose experts and units are torchtitan's (prime-rl's trainer/models/layers/moe.py, model.py)."""
 
 
 def code_of(framework: str) -> Code:
@@ -342,7 +344,7 @@ def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tu
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
         return (11.0, 15.0) if code.groups_experts else (7.0, 11.0)
     has_deepep = bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
-    if code.name in ("torchtitan", "prime-rl", "torchtune"):
+    if code.name in (*TORCHTITANS, "torchtune"):
         if has_deepep or code.year > 2025:
             return (11.0, 15.0)
         return (13.0, 18.0) if p.get("compile") else (21.0, 28.0)

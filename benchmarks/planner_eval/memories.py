@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from planner_eval.codes import TORCHTITANS
 from planner_eval.recomputation import freed_elements
 from planner_eval.traits import PublishedTraits, published_traits
 from shardwise.config.resolve import ResolvedConfig, Tier
@@ -112,7 +113,7 @@ class PublishedMemoryModel(MemoryModel):
         share = largest_share(self.job.shape) if traits.moves_tensors else 1.0
         if traits.packs_experts and self.job.shape.experts is not None:
             share *= PACKED_EXPERT_BYTES / DTYPE_BYTES["bf16"]
-        if traits.code is not None and traits.code.name == "torchtitan" and not self.job.shape.is_tied:
+        if traits.code is not None and traits.code.name in TORCHTITANS and not self.job.shape.is_tied:
             root //= 2  # the table and the head are groups of their own
         return root, int(block * share), whole
 

@@ -284,7 +284,7 @@ def _named_code(
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
     experts_dtype = words.experts_dtype(precision)
-    is_slow_grouped = code.name == "torchtitan" and is_after_h100(gpu) and codes.dated(code, p).year < 2026
+    is_slow_grouped = code.name in codes.TORCHTITANS and is_after_h100(gpu) and codes.dated(code, p).year < 2026
     is_slow_grouped &= experts_dtype in (None, "bf16")
     is_fused = _is_fused(p)
     return PublishedTraits(
