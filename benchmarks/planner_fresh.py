@@ -130,9 +130,12 @@ MECHANISMS = (
         "deepspeedai/DeepSpeed#1069, its config-json.md",
     ),
     (
-        "the fullest rank of experts where routing is not forced; ranks that share their samples; experts on the host",
+        (
+            "the fullest rank of experts where routing is not forced; ranks that share their samples; experts on the "
+            "host; adapters of experts as grouped products"
+        ),
         "experts",
-        "arXiv 2408.15664, transformers' tensor_parallel.py, invergent-ai/surogate",
+        "arXiv 2408.15664, transformers' tensor_parallel.py, invergent-ai/surogate, prime-rl's multi_moe.py",
     ),
     (
         "inputs of blocks and their gradients, which FSDP1 holds beside frozen parameters; inputs that PEFT drops out",
