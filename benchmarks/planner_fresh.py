@@ -130,9 +130,17 @@ MECHANISMS = (
         "deepspeedai/DeepSpeed#1069, its config-json.md",
     ),
     (
-        "the fullest rank of experts where routing is not forced; ranks that share their samples; experts on the host",
+        (
+            "the fullest rank of experts where routing is not forced; ranks that share their samples; experts on the "
+            "host; adapters of experts as grouped products"
+        ),
         "experts",
-        "arXiv 2408.15664, transformers' tensor_parallel.py, invergent-ai/surogate",
+        "arXiv 2408.15664, transformers' tensor_parallel.py, invergent-ai/surogate, prime-rl's multi_moe.py",
+    ),
+    (
+        "inputs of blocks and their gradients, which FSDP1 holds beside frozen parameters; inputs that PEFT drops out",
+        "adapters and states",
+        "torch's fsdp/_runtime_utils.py, peft's tuners/lora/layer.py",
     ),
     (
         "latent attention's heads of 192, norms of Qwen 3's heads, Llama 4's experts on all tokens",
@@ -144,8 +152,7 @@ MECHANISMS = (
 STILL_MISSING = """\
 Missing still: products in fp8 of MI300X in torch; torchtitan's mixtures on Blackwell beyond the grouped product;
 Megatron's mixtures with one sequence a micro-batch and many blocks a rank; mixtures of Surogate, which take many times
-as long as priced, and Llama 4's in bitsandbytes; activations that FSDP1 keeps twice beside adapters; padding of batches
-whose mean length alone is known.
+as long as priced, and Llama 4's in bitsandbytes; padding of batches whose mean length alone is known.
 """
 
 

@@ -291,9 +291,9 @@ def _config(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[ResolvedConf
     dp = cluster.num_gpus // (tp * pp * cp) if sharers > 1 else dp
     guesses += [key for key in ("micro_batch", "global_batch") if not p.get(key)]
     stage = p.get("zero_stage")
-    if stage is None:
+    if stage is None or p.get("is_stage_open"):
         guesses.append("zero_stage")
-        stage = 0 if dp == 1 else 1
+        stage = stage if stage is not None else 0 if dp == 1 else 1
     recompute = words.recompute_of(codes.recompute_words(p) if p.get("framework") else p.get("recompute"))
     if recompute is None and compiles_blocks(p, int(stage)):
         recompute = ("selective", 1)

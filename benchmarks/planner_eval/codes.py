@@ -71,6 +71,8 @@ _CODES: Final = (
     (r"deepspeed", Code(name="deepspeed")),
 )
 _HUGGING_FACE: Final = Code(name="hf")
+TORCHTITANS: Final = ("torchtitan", "prime-rl")
+"""Names of the codes whose experts and units are torchtitan's (prime-rl's trainer/models/layers/moe.py, model.py)."""
 
 
 def code_of(framework: str) -> Code:
@@ -180,8 +182,10 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
     is_dated_early = date is not None and date.group() < "2024-10"  # of 4.46
     is_early = int(version.group(1)) < 46 if version is not None else is_dated_early
     widened = WIDE if "autocast" in str(p.get("precision")) and code.name == "hf" else 0.0
-    if "triton" in text:  # in place of the fp32 copy
-        return 3 * WIDE if is_early else NARROW + WIDE + NARROW + widened
+    if (
+        "triton" in text
+    ):  # over the fp32 copy; the model's own is gone by the backward, which pads the shifted one again
+        return 2 * WIDE if is_early else NARROW + WIDE + NARROW + widened
     if "no fp32 upcast" in text:
         return 3 * NARROW
     if re.search(r"\bte\b", text):
@@ -223,8 +227,9 @@ def optimizer_share(p: Mapping[str, Any], code: Code) -> float:
         moment = 0.5 + 4 / 128
     elif is_narrow(p):
         moment = NARROW
+    num_moments = 0 if re.search(r"\bsgd\b|signsgd|adafactor|lomo", text) else 1 if re.search("lion|muon", text) else 2
     master = 0.0 if is_narrow(p) or (moment < NARROW and "fp32" not in precision and code.name != "engine") else WIDE
-    return (2 * moment + master) / (3 * WIDE)
+    return (num_moments * moment + master) / (3 * WIDE)
 
 
 def is_narrow(p: Mapping[str, Any]) -> bool:
@@ -293,6 +298,13 @@ def frees_grads(p: Mapping[str, Any]) -> bool:
     return bool(p.get("optimizer_in_bwd")) or bool(re.search(r"in_bwd|in (the )?backward|into backward|\blomo", words))
 
 
+def holds_inputs(p: Mapping[str, Any], code: Code) -> bool:
+    """Say whether FSDP1 wraps blocks whose checkpoints are reentrant, as those of transformers are before release 5."""
+    words = str(p.get("framework")).lower()
+    is_trainers = re.search(r"trainer|\btrl\b|transformers|axolotl|swift|factory", words)
+    return bool(is_trainers) and dated(code, p).wraps_adapters and not re.search(r"transformers 5", words)
+
+
 def fuses_step(p: Mapping[str, Any]) -> bool:
     """Say whether AdamW is one kernel: torch's own where asked for, and the Trainer's by default from torch 2.8 on."""
     text, version = str(p.get("optimizer")).lower(), re.search(r"torch 2\.(\d+)", str(p.get("framework")))
@@ -332,7 +344,7 @@ def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tu
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
         return (11.0, 15.0) if code.groups_experts else (7.0, 11.0)
     has_deepep = bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))
-    if code.name in ("torchtitan", "prime-rl", "torchtune"):
+    if code.name in (*TORCHTITANS, "torchtune"):
         if has_deepep or code.year > 2025:
             return (11.0, 15.0)
         return (13.0, 18.0) if p.get("compile") else (21.0, 28.0)

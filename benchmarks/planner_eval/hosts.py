@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from planner_eval.codes import Code
+from planner_eval.codes import TORCHTITANS, Code
 from planner_eval.traits import published_traits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.planner.host_time import BACKWARD_LAUNCH_S, EAGER_LAUNCHES, LAUNCH_S, HostCosts
@@ -165,7 +165,7 @@ def _shards_s(code: Code, job: PlanJob, s: ResolvedConfig, num_adapted: int) -> 
 def _of_experts(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) -> tuple[tuple[float, float], float]:
     """Return the kernels more of a block with experts in both passes, and the waits for the device in each."""
     experts = job.shape.experts
-    if experts is not None and code.name == "torchtitan":
+    if experts is not None and code.name in TORCHTITANS:
         return TORCHTITAN_EXPERTS, 1.0 * (s.mesh.ep > 1)
     if experts is not None and code.name in TRAINERS and not code.groups_experts:
         num_local = experts.num_experts / s.mesh.ep

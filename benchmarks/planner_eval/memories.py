@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from planner_eval.codes import TORCHTITANS
 from planner_eval.recomputation import freed_elements
 from planner_eval.traits import PublishedTraits, published_traits
 from shardwise.config.resolve import ResolvedConfig, Tier
@@ -17,7 +18,16 @@ from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageTable
-from shardwise.planner.job import SCALE_BYTES, ModelShape, PlanJob, changed, param_of, trains_all
+from shardwise.planner.job import (
+    SCALE_BYTES,
+    ModelShape,
+    PlanJob,
+    changed,
+    is_adapter,
+    param_of,
+    trains_all,
+    with_adapters,
+)
 from shardwise.planner.memory import (
     CONTEXT_BYTES,
     BlockBytes,
@@ -25,6 +35,7 @@ from shardwise.planner.memory import (
     HeadBytes,
     MemoryModel,
     Recompute,
+    StageBytes,
     defers_weights,
     unread_size,
 )
@@ -102,7 +113,7 @@ class PublishedMemoryModel(MemoryModel):
         share = largest_share(self.job.shape) if traits.moves_tensors else 1.0
         if traits.packs_experts and self.job.shape.experts is not None:
             share *= PACKED_EXPERT_BYTES / DTYPE_BYTES["bf16"]
-        if traits.code is not None and traits.code.name == "torchtitan" and not self.job.shape.is_tied:
+        if traits.code is not None and traits.code.name in TORCHTITANS and not self.job.shape.is_tied:
             root //= 2  # the table and the head are groups of their own
         return root, int(block * share), whole
 
@@ -119,6 +130,24 @@ class PublishedMemoryModel(MemoryModel):
             live = min(MAX_LIVE_PARAMS, folds.numel) * DTYPE_BYTES[param_of(config)]
             found = dataclasses.replace(found, root=max(found.root, live - 2 * found.block))
         return dataclasses.replace(found, first=found.waiting)
+
+    def _backward(
+        self, config: ResolvedConfig, stage: StageBytes, kept: float, buffers: Buffers, *, has_table: bool
+    ) -> Iterator[dict[str, float]]:
+        """Let FSDP1 hold each block's input and its gradient until the backward ends, where its parameters are frozen.
+
+        Its `_register_post_backward_reshard_only_hook` holds what accumulates the gradient of a unit's input, which in
+        a checkpoint that is reentrant is a leaf, with its gradient.
+        """
+        yield from super()._backward(config, stage, kept, buffers, has_table=has_table)
+        if published_traits(self.job).holds_inputs and stage.again and config.recompute.mode == "full":
+            head_bytes = stage.head.kept if stage.head is not None else 0.0
+            yield {
+                "activations": kept - stage.ends - head_bytes + len(stage.again) * stage.block.stream + stage.again[0],
+                "workspace": stage.block.working,
+                "gathered": buffers.root + buffers.block,
+                "buckets": buffers.waiting,
+            }
 
     def _pooled(self, buffers: dict[int, Buffers]) -> dict[int, Buffers]:
         return buffers
@@ -172,6 +201,10 @@ class PublishedMemoryModel(MemoryModel):
             layer = self._layer_shape(config, has_experts=False)
             unread = tokens * unread_size(self.job, config, layer, has_experts=has_experts)
             found = dataclasses.replace(found, kept=found.kept + unread, whole=found.whole + unread)
+        if config.lora.dropout > 0 and not has_experts and published_traits(self.job).code is not None:
+            dropped = self.job.seq_len / config.mesh.cp * config.batch.micro_size * self._dropped_bytes(config)
+            kept = found.kept + dropped * (config.recompute.mode == "none")
+            found = dataclasses.replace(found, kept=kept, whole=found.whole + dropped)
         if published_traits(self.job).is_latent:
             tokens = self.job.seq_len / config.mesh.cp * config.batch.micro_size * DTYPE_BYTES[param_of(config)]
             more = tokens * LATENT_MORE * self.job.shape.num_heads / config.mesh.tp
@@ -210,6 +243,15 @@ class PublishedMemoryModel(MemoryModel):
         tokens = self.job.seq_len / s.mesh.cp * s.batch.micro_size * DTYPE_BYTES[param_of(s)]
         freed = tokens * freed_elements(again.freed, sizes, has_experts=has_experts)
         return dataclasses.replace(found, kept=found.whole - min(freed, found.whole - found.stream))
+
+    def _dropped_bytes(self, s: ResolvedConfig) -> float:
+        """Return the bytes of a token's inputs of adapters as dropped out, each with a mask: PEFT drops for each layer.
+
+        See its `tuners/lora/layer.py`.
+        """
+        adapters = [each for each in with_adapters(self.job.shape.params_of("dense"), s.lora) if is_adapter(each)]
+        inputs = sum(each.split(s.mesh.tp).local_shape[1] for each in adapters if ".lora_A" in each.name)
+        return inputs * (DTYPE_BYTES[param_of(s)] + MASK_BYTES)
 
     def _saved_bytes(self, s: ResolvedConfig) -> float:
         """Return what torchtitan's choice of ops saves: wq, wv, w1, attention, the input, and w2 unless compiled.

@@ -26,7 +26,7 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, 
 from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
 from shardwise.planner.host_time import HostCosts, HostTimes
-from shardwise.planner.job import PlanJob, packed_params, param_of, product_dtype
+from shardwise.planner.job import PlanJob, expert_skew, packed_params, param_of, product_dtype, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.step_time import TimeModel
 
@@ -164,6 +164,36 @@ class PublishedComputeModel(ComputeTimeModel):
         if shape.ffn == "gated" or s.compile.enabled or traits.attention != "fused-softmax":
             return times
         return times.plus(self._streamed(self._tokens(s) / s.mesh.tp * self._ffn_width() * width, FUSED_ACTIVATION))
+
+    def _expert_linears(self, s: ResolvedConfig) -> list[GemmShape]:
+        """Leave experts frozen where their adapters are layers of their own, on each expert's tokens."""
+        found = super()._expert_linears(s)
+        if published_traits(self.job).code is None or trains_all(s):
+            return found
+        return [dataclasses.replace(each, is_frozen=True) for each in found]
+
+    def _adapters(self, s: ResolvedConfig, *, has_experts: bool) -> PassTimes:
+        """Price adapters of experts as grouped products, as prime-rl has them (layers/lora/multi_moe.py) and as PEFT's
+        of single linear layers are; one over all experts' weights is of transformers 5 alone.
+        """
+        experts, times = self.job.shape.experts, PassTimes()
+        adapters = self._adapters_of(s.lora, has_experts=has_experts)
+        if published_traits(self.job).code is None or experts is None or not any(one.experts for one in adapters):
+            return super()._adapters(s, has_experts=has_experts)
+        num_local = experts.num_experts / s.mesh.ep
+        copies, width = self._tokens(s) / s.mesh.tp * experts.num_chosen, DTYPE_BYTES[param_of(s)]
+        for adapter in adapters:
+            is_output = ".lora_B" in adapter.name
+            outputs, inputs = adapter.split(s.mesh.tp).local_shape[:2]
+            tokens, count, rank = self._tokens(s), 1.0, s.lora.rank
+            if adapter.experts:
+                tokens, count = copies * expert_skew(self.job, s) / num_local, num_local
+                outputs, inputs = (outputs, rank) if is_output else (rank, inputs)
+            linear = GemmShape(tokens, outputs, inputs, count, is_routed=bool(adapter.experts))
+            passes = self._adapter_passes(s, is_output=is_output)
+            streamed = self._streamed(tokens * count * max(outputs, inputs) * width, passes)
+            times = times.plus(self._linears([linear], s, param_of(s))).plus(streamed)
+        return times
 
     def _adapter_passes(self, s: ResolvedConfig, *, is_output: bool) -> tuple[float, float]:
         traits = published_traits(self.job)

@@ -166,7 +166,8 @@ def in_our_words(row: Mapping[str, Any]) -> dict[str, Any]:
         p["training"] = f"{p.get('training') or ''} lora".strip()
     _say_switches(p)
     if p.get("zero_stage") is None:
-        p["zero_stage"] = _stage(p, tool) if _has_data_ranks(row, p) else 0
+        stage = _stage(p) if _has_data_ranks(row, p) else 0
+        p |= {"zero_stage": tool.shards if stage is None else stage, "is_stage_open": stage is None}
     engine = _plain(f"{p.get('sharding')} {p.get('offload')}")
     is_sharded = bool(p["zero_stage"]) and tool.engine and not re.search("fsdp|zero_group", engine)
     if is_sharded or (tool.engine is not None and re.search(r"deepspeed|zero ?[0-3]|\bz[23]\b", engine)):
@@ -199,7 +200,8 @@ def _tool_of(row: Mapping[str, Any], p: Mapping[str, Any]) -> Tool | None:
     for index, place in enumerate(places):
         text = _plain(place) if place else ""
         for tool in _TOOLS:
-            if tool.is_early and (is_early_group if index == 1 else is_early and index > 1):
+            # Older rows name such codes too: their sources do, and the notes of all.
+            if tool.is_early and {0: False, 1: is_early_group, 2: is_early}.get(index, True):
                 continue
             if re.search(rf"(?<![a-z])(?:{tool.marks})(?![a-z])", text):
                 return tool
@@ -230,6 +232,8 @@ def _adapters(p: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
     said = f"{text} {p.get('precision')} {found.get('base')} {p.get('load_in_4bit') and '4bit'}".lower()
     if re.search(r"q-?lora|nf4|4-?bit|int4|gptq|awq", said) and not re.search(r"fp8|int8|8-?bit base", said):
         found["base"] = f"nf4 {found.get('base') or ''}".strip()
+    if re.search(r"(fp32|float32|32-bit) (frozen )?(base|weights)|(base|weights) (in )?(fp32|float32)", said):
+        found.setdefault("base", "fp32")
     if re.search(r"\bemb|wte|lm_head|modules_to_save", f"{text} {found.get('modules_to_save')}"):
         found.setdefault("saves_tables", True)
     return {**tool.lora, "base": "bf16", **{key: each for key, each in found.items() if each is not None}} | (
@@ -288,11 +292,11 @@ def _has_data_ranks(row: Mapping[str, Any], p: Mapping[str, Any]) -> bool:
     return (number(p.get("dp")) or num_gpus / (split[0] * split[1] * split[2])) > 1
 
 
-def _stage(p: Mapping[str, Any], tool: Tool) -> int | None:
-    """Return the ZeRO stage that words of sharding mean; the tool's own where there are none."""
+def _stage(p: Mapping[str, Any]) -> int | None:
+    """Return the ZeRO stage that words of sharding mean; None where there are none."""
     text = f"{p.get('sharding')} {p.get('framework')} {p.get('offload')}".lower()
     if match := re.search(r"(?:zero|stage|\bz|ds_z)[ _-]*([0-3])\b", text):
         return int(match.group(1))
     if re.search(r"fsdp|full shard|fully_shard|hsdp", text):
         return 3
-    return 0 if re.search(r"\bddp\b", text) else tool.shards
+    return 0 if re.search(r"\bddp\b", text) else None

@@ -26,7 +26,7 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import MatmulDtype, ModelShape, PlanJob, param_of
+from shardwise.planner.job import MatmulDtype, ModelShape, PlanJob, param_of, trains_all
 
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on no run keeps scores whole."""
@@ -82,6 +82,7 @@ class PublishedTraits:
         autocasts: whether products are cast to bf16, whatever their weights are of.
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
+        holds_inputs: whether blocks' inputs that are kept, and their gradients, stay until the backward ends.
         packs_experts: whether experts are linear layers that are packed as the others are.
         fetches_experts: whether experts wait in the host's memory, where each pass fetches a block's.
         unpacks_by_ops: whether packed layers are GPTQ's, which unpack a weight operator by operator.
@@ -135,6 +136,7 @@ class PublishedTraits:
     autocasts: bool = False
     widens_stream: bool = False
     widens_all: bool = False
+    holds_inputs: bool = False
     packs_experts: bool = False
     fetches_experts: bool = False
     unpacks_by_ops: bool = False
@@ -282,7 +284,7 @@ def _named_code(
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
     experts_dtype = words.experts_dtype(precision)
-    is_slow_grouped = code.name == "torchtitan" and is_after_h100(gpu) and codes.dated(code, p).year < 2026
+    is_slow_grouped = code.name in codes.TORCHTITANS and is_after_h100(gpu) and codes.dated(code, p).year < 2026
     is_slow_grouped &= experts_dtype in (None, "bf16")
     is_fused = _is_fused(p)
     return PublishedTraits(
@@ -304,6 +306,7 @@ def _named_code(
         has_scaled_rows="rowwise" in precision and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
+        holds_inputs=codes.holds_inputs(p, code) and config.zero.stage > 1 and not trains_all(config),
         packs_experts=code.name in ("hf", "deepspeed", "engine") and config.lora.base == "nf4",
         fetches_experts="expert" in str(p.get("offload")).lower(),
         logits_bytes=codes.loss_of(p, code),

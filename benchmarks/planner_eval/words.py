@@ -133,10 +133,13 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
         return "selective", 1
     if "intermediates within a block" in text or re.search(r"\bminimal|\bsave_|_offloaded", text):
         return "selective", 1
-    if "selective" in text or "op" in text.split() or re.search(r"\bsac\b|core_?attn|moe_act|layernorm", text):
+    modules = r"\bsac\b|core_?attn|moe_act|layernorm|\bmoe\b|\bmlp\b|mla_up_proj|routed_experts|attn_proj"
+    if "selective" in text or "op" in text.split() or re.search(modules, text):
         return "selective", 1
     # Unsloth's, and activations that are sent to the host, are the inputs of blocks that run again.
-    if re.search(r"full|true|uniform|block|\bon\b|\byes\b|\ball\b|checkpoint|granular|recompute|offload|unsloth", text):
+    if re.search(
+        r"full|true|uniform|block|\bac\b|\bon\b|\byes\b|\ball\b|checkpoint|granular|recompute|offload|unsloth", text
+    ):
         return "full", 1
     return None
 

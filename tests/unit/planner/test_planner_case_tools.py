@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from planner_eval.cases import Case, read_case
+from planner_eval.models import PublishedTimeModel
 from planner_eval.prices import predict
 from planner_eval.recomputation import recomputation_of
 from planner_eval.tools import in_our_words
@@ -247,3 +248,36 @@ def test_deepspeed_gathers_each_expert_and_leaves_parameters_gathered() -> None:
     other = predict(case_of(group="ms-swift", parallel={"sharding": "fsdp2", "micro_batch": 1, "global_batch": 8}))
     deepspeed = predict(case_of(**said))
     assert (deepspeed.memory_gib_per_gpu or 0) > (other.memory_gib_per_gpu or 0)
+
+
+def test_fsdp1_holds_what_blocks_keep_beside_frozen_parameters() -> None:
+    lora = {"rank": 16, "targets": "q_proj"}
+    said: dict[str, Any] = {
+        "framework": "HF Trainer, accelerate FSDP1", "zero_stage": 3, "recompute": "full", "global_batch": 64,
+        "micro_batch": 8, "loss": "Liger fused linear cross-entropy",
+    }  # fmt: skip
+    stream_gib = 8 * 4096 * 4096 * 2 / 2**30
+    for more, held in (({"lora": lora}, 32), ({"lora": lora, "sharding": "FSDP2"}, 0), ({}, 0)):
+        case = case_of(parallel=said | more)
+        assert traits_of(case).holds_inputs == (held > 0)
+    one, two = (
+        predict(case_of(parallel=said | {"lora": lora, "sharding": each})).memory_gib_per_gpu or 0.0
+        for each in ("FSDP1", "FSDP2")
+    )
+    assert one - two == pytest.approx(32 * stream_gib, rel=0.1)
+
+
+def test_adapters_of_experts_are_grouped_products_beside_frozen_weights() -> None:
+    model = MIXTURE | {"seq": 16384}
+    said: dict[str, Any] = {"global_batch": 8, "recompute": "none", "zero_stage": 0, "compile": False}
+    without, beside, whole = (
+        predict(case_of(group="prime-rl", model=model, parallel=said | more)).iteration_time_s or 0.0
+        for more in ({"lora": {"targets": "q_proj"}}, {"lora": {"targets": "all-linear"}}, {})
+    )
+    assert without < beside
+    case = case_of(group="prime-rl", model=model, parallel=said | {"lora": 16})
+    assert case.job is not None
+    assert case.config is not None
+    block = PublishedTimeModel(case.job).compute.block(case.config)
+    assert block.backward_weight_s < 0.5 * block.backward_input_s
+    assert whole > without
