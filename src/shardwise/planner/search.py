@@ -15,18 +15,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Final
 
 from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import ResolvedConfig
+from shardwise.config.resolve import LoraConfig, OptimizerConfig, PrecisionConfig, ResolvedConfig
 from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.layout import states_of
 from shardwise.layout.precision import DTYPE_BYTES, precision_policy
-from shardwise.layout.zero_stages import Placement, effective_stage
+from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
 from shardwise.optim.rules import matrix_state_names
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
-from shardwise.planner.job import PACKED_BYTES, PlanJob, changed, trains_all
+from shardwise.planner.job import PACKED_BYTES, PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     TIE_SHARE,
@@ -309,7 +311,7 @@ class _Search:
             self.rejected["out of memory"] += 1
         else:
             placed = [changed(config, placement) for placement in self._placements_of(config)]
-            priced = sorted(((self._quick(one).step_s, one) for one in placed), key=lambda each: each[0])
+            priced = sorted(((self._quick(one).step_s, one) for one in placed), key=itemgetter(0))
             yield priced[0][0], _Placed(priced)
 
     def _inner_s(self, family: Family) -> float:
@@ -475,21 +477,33 @@ def _saving(placement: Values) -> tuple[int, int, bool, int]:
 
 def least_states_bytes(job: PlanJob, config: ResolvedConfig) -> float:
     """Return the least bytes of states that some rank stores on the device: those of the mean rank."""
-    mesh, tiers, is_packed = config.mesh, config.tiers, config.lora.base == "nf4"
+    mesh, tiers = config.mesh, config.tiers
     stage = effective_stage(ZERO[config.zero.stage], mesh.dp_shard * mesh.cp, is_scheduled=mesh.pp > 1)
-    states = states_of(stage, precision_policy(config.precision), config.optimizer, ())
     tier_of = {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}
-    here = [
-        (PACKED_BYTES if is_packed and state.role == "param" else DTYPE_BYTES[(state.codec or state).dtype], state)
-        for state in states
-        if tier_of[state.role] == "device" and (trains_all(config) or state.role == "param")
-        # Muon's matrices have fewer states than what is no matrix.
-        if state.exact_of is None and state.of_matrices in (None, bool(matrix_state_names(config.optimizer.name)))
-    ]
+    states = _states_of_element(stage, config.precision, config.optimizer, config.lora)
+    here = [(size, at) for role, size, at in states if tier_of[role] == "device"]
 
     def of_param(num_shards: int) -> float:
-        return sum(size / (num_shards if state.placement is Placement.SHARD else 1) for size, state in here)
+        return sum([size / num_shards if at is Placement.SHARD else size for size, at in here])
 
     of_experts = job.shape.num_expert_params
     dense = (job.shape.num_params - of_experts) / mesh.tp * of_param(mesh.dp_shard * mesh.cp)
     return (dense + of_experts / mesh.ep * of_param(mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep)) / mesh.pp
+
+
+@lru_cache(maxsize=2**6)
+def _states_of_element(
+    stage: ZeroStage, precision: PrecisionConfig, optimizer: OptimizerConfig, lora: LoraConfig
+) -> tuple[tuple[str, float, Placement], ...]:
+    """Return role, bytes and placement of an element's states; those of Muon's matrices, which have fewer."""
+    of_matrices = bool(matrix_state_names(optimizer.name))
+    return tuple(
+        (
+            state.role,
+            PACKED_BYTES if lora.base == "nf4" and state.role == "param" else DTYPE_BYTES[(state.codec or state).dtype],
+            state.placement,
+        )
+        for state in states_of(stage, precision_policy(precision), optimizer, ())
+        if state.exact_of is None and state.of_matrices in (None, of_matrices)
+        if lora.rank == 0 or state.role == "param"
+    )
