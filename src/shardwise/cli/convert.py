@@ -38,7 +38,7 @@ def convert(file: Path, out: Path | None, world_size: int | None) -> int:
 
 def _as_toml(path: Path, world_size: int | None) -> str:
     from shardwise.compat.deepspeed.config import read_config, translate
-    from shardwise.planner.configs import to_toml
+    from shardwise.config.toml_text import to_toml
 
     translation = translate(read_config(path), world_size, refuse=False)
     config = Config.from_dict(translation.config)

@@ -318,7 +318,8 @@ def _write_config(arguments: SimpleNamespace, plan: SearchResult, pricer: Pricer
     price = plan.winner
     if price is None or arguments.write is None:
         return
-    from shardwise.planner.configs import ALWAYS_WRITTEN, to_toml, written
+    from shardwise.config.toml_text import to_toml
+    from shardwise.planner.configs import ALWAYS_WRITTEN, written
     from shardwise.report.planned import HERE, PlanNote
     from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job

@@ -119,14 +119,6 @@ class SearchSpace:
     pins: Mapping[str, tuple[Any, ...]] = field(default_factory=_no_pins)
     offloads: bool | None = None
 
-    def __post_init__(self) -> None:
-        for name in self.pins:
-            if name not in PLANNED:
-                raise ConfigError(
-                    "key-not-planned",
-                    f"{name} is nothing that the planner chooses; it chooses {', '.join(PLANNED)}",
-                )
-
     def of(self, name: str, default: Sequence[Any]) -> Sequence[Any]:
         """Return the values to try of the key `name`: its pin, else `default`."""
         return self.pins.get(name, default)

@@ -15,18 +15,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Final
 
 from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import ResolvedConfig
+from shardwise.config.resolve import LoraConfig, OptimizerConfig, PrecisionConfig, ResolvedConfig
 from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.layout import states_of
 from shardwise.layout.precision import DTYPE_BYTES, precision_policy
-from shardwise.layout.zero_stages import Placement, effective_stage
+from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
 from shardwise.optim.rules import matrix_state_names
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
-from shardwise.planner.job import PACKED_BYTES, PlanJob, changed, trains_all
+from shardwise.planner.job import PACKED_BYTES, PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     TIE_SHARE,
@@ -129,11 +131,11 @@ def search(
     began = time.perf_counter()
     limits = limits or Limits()
     search = _Search(job, space or SearchSpace(), limits, pricer or Pricer(job, limits.margin_share))
-    left = search.run()
+    search.run()
     if not search.num_candidates:
         raise ConfigError("no-layout", why_none(job, search.space))
     fitting = search.finish()
-    num_fitting = search.count(left)
+    num_fitting = search.count_fitting()
     num_best = search.limits.num_best
     gap_share = max(0.0, 1 - search.least_left_s / fitting[0].time.step_s) if fitting else float(search.is_cut)
     return SearchResult(
@@ -215,7 +217,20 @@ class _Timed:
     config: ResolvedConfig
 
 
-_Item = _Head | _Timed | ResolvedConfig
+@dataclass(frozen=True)
+class _Placed:
+    """Mark the placements of one candidate from `index` on, with their times, the fastest first.
+
+    Attributes:
+        has_fit: whether one of those before fits.
+    """
+
+    priced: Sequence[tuple[float, ResolvedConfig]]
+    index: int = 0
+    has_fit: bool = False
+
+
+_Item = _Head | _Timed | _Placed
 
 
 class _Search:
@@ -236,10 +251,9 @@ class _Search:
         self._missed: tuple[float, ResolvedConfig] | None = None
         self._near: list[Estimate] = []
         self._memories: dict[tuple[Any, ...], MemoryEstimate] = {}
-        self._tried: set[tuple[Any, ...]] = set()
 
-    def run(self) -> list[_Item]:
-        """Open what has the least bound until it passes what was found or prices are spent; return what is left."""
+    def run(self) -> None:
+        """Open what has the least bound until it passes what was found or prices are spent."""
         heads = [_Head(family, 0, self._inner_s(family)) for family in families(self.job, self.space)]
         self.num_candidates = sum(len(head.family.pipelines) for head in heads)
         heap: list[tuple[float, int, _Item]] = [(head.bound_s, number, head) for number, head in enumerate(heads)]
@@ -255,22 +269,13 @@ class _Search:
             for seconds, opened in self._open(item, bound_s):
                 num_items += 1
                 heapq.heappush(heap, (max(seconds, bound_s), num_items, opened))
-        return [item for _, _, item in heap]
 
-    def count(self, left_items: Sequence[_Item]) -> int:
-        """Give each candidate of what is left its reason, and return how many fit."""
-        heads = [item for item in left_items if isinstance(item, _Head)]
-        left = {_candidate_of(item) for item in left_items if not isinstance(item, _Head)}
-        fits = {_candidate_of(price.config) for price in self.fitting}
-        num_fallbacks = 0
-        if not fits <= left | self._tried:  # of a search that was cut
-            unopened = (head.family.member(index) for head in heads for index in range(head.index, head.stop))
-            num_fallbacks = len(fits & set(map(_candidate_of, unopened)))
-        fits &= left | self._tried
-        num_left = sum(head.stop - head.index for head in heads) - num_fallbacks + len(left - fits)
+    def count_fitting(self) -> int:
+        """Return how many candidates fit; give those that were never priced whole their reason."""
+        num_fitting = len({_candidate_of(price.config) for price in self.fitting})
+        num_left = self.num_candidates - num_fitting - self.rejected.total()
         self.rejected["not looked at" if self.is_cut else "slower even at best"] += num_left
-        self.rejected["out of memory"] += len(self._tried - left - fits)
-        return len(fits) + num_fallbacks
+        return num_fitting
 
     def _has_enough(self, bound_s: float) -> bool:
         """Say whether nothing from this bound on is wanted, neither to win nor to be shown."""
@@ -284,13 +289,16 @@ class _Search:
 
     def _open(self, item: _Item, bound_s: float) -> Iterator[tuple[float, _Item]]:
         """Yield what an item becomes, by its next bound; of a priced candidate that fits, keep the price."""
-        if isinstance(item, ResolvedConfig):
-            self._tried.add(_candidate_of(item))
-            self._add(item)
+        if isinstance(item, _Placed):
+            has_fit, following = self._add(item.priced[item.index][1]) or item.has_fit, item.index + 1
+            if following < len(item.priced):
+                yield item.priced[following][0], _Placed(item.priced, following, has_fit)
+            elif not has_fit:
+                self.rejected["out of memory"] += 1
             return
         if isinstance(item, _Head) and item.index + 1 < item.stop:
-            following = _Head(item.family, item.index + 1, item.inner_s)
-            yield following.bound_s, following
+            head = _Head(item.family, item.index + 1, item.inner_s)
+            yield head.bound_s, head
         config = item.config if isinstance(item, _Timed) else item.family.member(item.index)
         kind = kind_of(config)
         if not self._may_win(bound_s) and kind[:3] != (1, 1, 1) and kind in self._kinds:
@@ -302,9 +310,9 @@ class _Search:
         elif not self._may_fit(config):
             self.rejected["out of memory"] += 1
         else:
-            for placement in self._placements_of(config):
-                placed = changed(config, placement)
-                yield self._quick(placed).step_s, placed
+            placed = [changed(config, placement) for placement in self._placements_of(config)]
+            priced = sorted(((self._quick(one).step_s, one) for one in placed), key=itemgetter(0))
+            yield priced[0][0], _Placed(priced)
 
     def _inner_s(self, family: Family) -> float:
         """Return the time that every member of a family takes at least, without a bubble."""
@@ -443,9 +451,8 @@ def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[ResolvedCon
                 yield changed(price.config, {f"tiers.{name}_on_device": step / _NUM_SHARES for name in away})
 
 
-def _candidate_of(item: _Timed | ResolvedConfig) -> tuple[Any, ...]:
+def _candidate_of(config: ResolvedConfig) -> tuple[Any, ...]:
     """Return what is left of a candidate without where its states are stored."""
-    config = item.config if isinstance(item, _Timed) else item
     pipeline = (config.mesh.pp, config.pipeline.schedule, config.pipeline.virtual_stages)
     split = (config.mesh.tp, config.mesh.ep, config.tensor, config.mesh.cp, config.context)
     return *pipeline, *split, config.batch, config.recompute
@@ -470,21 +477,33 @@ def _saving(placement: Values) -> tuple[int, int, bool, int]:
 
 def least_states_bytes(job: PlanJob, config: ResolvedConfig) -> float:
     """Return the least bytes of states that some rank stores on the device: those of the mean rank."""
-    mesh, tiers, is_packed = config.mesh, config.tiers, config.lora.base == "nf4"
+    mesh, tiers = config.mesh, config.tiers
     stage = effective_stage(ZERO[config.zero.stage], mesh.dp_shard * mesh.cp, is_scheduled=mesh.pp > 1)
-    states = states_of(stage, precision_policy(config.precision), config.optimizer, ())
     tier_of = {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}
-    here = [
-        (PACKED_BYTES if is_packed and state.role == "param" else DTYPE_BYTES[(state.codec or state).dtype], state)
-        for state in states
-        if tier_of[state.role] == "device" and (trains_all(config) or state.role == "param")
-        # Muon's matrices have fewer states than what is no matrix.
-        if state.exact_of is None and state.of_matrices in (None, bool(matrix_state_names(config.optimizer.name)))
-    ]
+    states = _states_of_element(stage, config.precision, config.optimizer, config.lora)
+    here = [(size, at) for role, size, at in states if tier_of[role] == "device"]
 
     def of_param(num_shards: int) -> float:
-        return sum(size / (num_shards if state.placement is Placement.SHARD else 1) for size, state in here)
+        return sum([size / num_shards if at is Placement.SHARD else size for size, at in here])
 
     of_experts = job.shape.num_expert_params
     dense = (job.shape.num_params - of_experts) / mesh.tp * of_param(mesh.dp_shard * mesh.cp)
     return (dense + of_experts / mesh.ep * of_param(mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep)) / mesh.pp
+
+
+@lru_cache(maxsize=2**6)
+def _states_of_element(
+    stage: ZeroStage, precision: PrecisionConfig, optimizer: OptimizerConfig, lora: LoraConfig
+) -> tuple[tuple[str, float, Placement], ...]:
+    """Return role, bytes and placement of an element's states; those of Muon's matrices, which have fewer."""
+    of_matrices = bool(matrix_state_names(optimizer.name))
+    return tuple(
+        (
+            state.role,
+            PACKED_BYTES if lora.base == "nf4" and state.role == "param" else DTYPE_BYTES[(state.codec or state).dtype],
+            state.placement,
+        )
+        for state in states_of(stage, precision_policy(precision), optimizer, ())
+        if state.exact_of is None and state.of_matrices in (None, of_matrices)
+        if lora.rank == 0 or state.role == "param"
+    )

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.config.resolve import Config, ResolvedConfig
+from shardwise.config.toml_text import to_toml
 from shardwise.models.presets import PRESETS, decoder_config, preset
 from shardwise.planner.candidates import SearchSpace, candidates, placements
-from shardwise.planner.configs import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, to_toml, written
+from shardwise.planner.configs import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, written
 from shardwise.planner.folded_layout import StageTable
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
@@ -153,8 +154,6 @@ def test_none_that_toml_cannot_say_is_refused() -> None:
 def test_pins_are_read_as_the_config_reads_them() -> None:
     assert pins_of(["mesh.tp=2,4", "pipeline.schedule=zb-h1"]) == {"mesh.tp": (2, 4), "pipeline.schedule": ("zb-h1",)}
     assert pins_of(["context.heads_over=none"]) == {"context.heads_over": (None,)}
-    with refused("key-not-planned", "zero.stage"):
-        pins_of(["zero.stege=3"])
     with refused("out-of-range", "zero.stage=7"):
         pins_of(["zero.stage=7"])
 

@@ -10,10 +10,11 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.config.resolve import Config
+from shardwise.config.toml_text import to_toml
 from shardwise.models.presets import preset
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.configs import job_of, to_toml
+from shardwise.planner.configs import job_of
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, cluster_of, parse_cluster
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
