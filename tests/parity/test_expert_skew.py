@@ -95,7 +95,7 @@ def test_the_first_expert_gets_so_many_times_the_mean(skew: float) -> None:
 
 def simulate_mixture(skew: float) -> tuple[int, int]:
     """What one of 4,096 ranks sends between experts, and the most bytes that it holds."""
-    values = {**MIXTRAL, "num_hidden_layers": 4, "num_local_experts": 64, "hidden_size": 512, "intermediate_size": 64}
+    values = {**MIXTRAL, "num_hidden_layers": 8, "num_local_experts": 64, "hidden_size": 512, "intermediate_size": 64}
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     simulation = simulate(
         build_skeleton(ModelSpec("huggingface", values)).to(torch.bfloat16),
@@ -115,7 +115,7 @@ def simulate_mixture(skew: float) -> tuple[int, int]:
 def test_simulated_ranks_of_4096_get_the_rows_of_a_skew() -> None:
     # Of 256 tokens each of 4 ranks sends 64 to 2 experts, all but a 64th away; a row has 512 numbers of 2 bytes.
     row_bytes = 64 * 2 * 63 // 64 * 1024
-    num_calls, count_bytes = 4, 63 * 4  # of a stage's layer, by micro-batches
+    num_calls, count_bytes = 2 * 4, 63 * 4  # layers of a stage, by micro-batches
     (even, peak), (skewed, higher) = simulate_mixture(1.0), simulate_mixture(4.0)
     # There and back, and the same for gradients; what comes in fours is sent back in fours.
     assert even == num_calls * (count_bytes + (1 + 1 + 1 + 1) * row_bytes)
