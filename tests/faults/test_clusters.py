@@ -242,6 +242,7 @@ def hosts() -> Iterator[Hosts]:
                 folder.rmdir()
 
 
+@pytest.mark.full  # `test_two_hosts_by_ssh` joins them, and `test_elastic.py` outlives a rank
 def test_two_hosts_join_and_outlive_a_killed_rank(environ: dict[str, str], hosts: Hosts) -> None:
     options = ["--hosts", hosts.both, "--gpus", "1", "--max-restarts", "2", "--submit"]
     written = finish(process := launch(environ, *options, "--", "train.py", "death"))

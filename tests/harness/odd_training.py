@@ -14,7 +14,7 @@ from harness.reference import Trace, train_reference
 from harness.training import make_config, own_gradients
 from shardwise import Engine, initialize
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 TIMEOUT_S = 60.0
 SGD: Final = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
 

@@ -33,7 +33,7 @@ from shardwise.models.apply_attention import apply_attention
 from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.float64 import float64_throughout
 
-NUM_STEPS: Final = 5
+NUM_STEPS: Final = 3
 NUM_MICRO_BATCHES: Final = 2  # of a data rank
 MICRO_SIZE: Final = 2
 CLIP_NORM: Final = 0.05

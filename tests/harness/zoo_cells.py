@@ -24,7 +24,7 @@ from harness.zoo import ZOO, Family
 from shardwise import Engine, initialize, propose_plan
 from shardwise.runtime.float64 import float64_throughout
 
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 2
 NUM_RANKS: Final = 2
 SHARDED: Final[Mapping[str, Any]] = {"zero": {"stage": 3}}
 LAYOUTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(

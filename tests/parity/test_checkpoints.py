@@ -80,7 +80,7 @@ def load(rank: int, world_size: int, root: Path, make: Mapping[str, Any], num_st
         return whole_states(engine), engine.num_steps, report.extra
 
 
-@settings(QUICK_TO_FAIL, max_examples=8)
+@settings(QUICK_TO_FAIL, max_examples=4)
 @given(data=st.data())
 def test_any_layout_loads_what_any_other_has_saved(
     ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -95,7 +95,7 @@ def test_replay_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -
     check_parity(merge_ranks(traces), reference(num_data_ranks(options), options["accumulation"]))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [{"ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_replay_on_two_ranks_equals_one_process(ranks: WorkerPool, mesh: dict[str, int]) -> None:
     overrides = {"mesh": mesh, "zero": {"stage": 3}, "recompute": {"mode": "full"}, "experts": {"replay": True}}

@@ -247,7 +247,7 @@ def train_arm(rank: int, world_size: int, overrides: dict[str, Any], folder: Pat
     return [each.loss for each in results], [each.grad_norm for each in results]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("arm", sorted(ARMS))
 def test_six_steps_of_sixteen_experts_are_those_of_one_process(ranks: WorkerPool, tmp_path: Path, arm: str) -> None:
     """hf#48516: losses, norms under active clipping, and the weights that are saved."""

@@ -94,7 +94,7 @@ def train_deep(rank: int, world_size: int, overrides: Any) -> Trace:
     return train_on_mesh(rank, fixed_length(mixture(**DEEP)), overrides, None, 4, NUM_STEPS)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "sections",
     [

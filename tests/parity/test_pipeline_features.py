@@ -30,7 +30,7 @@ from shardwise.runtime.memory_tracker import Category
 
 pytest.importorskip("transformers")
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 NUM_MICRO_BATCHES = 3
 
 Sections = dict[str, dict[str, Any]]

@@ -125,6 +125,7 @@ def test_a_run_that_is_stopped_twice_is_the_run_that_is_not_to_the_last_bit(play
     assert parts == whole
 
 
+@pytest.mark.full  # `test_tier_checkpoints.py` shows it of engines
 def test_a_run_that_changes_its_tiers_twice_is_the_run_that_does_not_to_the_last_bit(play, tmp_path):
     changes = TIED_BF16 | {"zero": {"stage": 3}, "checkpoint": {"every": 1}}
     whole = play(2, changes, tmp_path / "whole")

@@ -370,6 +370,7 @@ saver.start(7, lambda: SaveRequest(Path(sys.argv[1]), Manifest(7, (), {}), (held
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_program_that_ends_has_its_checkpoint(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stderr) == (0, "")

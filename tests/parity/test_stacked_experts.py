@@ -18,7 +18,7 @@ from harness.refusals import refused
 from harness.tensor import CLIP_NORM, train_on_mesh, train_plainly
 from harness.training import make_config, merge_ranks
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2": (2, {"mesh": {"ep": 2}, "zero": {"stage": 2}}),
     "ep 2, stage 3": (4, {"mesh": {"ep": 2}, "zero": {"stage": 3}}),

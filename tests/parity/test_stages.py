@@ -12,7 +12,7 @@ from harness.pool import WorkerPool
 from harness.reference import check_parity
 from harness.training import merge_ranks, reference_trace, train_engine
 
-NUM_STEPS = 5
+NUM_STEPS = 3
 
 FACTORS = {
     "stage": [0, 1, 2, 3],

@@ -396,7 +396,7 @@ def evaluate(rank: int, world_size: int, is_compiled: bool) -> tuple[list[Tensor
     return evaluated, (logits.detach(), gradients(split.model))
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_without_a_backward_sequences_need_not_divide(ranks: WorkerPool, is_compiled: bool) -> None:
     results = ranks(2).run(evaluate, is_compiled)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from harness.training import make_config, make_optimizer, merge_ranks
 from harness.unknown_models import CASES, LanguageModel, NanoBlock, make_batch, make_loss
 from shardwise import initialize, propose_plan
 
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 2
 PARTS: Final = "parts=16:4+16:4+16:4"
 TABLE: Final[dict[str, Any]] = {
     "embed": "vocab",

@@ -145,6 +145,7 @@ def test_a_file_keeps_its_folder_and_both_go_with_the_last(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_plain_exit_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
 import torch

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.begin
+pytestmark = pytest.mark.usefixtures("warm_python")
 
 # Prints, as JSON, what each thread of a process may run on and how many threads kernels use, by who asks.
 PROGRAM = """
