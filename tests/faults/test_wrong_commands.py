@@ -132,10 +132,15 @@ plan --model tiny --cluster h100:8 mesh.tq=1                | mesh.tp
 plan --model tiny --cluster h100:8 mesh.tp                  | mesh.tp
 plan --model tiny --cluster h100:8 --json {d}/no/a.json     | --json
 plan --model tiny --cluster h100:8 --json {d}/sub           | --json
+plan --model tiny --cluster h100:8 --html {d}/no/a.html     | --html
+plan --model tiny --cluster h100:8 --html -                 | --html
 plan --model tiny --cluster h100:8 --write {d}/no/a.toml    | --write
 plan --model tiny --cluster h100:8 --write {d}/mine.toml    | mine.toml
 plan --model tiny --cluster h100:8 --explain {d}/none.toml  | none.toml
 plan --model tiny --cluster h100:8 --compare {d}/none.toml  | none.toml
+plan --fit --explain {d}/a.toml --cluster h100:8            | --fit
+plan --fit --cluster h100:8 mesh.tp=2                       | mesh.tp=2
+plan --fit --cluster h100:8 --top 3                         | --top
 plan --dry-run {d}/a.toml --cluster h100:8                  | --cluster
 plan --dry-run {d}/a.toml --ranks x                         | --ranks
 plan --dry-run {d}/a.toml --ranks -1                        | --ranks
@@ -277,6 +282,7 @@ launch --submit=yes -- train.py                             | --submit
 launch --hots a,b -- train.py                               | --hosts
 launch --node 2 -- train.py                                 | --nodes
 plan --modle tiny --cluster h100:8                          | --model
+plan --fit=1 --cluster h100:8                               | --fit
 doctor -q                                                   | -q
 doctor --calibrat                                           | --calibrate
 report {d}/a.toml {d}/a.toml                                | a.toml

@@ -53,11 +53,12 @@ _NUM_SIMULATED: Final = 3
 _OF_JOB: Final = frozenset({"model", "cluster", "seq", "margin", "json"})
 _OF_DRY_RUN: Final = frozenset({"world_size", "ranks"})
 _OF_RUN: Final = frozenset({"tokens", "examples", "lengths", "epochs"})
-_EVERY: Final = _OF_JOB | _OF_DRY_RUN | _OF_RUN | {"global_batch", "compare", "write", "top", "more"}
+_EVERY: Final = _OF_JOB | _OF_DRY_RUN | _OF_RUN | {"global_batch", "html", "compare", "write", "top", "more"}
 _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "": _EVERY - _OF_DRY_RUN,
-        "explain": _OF_JOB | {"global_batch"},
+        "explain": _OF_JOB | {"html", "global_batch"},
+        "fit": _OF_JOB,
         "dry_run": _OF_DRY_RUN,
     }
 )
@@ -73,6 +74,7 @@ examples:
   shardwise plan my.toml --cluster mine.toml zero.stage=3       our config; a cluster of your own
   shardwise plan --explain plan.toml --cluster h100:512         memory by stage and time by part of one config
   shardwise plan --explain ds.json --model llama-7b --cluster h100:8
+  shardwise plan --fit --cluster h100:8 --model llama-70b       the largest model, micro-batch and sequence
   shardwise plan llama-3-8b rtx-4090:1 --lora --examples 10000 --lengths 400    does it fit, how long does it take
 
 a dry run simulates the engine's own ranks: rank 0, or those of --ranks:
@@ -112,9 +114,11 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--top", type=Count(1), help="layouts to show (default: 3, with --more 5)")
 @click.option("--margin", type=Amount(0, 0.9), help="share of memory kept free (default: 0.06)")
 @click.option("--json", type=OutputFile(takes_dash=True), help="write all of it as JSON; - for the terminal")
+@click.option("--html", type=OutputFile(), help="write it as a page, as shardwise report does")
 @click.option("--write", type=OutputFile(), help="write the best as a config for shardwise train")
 @click.option("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
 @click.option("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
+@click.option("--fit", is_flag=True, help="say how large a model, micro-batch and sequence may be")
 @click.option("--dry-run", is_flag=True, help="simulate the config as it is; start nothing")
 @click.option("--world-size", type=Count(1), help="ranks of the dry run (default: what the mesh says)")
 @click.option("--ranks", metavar="0,1,...|stages", help="which ranks to simulate (default: 0)")
@@ -132,6 +136,11 @@ def plan(**given: Any) -> int:
         return _dry_run(arguments, path, assignments)
     if arguments.model is not None and path is not None:
         raise ConfigError("two-models", f"--model {arguments.model} and {path} are two models; give one of them")
+    if arguments.fit and assignments:
+        raise ConfigError(
+            "fit-takes-no-settings",
+            f"{assignments[0]} pins nothing of --fit, which has setups of its own; leave one of them out",
+        )
     _refuse_taken(arguments.write)
     return _answer(arguments, arguments.model or path, assignments)
 
@@ -178,10 +187,12 @@ def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence
     from shardwise.cli.this_machine import read_cluster
 
     model = model or arguments.compare  # its own, where it names one
-    if model is None and arguments.explain is None:
+    if model is None and arguments.explain is None and not arguments.fit:
         raise ConfigError("plan-needs-model", _NO_MODEL)
     num_procs = None if arguments.cluster else _num_procs(arguments.explain or model, assignments)
     cluster = read_cluster(arguments.cluster, num_procs)
+    if arguments.fit:
+        return _fit(arguments, cluster, model)
     if arguments.explain is not None:
         return _explain(arguments, cluster, model, assignments)
     assert model is not None
@@ -380,6 +391,25 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1
 
 
+def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int:
+    with progress("reading the question") as say:
+        from shardwise.planner.fit import fit
+        from shardwise.planner.render import fit_dict, fit_view
+        from shardwise.planner.request import USUAL_LENGTH, read_model, usual_dtype
+
+        source_model = None if model is None else read_model(model)
+        seq_len = arguments.seq or (source_model and (source_model.seq_len or source_model.longest)) or USUAL_LENGTH
+        shape = None if source_model is None else source_model.shape
+        fits = []
+        say("trying sizes")
+        dtype = usual_dtype(cluster)
+        for fitting in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
+            fits.append(fitting)
+            say(f"trying sizes: {fitting.name}")
+    _give(arguments, fit_view(fits, cluster, seq_len, shape), fit_dict(fits, cluster, seq_len, shape))
+    return 0
+
+
 def _give(arguments: SimpleNamespace, view: RenderableType, values: Mapping[str, Any]) -> None:
     """Show an answer, or print it as JSON; write the file that was asked for even if the reader closes the pipe."""
     text, path = json.dumps(values, indent=2) + "\n", arguments.json
@@ -391,6 +421,17 @@ def _give(arguments: SimpleNamespace, view: RenderableType, values: Mapping[str,
     finally:
         if path is not None and str(path) != "-":
             write_asked(path, text)
+        if arguments.html is not None:
+            _write_page(arguments.html, values)
+
+
+def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
+    """Write the page of an answer; one without a layout that fits is none."""
+    from shardwise.report import page
+    from shardwise.report.planned import plan_source
+
+    if answer.get("best", [answer]):
+        write_asked(path, page.draw([plan_source(path.stem, answer, None, page.share_of(1))]))
 
 
 def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence[str]) -> int:

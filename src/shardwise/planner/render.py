@@ -16,10 +16,11 @@ from rich.text import Text
 
 from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.planner.configs import SPLITS
-from shardwise.planner.explain import PART_WORDS, Reasons, lacks
+from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
 from shardwise.planner.finetune import Verdict
-from shardwise.planner.hardware import GIB, cluster_words, usual_host
-from shardwise.planner.job import PlanJob, product_dtype
+from shardwise.planner.fit import Fit
+from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
+from shardwise.planner.job import ModelShape, PlanJob, product_dtype
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     MEMORY_CATEGORIES,
@@ -403,6 +404,48 @@ def explain_view(
     rows += [("fix", line) for line in suggestions]
     stages = [facts(stage_rows(price))] if price.config.mesh.pp > 1 else []
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
+
+
+def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> RenderableType:
+    """Show the largest that a cluster holds, by setup.
+
+    Args:
+        seq_len: tokens of a sequence of the largest model.
+        shape: the model whose micro-batch and sequence were also found; None where there is none.
+    """
+    texts = ("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", f"largest at {seq_len:,} tokens")
+    table = bare_table(*texts, *(() if shape is None else ("micro-batch", "sequence")), texts=texts)
+    for fitting in fits:
+        model = "-" if fitting.shape is None else f"{format_count(fitting.shape.num_params):>7} ({fitting.shape.name})"
+        numbers = () if shape is None else (fitting.micro_size, fitting.seq_len)
+        table.add_row(fitting.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
+    text = "the largest model is of the Llama family, one sequence a micro-batch"
+    if shape is not None:
+        text += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
+    added = "add to ZeRO-3 with full recomputation" if cluster.num_gpus > 1 else "recompute all"
+    text += f". Lines with ... {added}; chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss."
+    return blocks(facts([("cluster", cluster_words(cluster))]), table, Text(text, style="dim"))
+
+
+def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
+    """Return the largest that a cluster holds, by setup, as JSON takes it; the arguments are those of `fit_view`."""
+    return {
+        "gpu": cluster.gpu.name,
+        "num_gpus": cluster.num_gpus,
+        "seq_len": seq_len,
+        "model": None if shape is None else asdict(shape),
+        "fits": [
+            {
+                "setup": fitting.name,
+                "config": config_dict(fitting.config),
+                "largest_model": None if fitting.shape is None else asdict(fitting.shape),
+                "num_params": None if fitting.shape is None else fitting.shape.num_params,
+                "micro_size": fitting.micro_size,
+                "seq_len": fitting.seq_len,
+            }
+            for fitting in fits
+        ],
+    }
 
 
 def plan_dict(plan: SearchResult, reasons: Reasons) -> dict[str, Any]:

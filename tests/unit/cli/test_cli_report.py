@@ -1,4 +1,4 @@
-"""`shardwise report` of plans, and `--html` of the timeline: the same page."""
+"""`shardwise report` of plans, and `--html` of the other commands: the same page."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def no_terminal(monkeypatch, tmp_path):
 
 @pytest.fixture
 def planned(tmp_path, capsys) -> Path:
-    files = ["--write", "plan.toml", "--json", "plan.json"]
+    files = ["--write", "plan.toml", "--json", "plan.json", "--html", "plan.html"]
     assert cli.main(["plan", *JOB, *PINS, *files]) == 0
     capsys.readouterr()
     return tmp_path
@@ -37,7 +37,7 @@ def planned(tmp_path, capsys) -> Path:
 def test_the_pages_of_a_plan_agree(planned):
     assert cli.main(["report", "plan.toml", "-o", "of_toml.html"]) == 0
     assert cli.main(["report", "plan.json", "-o", "of_json.html"]) == 0
-    seen = [ask_page(Path(name).read_text(), SEEN, planned) for name in ("of_toml.html", "of_json.html")]
+    seen = [ask_page(Path(name).read_text(), SEEN, planned) for name in ("of_toml.html", "of_json.html", "plan.html")]
     best = json.loads(Path("plan.json").read_text())["best"][0]
     for each in seen:
         assert each["sections"][:3] == ["memory", "parts", "timelines"], "a plan has no curves"

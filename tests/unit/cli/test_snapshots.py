@@ -82,7 +82,7 @@ COMMANDS = {
         *("plan my.toml --ranks 0", "plan --dry-run my.toml --ranks first", "plan --dry-run my.toml --ranks 4"),
         *("plan --dry-run my.toml --world-size 7 mesh.pp=2", "plan --dry-run my.toml mesh.pp=9 run.num_procs=9"),
         *("plan --dry-run my.toml pipeline.shedule=gpipe", "plan", "plan --zzz", "plan --model", "plan --num-procs=8"),
-        *("plan my.toml --top 0", "plan my.toml --margin 2", "plan my.toml --dry-run --explain my.toml"),
+        *("plan my.toml --top 0", "plan my.toml --margin 2", "plan my.toml --fit --explain my.toml"),
     ],
     "timeline": [
         "timeline --help",

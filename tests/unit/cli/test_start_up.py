@@ -20,6 +20,7 @@ COMMANDS = (
     ("plan llama-3-8b h100:8 --simulate 0", "ZeRO"),
     ("plan states.toml h100:8 --simulate 0", "ZeRO"),
     ("plan mixtral-8x7b h100:64 --simulate 0", "2 of 8 experts"),
+    ("plan --fit --cluster rtx-4090:1", "largest at"),
     ("plan states.toml h100:8 --simulate 0 optimizer.name=adamw precision.states=int8", "ZeRO"),
 )
 # One process runs all: what is not imported after a command was imported by none before it either.

@@ -92,7 +92,7 @@ def test_your_own_layout_stands_beside_the_best(capsys):
 
 def test_the_answer_is_shown_where_it_cannot_be_written(capsys):
     Path("ds.json").write_text(json.dumps({"train_batch_size": 16}))
-    for asked in (SMALL, ["--explain", "ds.json", *SMALL[:4]]):
+    for asked in (SMALL, ["--explain", "ds.json", *SMALL[:4]], ["--fit", *SMALL[2:4]]):
         assert cli.main(["plan", *asked, "--json", "/dev/full"]) == 1
         captured = capsys.readouterr()
         assert "4 x h100" in captured.out
@@ -222,6 +222,19 @@ def test_bars_differ_by_characters_where_there_is_no_colour(name, mark, capsys, 
     assert all(mark in line for line in bars)
 
 
+def test_sizes_are_printed_as_json_too(capsys):
+    assert (
+        cli.main(["plan", "--fit", "--cluster", "a100-40:8", "--model", "llama-7b", "--seq", "2048", "--json", "-"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpu"], found["num_gpus"], found["seq_len"]) == ("a100-40", 8, 2048)
+    by_name = {each["setup"]: each for each in found["fits"]}
+    assert by_name["DDP"]["num_params"] < by_name["ZeRO-3"]["num_params"]
+    assert by_name["DDP"]["micro_size"] is None
+    assert by_name["ZeRO-3"]["micro_size"] >= 1
+
+
 def test_this_machine_needs_a_profile(capsys):
     assert cli.main(["plan", "--model", "25m", "--global-batch", "8"]) == 2
     assert "shardwise doctor --calibrate" in capsys.readouterr().err
@@ -282,6 +295,7 @@ def test_a_measured_machine_needs_no_cluster(capsys, tmp_path, monkeypatch):
         ([*SMALL, "--json", "none/plan.json"], "--json none/plan.json names no file that can be written"),
         ([*SMALL, "--write", "none/plan.toml"], "--write none/plan.toml names no file that can be written"),
         ([], "no model is given; say which, such as --model llama-70b"),
+        (["--fit", "--cluster", "h100:8", "mesh.tp=2"], "mesh.tp=2 pins nothing of --fit"),
     ],
 )
 def test_each_mistake_is_one_line(arguments, message, capsys):

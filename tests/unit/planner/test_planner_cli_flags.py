@@ -17,17 +17,19 @@ from shardwise.cli.plan import check_flags, parse_ranks, plan, start_words, with
 from shardwise.planner.configs import pins_of
 from shardwise.planner.hardware import parse_cluster
 
-QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--dry-run": ["--dry-run"]}
+QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--fit": ["--fit"]}
+QUESTIONS |= {"--dry-run": ["--dry-run"]}
 FLAGS = {
     "--model": ["x"], "--cluster": ["x"], "--seq": ["1"], "--margin": ["0"], "--json": ["x"], "--global-batch": ["1"],
     "--compare": ["x"], "--write": ["x"], "--top": ["1"], "--more": [], "--world-size": ["1"], "--ranks": ["0"],
-    "--tokens": ["1e9"],
+    "--html": ["x"], "--tokens": ["1e9"],
 }  # fmt: skip
 OF_A_DRY_RUN = {"--world-size", "--ranks"}
 OF_SIZES = {"--model", "--cluster", "--seq", "--margin", "--json"}
 HEEDED = {
     "": FLAGS.keys() - OF_A_DRY_RUN,
-    "--explain": OF_SIZES | {"--global-batch"},
+    "--explain": OF_SIZES | {"--global-batch", "--html"},
+    "--fit": OF_SIZES,
     "--dry-run": OF_A_DRY_RUN,
 }
 
@@ -113,7 +115,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_search(
         assert (folder / "mine.toml").read_bytes() == content
     asked = []
     monkeypatch.setattr("os.access", lambda path, mode: asked.append(path))
-    for flag, name in (("--write", "new.toml"), ("--json", "mine.toml")):
+    for flag, name in (("--write", "new.toml"), ("--json", "mine.toml"), ("--html", ".")):
         assert cli.main([*ASKED, flag, name]) == 2
         assert "[output-not-writable]" in capsys.readouterr().err
     assert asked == [Path("."), Path("mine.toml")]  # the folder of what is not there yet

@@ -1,4 +1,4 @@
-"""What a user leaves open is taken from files and devices, and what is given goes before both."""
+"""What a user leaves open is taken from files and devices, and what is given goes before both; and what fits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import pytest
 from harness.refusals import refused
 from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models.presets import preset
-from shardwise.planner.hardware import FittedConstants, parse_cluster
-from shardwise.planner.job import BASE, ModelShape, ModelSource, PlanJob, changed
+from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, setups
+from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
+from shardwise.planner.job import BASE, ModelShape, ModelSource, PlanJob, changed, param_of
+from shardwise.planner.memory import MemoryModel
 from shardwise.planner.profile import Profile
 from shardwise.planner.request import Question, is_split, read_model, usual_batch, usual_dtype
+from shardwise.planner.results import missing_memory
 from shardwise.planner.step_time import SHARES, interval_s, kind_of
 
 NODE = parse_cluster("h100:8")
@@ -121,6 +124,99 @@ def test_a_dtype_that_the_machine_multiplies_slowly_is_said(bf16: float, param: 
     slow = replace(NODE, gpu=replace(NODE.gpu, peak_flops_per_s={"fp32": 1.0, "bf16": bf16}))
     notes = Question(read_model("25m"), slow, None, 8, (f"precision.param={param}",)).ask().notes
     assert any("100 times as slow" in note and "precision.param=fp32" in note for note in notes) is is_said
+
+
+def test_setups_are_split_as_their_names_say() -> None:
+    whole = changed(BASE, {"mesh.dp_shard": 16})
+    saving = changed(whole, {"zero.stage": 3, "recompute.mode": "full"})
+    host = changed(saving, {"tiers.optimizer": "host"})
+    away = changed(
+        host, {"tiers.params": "host", "tiers.grads": "host", "tiers.activations": "host", "context.chunk_tokens": 1024}
+    )
+    cluster = replace(parse_cluster("h100:16"), host=Host(nvme_bytes=1.0))
+    assert CHUNK_TOKENS == 1024
+    assert {each.name: each.config for each in setups(cluster)} == {
+        "DDP": whole,
+        "ZeRO-1": changed(whole, {"zero.stage": 1}),
+        "ZeRO-2": changed(whole, {"zero.stage": 2}),
+        "ZeRO-3": changed(whole, {"zero.stage": 3}),
+        "... recompute full": saving,
+        "... TP 8+SP": changed(saving, {"mesh.tp": 8, "mesh.dp_shard": 2, "tensor.sequence_parallel": True}),
+        "... CP 8": changed(saving, {"mesh.cp": 8, "mesh.dp_shard": 2}),
+        "... in chunks": changed(saving, {"context.chunk_tokens": 1024}),
+        "... optimizer on host": host,
+        "... chunks, all on host": away,
+        "... chunks, states on NVMe": changed(
+            away, {"tiers.params": "nvme", "tiers.grads": "nvme", "tiers.optimizer": "nvme"}
+        ),
+    }
+    alone = [each.name for each in setups(parse_cluster("h100:1"))]
+    assert alone == [
+        "on the device", "recompute full", "... in chunks", "... optimizer on host", "... chunks, all on host",
+    ]  # fmt: skip
+    racks = [each.name for each in setups(parse_cluster("gb200:72"))]
+    assert "... TP 4+SP" in racks  # of a node
+    wide = [each.name for each in setups(parse_cluster("h100:2x16"))]
+    assert "... TP 8+SP" in wide
+
+
+def test_a_family_is_as_deep_as_it_has_heads() -> None:
+    assert family_shape(12) == ModelShape(
+        num_layers=12, hidden_size=1536, num_heads=12, num_kv_heads=4, head_dim=128, ffn_size=5376, vocab_size=128_256,
+        name="12 layers of 1,536",
+    )  # fmt: skip
+    assert family_shape(32).num_kv_heads == 8
+
+
+def test_setups_are_those_that_a_cluster_can_run() -> None:
+    def names(gpus: str, **facts: Any) -> list[str]:
+        return [each.name for each in setups(replace(parse_cluster(gpus), **facts))]
+
+    assert names("h100:1")[0] == "on the device"
+    assert not any("TP" in name for name in names("h100:1x12"))
+    assert not any("NVMe" in name for name in names("h100:8"))
+    assert names("h100:8", host=Host(nvme_bytes=1e12))[-1].endswith("NVMe")
+    pairs = replace(find_gpu("h100"), link_domain=2)
+    assert "... TP 2+SP" in names("h100:8", gpu=pairs)
+    assert {param_of(each.config) for each in setups(NODE, "fp32")} == {"fp32"}
+
+
+def test_one_more_of_what_fits_does_not() -> None:
+    cluster = replace(NODE, gpu=replace(NODE.gpu, memory_bytes=4 * 2**30))
+    narrow = replace(SHAPE, num_heads=12, num_kv_heads=4)  # that 8 ranks cannot split
+    found = {each.name: each for each in fit(cluster, seq_len=512, shape=narrow, margin_share=0.25)}
+    assert found["... TP 8+SP"].micro_size is None
+    stage_3 = found["ZeRO-3"]
+    assert stage_3.micro_size is not None
+    assert stage_3.seq_len is not None
+    assert stage_3.seq_len % 1024 == 0
+
+    def fits(seq_len: int, micro_size: int) -> bool:
+        config = changed(stage_3.config, {"batch.micro_size": micro_size})
+        job = PlanJob(shape=narrow, seq_len=seq_len, global_batch=config.batch.global_size, cluster=cluster)
+        return missing_memory(MemoryModel(job).estimate(config), cluster, 0.25) is None
+
+    assert stage_3.shape is not None
+    heads = stage_3.shape.num_heads
+    assert heads % 4 == 0
+    job = PlanJob(shape=stage_3.shape, seq_len=512, global_batch=8, cluster=cluster)
+    assert missing_memory(MemoryModel(job).estimate(stage_3.config), cluster, 0.25) is None
+    larger = replace(job, shape=family_shape(heads + 4))
+    assert missing_memory(MemoryModel(larger).estimate(stage_3.config), cluster, 0.25) is not None
+    assert next(fit(cluster, seq_len=512)).micro_size is None
+    assert fits(512, stage_3.micro_size)
+    assert not fits(512, stage_3.micro_size + 1)
+    assert fits(stage_3.seq_len, 1)
+    assert not fits(stage_3.seq_len + 1024, 1)
+
+
+def test_sizes_end_where_none_fits() -> None:
+    endless = replace(NODE, gpu=replace(NODE.gpu, memory_bytes=1e24))
+    found = next(fit(endless, seq_len=512, shape=SHAPE))
+    assert found.shape is not None
+    assert (found.shape.num_heads, found.micro_size, found.seq_len) == (512, 4096, 2**24)
+    nothing = next(fit(replace(NODE, gpu=replace(NODE.gpu, memory_bytes=1.0)), seq_len=512, shape=SHAPE))
+    assert (nothing.shape, nothing.micro_size, nothing.seq_len) == (None, None, None)
 
 
 @pytest.mark.parametrize(
