@@ -31,14 +31,14 @@ class FoundExperts:
     """
 
     name: str
-    module: nn.Module
+    module: Any
     wrappers: Mapping[str, Any]
     parent_name: str
     parent: nn.Module
 
     @property
     def num_experts(self) -> int:
-        return num_experts_of(self.module)
+        return int(self.module.num_experts)
 
 
 def experts_of(model: nn.Module) -> list[FoundExperts]:
@@ -52,7 +52,7 @@ def experts_of(model: nn.Module) -> list[FoundExperts]:
     return layers
 
 
-def is_experts(module: nn.Module) -> bool:
+def is_experts(module: Any) -> bool:
     """Say whether a module is a stack of experts, all of them or those of one rank."""
     if not all(hasattr(module, flag) for flag in _FLAGS):
         return False
@@ -60,12 +60,7 @@ def is_experts(module: nn.Module) -> bool:
     down: Any = getattr(module, "down_proj", None) if packed is None else packed.quant_state
     if packed is None and not isinstance(down, nn.Parameter):
         return False
-    return len(down.shape) == 3 and down.shape[0] > 0 and num_experts_of(module) % down.shape[0] == 0
-
-
-def num_experts_of(module: Any) -> int:
-    """Return how many experts a module of experts has, on all ranks together."""
-    return int(module.num_experts)
+    return len(down.shape) == 3 and down.shape[0] > 0 and module.num_experts % down.shape[0] == 0
 
 
 def stack_names(module: nn.Module) -> tuple[str, ...]:
@@ -110,7 +105,7 @@ def _with_scales(state: Any, ep: int, rank: int, **changes: Any) -> Any:
     return copied
 
 
-def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | None]:
+def dims_in_experts(modules: Mapping[str, Any]) -> dict[str, ExpertDim | None]:
     """Return how each parameter that experts use is made of experts, by name; None for one that they share.
 
     Args:
@@ -120,7 +115,7 @@ def dims_in_experts(modules: Mapping[str, nn.Module]) -> dict[str, ExpertDim | N
     for prefix, module in modules.items():
         if not is_experts(module):
             continue
-        num_experts = num_experts_of(module)
+        num_experts = int(module.num_experts)
         stacks = {
             name if packed_stack(module, name) is None else f"parametrizations.{name}.original": ExpertDim(num_experts)
             for name in stack_names(module)
@@ -151,7 +146,7 @@ def _wrappers_of(name: str, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     return wrappers
 
 
-def router_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
+def router_of(parent: nn.Module, experts: Any) -> nn.Module | None:
     """Return the router of a module of experts: the module whose matrix has a row for each of them.
 
     Args:
@@ -160,7 +155,7 @@ def router_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
     Returns:
         None where there is none, or where several could be it.
     """
-    num_experts, inside = num_experts_of(experts), {id(module) for module in experts.modules()}
+    num_experts, inside = experts.num_experts, {id(module) for module in experts.modules()}
     candidates = {
         name: module
         for name, module in parent.named_modules()

@@ -34,8 +34,9 @@ from shardwise.engine.state_api import note_engine
 from shardwise.engine.step import StepEvents
 from shardwise.engine.types import Scheduler
 from shardwise.engine.whole_values import check_of_graphs
-from shardwise.experts.adapter import ExpertLayers
+from shardwise.experts.adapter import divide_experts
 from shardwise.experts.balance import RouterBalance
+from shardwise.experts.routers import Routers
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
 from shardwise.layout.param_groups import GroupSpec
@@ -207,7 +208,7 @@ def _make_parts(
     split_values, hooks_once = _follow_hooks(inputs, comms, draws, sharding, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     scheduler = inputs.scheduler or own_scheduler(config, sharded.optimizer)
-    watched = balance if len(balance.counts()) else None
+    watched = balance if len(balance.counts) else None
     parts = EngineParts(
         model=inputs.model,
         state=StepState(config, layout, inputs.loss_fn, scheduler, deque(maxlen=config.batch.accumulation), watched),
@@ -263,7 +264,7 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder | None, ActivationStore | None, ExpertLayers | None, RouterBalance]:
+) -> tuple[BatchSharder | None, ActivationStore | None, Routers, RouterBalance]:
     """Set up attention, split layers, experts, convert linear ones, key dropouts, chunk, recompute and compile, in this
     order.
 
@@ -284,13 +285,9 @@ def _alter_modules(
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
         _undo_at_end(cleanup, undo)
-    experts, tokens = None, resources.comms.tokens
     mappings = mappings_of(model) if tensor is not None else None
-    if tokens is not None or any(entry.experts for entry in layout.facts.params):
-        experts = ExpertLayers(model, layout, mappings, tokens, config.experts)
-        cleanup.callback(experts.close)
-    balance = RouterBalance(model, layout, config, resources.comms, mappings)
-    cleanup.callback(balance.close)
+    experts = divide_experts(model, layout, mappings, resources.comms.tokens, config.experts, cleanup)
+    balance = RouterBalance(model, layout, config, resources.comms, mappings, cleanup)
     is_simulated = resources.comms.all.is_simulated
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}

@@ -28,8 +28,8 @@ from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.hook_views import SplitModelValues
 from shardwise.engine.types import Scheduler
-from shardwise.experts.adapter import ExpertLayers
 from shardwise.experts.balance import RouterBalance
+from shardwise.experts.routers import Routers
 from shardwise.layout.layout import Layout
 from shardwise.offload.activations import ActivationStore
 from shardwise.offload.nvme import SwapError
@@ -311,7 +311,6 @@ class EngineParts:
         watchdog: None where there is one rank.
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
-        experts: None where the model has none.
     """
 
     model: nn.Module
@@ -333,7 +332,7 @@ class EngineParts:
     split_values: SplitModelValues | None
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
-    experts: ExpertLayers | None
+    experts: Routers
 
     @property
     def config(self) -> ResolvedConfig:

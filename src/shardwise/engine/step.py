@@ -390,7 +390,7 @@ def _start_sums(parts: EngineParts, square: Tensor) -> _StepSums:
     is_whole = parts.layout.stage.optimizer is Placement.REPLICATE
     if parts.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
         square.zero_()  # others hold the same gradient: it counts once
-    chosen = [] if parts.state.balance is None else [parts.state.balance.counts().to(square.dtype)]
+    chosen = [] if parts.state.balance is None else [parts.state.balance.counts.to(square.dtype)]
     values = torch.cat([square.reshape(1).to(parts.device), parts.losses.deviation(), *chosen])
     was_used = dict(zip(parts.sharded.names, parts.sharded.used(), strict=True))
     names = parts.layout.trained_names
@@ -438,7 +438,7 @@ def _read_sums(parts: EngineParts, sums: _StepSums) -> tuple[float, float, float
     loss_sum, count, square_sum, *counts = summed
     if parts.comms.tensor.world_size > 1:
         _check_one_loss(parts, counts.pop(0), loss_sum)
-    num_experts = 0 if parts.state.balance is None else len(parts.state.balance.counts())
+    num_experts = 0 if parts.state.balance is None else len(parts.state.balance.counts)
     chosen, counts = counts[:num_experts], counts[num_experts:]
     used = {name: number > 0 for name, number in zip(sums.names, counts, strict=False)}
     parts.state.is_aliased = len(counts) > len(sums.names) and counts[len(sums.names)] > 0

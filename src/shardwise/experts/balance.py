@@ -103,13 +103,14 @@ class _Layer:
 
 
 class RouterBalance:
-    """Watches the routers of a model, if a key asks for it or experts are divided; `close` puts its modules back.
+    """Watches the routers of a model, if a key asks for it or experts are divided; `undo` puts its modules back.
 
     Args:
         same_tokens: of the ranks of tp, as for `ExpertLayers`.
 
     Attributes:
         tables: of the layers in the forward that runs, with those of earlier stages of a pipeline.
+        counts: of this rank's tokens for each expert of each layer in this step; each token is of one rank.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class RouterBalance:
         config: ResolvedConfig,
         comms: CommGroups,
         same_tokens: SameTokens | None,
+        undo: ExitStack,
     ) -> None:
         self.tables: list[Tensor] = []
         self._model, self._config, self._same_tokens = model, config.experts, same_tokens
@@ -136,17 +138,15 @@ class RouterBalance:
             )
         self._layers: list[_Layer] = []
         end = 0
-        with ExitStack() as undo:
-            for experts in layers if is_asked or layout.mesh.divides_experts else ():
-                start, end = end, end + experts.num_experts
-                is_split = comms.tensor.world_size > 1 and has_part_of_sequence(layout, experts.name)
-                self._layers.append(self._watch(experts, slice(start, end), is_split, undo))
-            self.close = undo.pop_all().close
+        for experts in layers if is_asked or layout.mesh.divides_experts else ():
+            start, end = end, end + experts.num_experts
+            is_split = comms.tensor.world_size > 1 and has_part_of_sequence(layout, experts.name)
+            self._layers.append(self._watch(experts, slice(start, end), is_split, undo))
         is_split = any(layer.is_split for layer in self._layers)
         self._tensor, self._num_parts = comms.tensor, comms.tensor.world_size if is_split else 1
         sharing = [comms.data if config.experts.aux_scope == "global" else comms.context]
         self._sharing = [comm for comm in [*sharing, *[comms.tensor] * is_split] if comm.world_size > 1]
-        self._counts = torch.zeros(end, dtype=torch.int64, device=comms.all.device)
+        self.counts = torch.zeros(end, dtype=torch.int64, device=comms.all.device)
 
     def _watch(self, experts: FoundExperts, places: slice, is_split: bool, undo: ExitStack) -> _Layer:
         parent = experts.parent_name
@@ -219,7 +219,7 @@ class RouterBalance:
             if is_first:
                 self.tables.append(table)
         if is_training and is_first and (layer.is_split or self._tensor.rank == 0):  # each token once
-            self._counts[layer.places] += counts_of(index.reshape(1, -1), layer.num_experts)[0]
+            self.counts[layer.places] += counts_of(index.reshape(1, -1), layer.num_experts)[0]
         return own(*args, **kwargs)
 
     def add(self, loss: LossSum) -> LossSum:
@@ -242,10 +242,6 @@ class RouterBalance:
         value = torch.stack([router_loss(of_all, of_all, self._config) for _, of_all in tables]).mean()
         return LossSum(loss.total + (local - local.detach()) + loss.count * value, loss.count, loss.is_counted)
 
-    def counts(self) -> Tensor:
-        """Return how many tokens of this rank each expert of each layer got in this step; each token is of one rank."""
-        return self._counts
-
     def end_step(self, counts: Sequence[float], skipped: bool) -> tuple[tuple[float, ...], dict[str, Tensor]]:
         """Move the biases that are buffers by the counts of all ranks, unless the step is `skipped`.
 
@@ -255,7 +251,7 @@ class RouterBalance:
         by_layer, changes = [counts[layer.places] for layer in self._layers], {}
         if self._config.bias_rate and not skipped:
             moves = [move for chosen in by_layer for move in bias_changes(chosen, self._config.bias_rate)]
-            on_device = numbers_on(self._counts.device, moves)
+            on_device = numbers_on(self.counts.device, moves)
             # [Note: Biases of other stages]
             # Each rank moves those of all layers: which rank saves a buffer is no matter of the stage that uses it.
             buffers = dict(self._model.named_buffers())
@@ -269,7 +265,7 @@ class RouterBalance:
 
     def forget(self) -> None:
         """Count from 0."""
-        self._counts.zero_()
+        self.counts.zero_()
 
     # [Note: Recorded logits of a split sequence]
     # A model's own auxiliary loss takes the logits that transformers has recorded. Where ranks have parts of sequences,

@@ -22,7 +22,6 @@ in that order; so products that sum over rows, the gradients of weights, have th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,22 +41,6 @@ from shardwise.runtime.torch_private import is_fake, unseen_by_op_modes
 
 # Where each row of a new order is in the old one, and the inverse of that.
 Permutation = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Says where the rows of one call go.
-
-    Attributes:
-        by_expert: sorts the choices [N * k].
-        arrange: puts received rows into the order of the experts; None where they are in it.
-        ends: of the rows of each expert of this rank, as int32; `rows.by_part` has their numbers on the host.
-    """
-
-    by_expert: Permutation
-    arrange: Permutation | None
-    ends: Tensor
-    rows: RowCounts
 
 
 class ExpertDispatch:
@@ -92,25 +75,33 @@ class ExpertDispatch:
             CommError: an index names no expert.
             EngineError: a recomputation has chosen other experts than its forward.
         """
-        to = self._route(index, len(experts.down_proj), name, is_same_again)
-        cast = hidden.to(autocast(experts.down_proj).dtype)
-        rows = self._send(_take(cast, to.by_expert, index.shape[1]), to.rows.sent, to.rows.received, name)
-        rows = run_experts(experts, _take(rows, to.arrange), to.ends, to.rows.by_part)
-        rows = self._send(_take(rows, to.arrange and to.arrange[::-1]), to.rows.received, to.rows.sent, name)
+        num_local, num_choices = len(experts.down_proj), index.shape[1]
+        chosen, order = index.reshape(-1).sort(stable=True)
+        by_expert = _with_inverse(order)
+        counts = self._exchange_counts(index, chosen, num_local, name, is_same_again)
+        # Received rows are put into the order of the experts, unless they are in it.
+        arrange = _arrangement(counts.on_device, sum(counts.received))
+        ends = counts.on_device.sum(0).cumsum(0, dtype=torch.int32)
+        rows = _take(hidden.to(autocast(experts.down_proj).dtype), by_expert, num_choices)
+        rows = self._send(rows, counts.sent, counts.received, name)
+        rows = run_experts(experts, _take(rows, arrange), ends, counts.by_part)
+        rows = self._send(_take(rows, arrange and arrange[::-1]), counts.received, counts.sent, name)
         # [Note: The norm after an expert]
         # Its weight is no expert's: all have the same. So it runs where the token is, and the gradient of its weight
         # is of this rank's tokens, as that of any weight outside of the experts.
         rows = experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
-        chosen = _take(rows, to.by_expert[::-1]).view(*index.shape, hidden.shape[1])
-        return (chosen * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        results = _take(rows, by_expert[::-1]).view(*index.shape, hidden.shape[1])
+        return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def close(self) -> None:
         """Remove the registered ops."""
         self._registry.close()
 
-    def _route(self, index: Tensor, num_local: int, name: str, is_same_again: bool) -> Routing:
+    def _exchange_counts(
+        self, index: Tensor, chosen: Tensor, num_local: int, name: str, is_same_again: bool
+    ) -> RowCounts:
+        """Exchange how many of the sorted choices go to which expert; a recomputation has them from its forward."""
         num_experts = num_local * self.comm.world_size
-        chosen, order = index.reshape(-1).sort(stable=True)
 
         def exchange() -> RowCounts:
             bounds = torch.arange(num_experts + 1, dtype=chosen.dtype, device=chosen.device)
@@ -131,8 +122,7 @@ class ExpertDispatch:
                     f"{name}: the recomputation sends tokens to other experts than the forward did; make the router "
                     "deterministic, let it choose by topk, or set recompute.mode=none",
                 )
-        arrange = _arrangement(rows.on_device, sum(rows.received))
-        return Routing(_with_inverse(order), arrange, rows.on_device.sum(0).cumsum(0, dtype=torch.int32), rows)
+        return rows
 
     def _send(self, rows: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         return rows if self.comm.world_size == 1 else _Exchange.apply(self._exchange, rows, sent, received, name)

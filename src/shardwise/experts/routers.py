@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.config.errors import ConfigError, EngineError
 from shardwise.construction.experts import experts_of, router_of
+from shardwise.context.batch import main_input
 from shardwise.runtime.class_swap import Call, answer_calls, set_attribute, subclass_module
 from shardwise.runtime.forward_state import is_repeatable, same_again
 from shardwise.runtime.torch_private import is_fake
@@ -35,9 +36,9 @@ from shardwise.runtime.torch_private import is_fake
 
 ROUTED_EXPERTS: Final = "routed_experts"  # of a batch, as vLLM and SGLang name what they return
 _ROUTER: Final = "_shardwise_router"
-# Does what a module of experts does, with tokens, index and weights; it is given whether a second pass of the call that
-# runs is certain to bring the same index.
-Compute = Callable[[nn.Module, Tensor, Tensor, Tensor, bool], Any]
+# Does what a module of experts does, with the module, tokens, index and weights; it is given as `is_same_again` whether
+# a second pass of the call that runs is certain to bring the same index.
+Compute = Callable[..., Tensor]
 
 
 class Router(TorchFunctionMode):
@@ -148,15 +149,20 @@ class Routers:
     Args:
         part: the number of this rank and of all among which sequences may be split between layers.
         computes: what computes experts in place of their own forwards, by the layer's name.
+        follows: whether batches may name experts.
     """
 
     def __init__(
-        self, model: nn.Module, part: tuple[int, int] = (0, 1), computes: Mapping[str, Compute] = MappingProxyType({})
+        self,
+        model: nn.Module,
+        part: tuple[int, int] = (0, 1),
+        computes: Mapping[str, Compute] = MappingProxyType({}),
+        follows: bool = True,
     ) -> None:
         undo = ExitStack()
-        self.close = undo.close
+        self.close, self._follows = undo.close, follows
         self._routing: Tensor | None = None
-        layers = experts_of(model)
+        layers = experts_of(model) if computes or follows else []
         self._nums_experts = [experts.num_experts for experts in layers]
         self._blocks = [_block_of(experts.name, model) for experts in layers]
         for number, experts in enumerate(layers):
@@ -171,6 +177,23 @@ class Routers:
             for altered, joined in ((experts.module, _Follows), *around):
                 undo.callback(subclass_module(altered, joined))
                 undo.callback(set_attribute(altered, _ROUTER, router))
+
+    def take(self, inputs: Any) -> tuple[Any, Tensor | None]:
+        """Take from a model's inputs the experts that its tokens are to be sent to, where they name them.
+
+        Raises:
+            ConfigError: they do, and the config says nothing of it, or they do not fit.
+        """
+        if not isinstance(inputs, Mapping) or ROUTED_EXPERTS not in inputs:
+            return inputs, None
+        if not self._follows:
+            raise ConfigError(
+                "routing-not-followed",
+                f"the batch names experts in {ROUTED_EXPERTS}, and experts.replay=false lets routers choose; set "
+                "experts.replay=true, or leave them out of the batch",
+            )
+        others = {name: value for name, value in inputs.items() if name != ROUTED_EXPERTS}
+        return others, self.checked(inputs[ROUTED_EXPERTS], main_input(others).shape[:2])
 
     @contextmanager
     def following(self, routing: Tensor) -> Iterator[None]:
@@ -237,6 +260,7 @@ class _Follows(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         router: Router = getattr(self, _ROUTER)
         router.check(top_k_index)
-        if router.compute is not None:
-            return router.compute(self, hidden_states, top_k_index, top_k_weights, router.index is not None)
-        return super().forward(hidden_states, top_k_index, top_k_weights)
+        tensors = hidden_states, top_k_index, top_k_weights
+        if router.compute is None:
+            return super().forward(*tensors)
+        return router.compute(self, *tensors, is_same_again=router.index is not None)
