@@ -56,6 +56,7 @@ _LINEAR_HEADS: Final[Mapping[str, Any]] = MappingProxyType(
     }
 )
 _LATENT_HEADS: Final[Mapping[str, Any]] = MappingProxyType({"num_key_value_heads": 4})
+_INDEX: Final[Mapping[str, Any]] = MappingProxyType({"index_n_heads": 2, "index_head_dim": 4, "index_topk": 4})
 _SECOND_IS_SPARSE: Final[Mapping[str, Any]] = MappingProxyType({"mlp_layer_types": ["dense", "sparse"]})
 _ONE_OF_EACH: Final[Mapping[str, Any]] = MappingProxyType(
     {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -75,12 +76,38 @@ MOE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 1},
         "afmoe": {"num_dense_layers": 1, **_ONE_OF_EACH},
         "aria_text": {},
+        "axk1": _LATENT_HEADS,
+        "axk2": {**_LATENT_HEADS, **_INDEX},
         "bailing_hybrid": {**_LATENT_HEADS, "layer_group_size": 2},
+        "beam": {**_ONE_OF_EACH, **_SECOND_IS_SPARSE},
         "cohere2_moe": {**_ONE_OF_EACH, **_SECOND_IS_SPARSE},
         "deepseek_v2": _LATENT_HEADS,
+        "deepseek_v32": {**_LATENT_HEADS, **_INDEX},
+        "deepseek_v4": {
+            **_INDEX,
+            "num_key_value_heads": 1,
+            "o_groups": 2,
+            "o_lora_rank": 4,
+            "hc_mult": 2,
+            "partial_rotary_factor": 0.5,
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+            "compress_rates": {"heavily_compressed_attention": 4, "compressed_sparse_attention": 2},
+            "mlp_layer_types": ["hash_moe", "moe"],
+        },
         "dots1": {"layer_types": ["full_attention"] * 2},
+        "dots3_note_text": {
+            **_LATENT_HEADS,
+            **_INDEX,
+            "layer_types": ["sliding_attention", "indexed_attention"],
+            "shared_experts_intermediate_size": 12,
+            "head_dim": 8,
+            **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads", "qk_nope_head_dim")},
+            **{f"swa_{name}": 4 for name in ("v_head_dim", "qk_rope_head_dim")},
+            **{f"swa_{name}": 8 for name in ("q_lora_rank", "kv_lora_rank", "head_dim")},
+        },
         "exaone_moe": {**_ONE_OF_EACH, **_SECOND_IS_SPARSE},
         "flex_olmo": {},
+        "flint": {**_ONE_OF_EACH, "mlp_only_layers": [0]},
         "gemma4_text": {
             **_ONE_OF_EACH,
             "enable_moe_block": True,
@@ -88,6 +115,7 @@ MOE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "vocab_size_per_layer_input": VOCAB_SIZE,
         },
         "glm4_moe_lite": {**_LATENT_HEADS, **_SECOND_IS_SPARSE},
+        "glm_moe_dsa": {**_LATENT_HEADS, **_INDEX},
         "granitemoe_swa": _ONE_OF_EACH,
         "granitemoehybrid": {
             "layer_types": ["mamba", "attention"],
@@ -98,6 +126,14 @@ MOE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "granitemoeshared": {},
         "hunyuan_v1_moe": {},
         "hy_v3": _SECOND_IS_SPARSE,
+        "hy_v4": {**_LATENT_HEADS, **_INDEX},
+        "inkling_text": {
+            **{f"swa_{name}": _SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
+            "mlp_layer_types": ["dense", "sparse"],
+            "n_shared_experts": 1,
+            "rel_extent": 8,
+            "d_rel": 4,
+        },
         "kimi_linear": {
             **_LATENT_HEADS,
             **_SECOND_IS_SPARSE,
@@ -105,12 +141,20 @@ MOE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "linear_head_dim": 4,
             "linear_num_heads": 4,
         },
+        "kolibri1": {"sliding_window": 4},
         "laguna": _SECOND_IS_SPARSE,
+        "lara_mini": _LINEAR_HEADS,
         "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
         "mellum": _ONE_OF_EACH,
         "mimo_v2_flash": {**_ONE_OF_EACH, **_SECOND_IS_SPARSE, "v_head_dim": 2},
         "minimax": {"layer_types": ["linear_attention", "full_attention"]},
         "minimax_m2": {},
+        "minimax_m3_vl_text": {
+            **_INDEX,
+            "shared_intermediate_size": 12,
+            "dense_intermediate_size": 24,
+            "rotary_dim": 4,
+        },
         "nemotron_h": {
             "layers_block_type": ["mamba", "moe", "attention"],
             "mamba_num_heads": 4,
@@ -121,6 +165,19 @@ MOE_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "phimoe": {},
         "qwen3_5_moe_text": _LINEAR_HEADS,
+        "qwen4_exp_text": {
+            **_LINEAR_HEADS,
+            "ple_layer_ids": [1],
+            "ngram_vocab_size_base": 16,
+            "make_ngram_vocab_size_divisible_by": 4,
+            "split_ngram_parts": 2,
+            "heads_per_ngram": 2,
+            "hc_count": 2,
+            "hc_lowrank": 4,
+            **{f"indexer_{name}": size for name, size in (("n_heads", 2), ("kv_heads", 1), ("head_dim", 4))},
+            "indexer_budget": 4,
+            "indexer_compress_ratio": 2,
+        },
         "solar_open": {},
         "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 8},
     }
@@ -138,6 +195,15 @@ OTHER_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "max_seq_len": 32,
             "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 16},
+        },
+        "doge": {"is_moe": True, "num_experts": 16},
+        "jetmoe": {"kv_channels": 4},
+        "longcat_flash": {
+            **_LATENT_HEADS,
+            "num_layers": 1,
+            "ffn_hidden_size": 24,
+            "expert_ffn_hidden_size": 12,
+            "zero_expert_num": 2,
         },
         "switch_transformers": {
             "d_model": 16,

@@ -27,7 +27,7 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "ep 2": {"mesh": {"ep": 2}, "zero": {"stage": 3}},
     "tp 2, ep 2": {"mesh": {"tp": 2, "ep": 2}, "zero": {"stage": 3}},
 }
-WITHOUT_PLAN: Final = {"zaya"}
+WITHOUT_PLAN: Final = {"inkling_text", "qwen4_exp_text", "zaya"}
 
 
 def make_model(family: str, seed: int) -> nn.Module:

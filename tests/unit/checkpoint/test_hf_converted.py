@@ -122,11 +122,15 @@ def test_what_is_more_than_parts_is_refused(tmp_path: Path) -> None:
     model = make_model("LlamaForCausalLM", 0)
     model.save_pretrained(tmp_path / "theirs")
     model._weight_conversions = [loading.WeightConverter("q_proj.weight", "q_proj.weight", [loading.Interleave(dim=0)])]
+    model.save_pretrained(tmp_path / "again")
     engine = make_engine(model)
     for call in (lambda: engine.import_weights(tmp_path / "theirs"), lambda: engine.export_weights(tmp_path / "ours")):
         with refused("weights-converted", "q_proj.weight", "LlamaForCausalLM"):
             call()
+    weights = dict(engine.weights(names=None, to_rank=0))  # as the error says
+    model.save_pretrained(tmp_path / "ours", state_dict=weights)
     engine.close()
+    torch.testing.assert_close(stored(tmp_path / "ours"), stored(tmp_path / "again"), rtol=0, atol=0)
 
 
 class Rotation(nn.Module):

@@ -8,8 +8,8 @@ from torch import nn
 from harness.moe_models import MOE_FAMILIES, build_moe
 from shardwise.construction.experts import is_experts, router_of
 
-# Its router has one row more, for tokens that no expert computes; of the other matrices several have as many by chance.
-_UNKNOWN = ("zaya",)
+# Their routers have one row more, for a shared expert or for tokens that no expert computes.
+_UNKNOWN = ("inkling_text", "zaya")
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:

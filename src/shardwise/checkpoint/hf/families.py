@@ -117,8 +117,9 @@ def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
         raise CheckpointError(
             "weights-converted",
             f"transformers converts {unknown[0]} of {type(model).__name__} between model and folder by more than names "
-            "and parts; load it by from_pretrained before initialize, and save it by model.save_pretrained(folder) on "
-            "rank 0, in `with engine.gathered() as model:`",
+            "and parts; load it by from_pretrained before initialize, and save it so: all ranks take `weights = "
+            "dict(engine.weights(names=None, to_rank=0))`, and rank 0 calls model.save_pretrained(folder, "
+            "state_dict=weights)",
         )
     same = {name: (WeightPart(name, Rect.whole(shape)),) for name, shape in shapes.items()}
     return NameMap(parts={name: found for name, found in ordered.items() if found != same[name]})
