@@ -427,10 +427,8 @@ def export_jointly(
 
     def begin(said: Mapping[int, str]) -> str:
         if odd := odd_ranks(said):
-            raise CheckpointError(
-                "exports-differ",
-                f"{odd} would export other tensors than rank 0; call it with the same dtype and names on all",
-            )
+            text = f"{odd} would export other tensors than rank 0; call it with the same dtype and names on all"
+            raise CheckpointError("exports-differ", text)
         begin_export(plans[0], folder, others)
         return ""
 
