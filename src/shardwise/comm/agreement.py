@@ -64,6 +64,7 @@ class Verdict:
     """Holds what all ranks hear of a round: the judge's text, or the failures.
 
     Attributes:
+        name: what the round was called by, which tells rounds apart that ranks come to.
         subject: what the ranks come to, for messages, as the first rank names it.
         error: the one that this rank has raised, or met in the store.
     """

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -56,21 +57,22 @@ class AdaptedModel:
         return tuple(names)
 
     @cached_property
+    def wrapper_of(self) -> Mapping[str, str]:
+        """Return the wrapper that a tensor is in, by the tensor's name; those of its adapters are among them."""
+        starts = {f"{wrapper}.": wrapper for wrapper in self.wrappers}
+        return {name: starts[start] for start in starts for name in self.shapes if name.startswith(start)}
+
+    @cached_property
     def plain_names(self) -> Mapping[str, str]:
         """Return the base model's name of each tensor that is not of an adapter, by its name here."""
-        inside = {name: wrapper for wrapper in self.wrappers for name in self.inside(wrapper)}
-        names = {name: name.removeprefix(self._prefix) for name in self.shapes if name not in inside}
-        for wrapper in self.wrappers:
-            empty = {name: torch.empty(self.shapes[name], device="meta") for name in self.inside(wrapper)}
+        names = {name: name.removeprefix(self._prefix) for name in self.shapes if name not in self.wrapper_of}
+        for wrapper, inside in groupby(self.wrapper_of, self.wrapper_of.__getitem__):
+            empty = {name: torch.empty(self.shapes[name], device="meta") for name in inside}
             owners = {id(tensor): name for name, tensor in empty.items()}
             for plain, tensor in self._unloaded(wrapper, empty, merge=False):
                 if id(tensor) in owners:
                     names[owners[id(tensor)]] = plain
         return names
-
-    def inside(self, wrapper: str) -> list[str]:
-        """Return the names of the tensors of a wrapper, those of its adapters among them."""
-        return [name for name in self.shapes if name.startswith(f"{wrapper}.")]
 
     def merged(self, wrapper: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that remain of a wrapper once its adapters are merged into them, by their plain names.

@@ -146,8 +146,8 @@ def _base_items(
             exported.append(ExportTensor(kept[tensor.name], others, tensor.shape, dtype, copies))
     rules = hub_rules(model.base, names, {plain[name]: shape for name, shape in model.shapes.items() if name in plain})
     parts = folder_parts(exported, rules)
-    inside = {name: wrapper for wrapper in model.wrappers for name in model.inside(wrapper) if adapters == "merge"}
-    for wrapper, group in groupby(tensors, lambda tensor: inside.get(tensor.name)):
+    wrapper_of = model.wrapper_of if adapters == "merge" else {}
+    for wrapper, group in groupby(tensors, lambda tensor: wrapper_of.get(tensor.name)):
         members = tuple(group)
         items = [_item(tensor, parts[kept[tensor.name]]) for tensor in members if tensor.name in kept]
         if wrapper is None:

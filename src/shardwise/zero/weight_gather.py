@@ -143,11 +143,14 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Is a rectangle of a tensor that one rank has; `block` says where, and is None for a buffer, which is whole."""
+    """Is a rectangle of a tensor that one rank has; a buffer is whole."""
 
     tensor: ModelTensor
-    rect: Rect
-    block: Block | None = None
+    block: Block
+
+    @property
+    def rect(self) -> Rect:
+        return self.block.rect
 
     @property
     def num_bytes(self) -> int:
@@ -205,7 +208,7 @@ class WeightReader:
         step = _WINDOW_NUMEL if is_in_file else max(stop - start, 1)
         for low in range(start, stop, step):
             for block in blocks_of(param, (low, min(low + step, stop)), coordinate.tp, owned_only=once):
-                yield block.rect, self._values(_Piece(tensor, block.rect, block))
+                yield block.rect, self._values(_Piece(tensor, block))
 
     def gather(self, tensors: Sequence[ModelTensor], receivers: Sequence[int]) -> dict[str, Tensor] | None:
         """Return tensors whole, by name, on the ranks that receive them, else None. All ranks call it."""
@@ -213,13 +216,12 @@ class WeightReader:
         for name in dict.fromkeys(tensor.group.name for tensor in tensors if tensor.group is not None):
             if name in self._groups:
                 _make_present(self._groups[name])
-        gathered: dict[str, Tensor] | None = None
-        if rank in receivers:
-            gathered = {
-                tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device) for tensor in tensors
-            }
-            for piece in self._pieces(tensors, rank, rank):
-                piece.target(gathered).copy_(self._values(piece))
+        received = tensors if rank in receivers else ()
+        gathered = {
+            tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device) for tensor in received
+        }
+        for piece in self._pieces(received, rank, rank):
+            piece.target(gathered).copy_(self._values(piece))
         sends, packed = dict[int, list[Tensor]](), dict[tuple[tuple[str, Rect], ...], list[Tensor]]()
         for receiver in receivers:
             pieces = [] if receiver == rank else list(self._pieces(tensors, rank, receiver))
@@ -227,9 +229,9 @@ class WeightReader:
             if pieces:
                 packed[key] = sends[receiver] = packed[key] if key in packed else self._pack(pieces)
         views, receives = list[tuple[_Piece, Tensor]](), dict[int, list[Tensor]]()
-        for source in range(comm.world_size) if gathered is not None else ():
-            pieces = [] if source == rank else list(self._pieces(tensors, source, rank))
-            if pieces and gathered is not None:
+        for source in range(comm.world_size):
+            pieces = [] if source == rank else list(self._pieces(received, source, rank))
+            if pieces:
                 message, own_views = _message(pieces, comm.device)
                 views += own_views
                 direct = [piece.target(gathered).view(-1) for piece in pieces if piece.flat_start is not None]
@@ -237,9 +239,8 @@ class WeightReader:
         if comm.world_size > 1:
             comm.exchange(sends, receives, f"weights from {tensors[0].name} on", stream=None).wait()
         for piece, view in views:
-            if gathered is not None:
-                piece.target(gathered).copy_(view)
-        return gathered
+            piece.target(gathered).copy_(view)
+        return gathered if rank in receivers else None
 
     def _is_exact(self, tensor: ModelTensor, group: GroupSpec) -> bool:
         """Say whether values come from the optimizer's copy: for another dtype, or where parameters are decoded."""
@@ -260,19 +261,20 @@ class WeightReader:
         for tensor in tensors:
             if tensor.group is None or tensor.param is None:
                 if source == tensor.source and 0 not in tensor.shape:
-                    yield _Piece(tensor, Rect.whole(tensor.shape))
+                    whole = Rect.whole(tensor.shape)
+                    yield _Piece(tensor, Block(0, whole, whole, whole))
                 continue
             routes, coordinates = self._routes(tensor, tensor.group), self._coordinates[tensor.group.is_experts]
             sender: Coordinate = coordinates[source]
             if routes.sends(tensor.param, sender, coordinates[receiver]):
                 is_split = not tensor.param.split.is_whole
                 for block in blocks_of(tensor.param, routes.held(sender), sender.tp, owned_only=is_split):
-                    yield _Piece(tensor, block.rect, block)
+                    yield _Piece(tensor, block)
 
     def _values(self, piece: _Piece) -> Tensor:
         """Return the values of this rank's piece, as they are stored."""
         block, spec = piece.block, piece.tensor.group
-        if block is None or spec is None:
+        if spec is None:
             return self._buffers[piece.tensor.name].detach()
         flat = _flat(self._groups[spec.name], block.offset, block.box.numel, self._is_exact(piece.tensor, spec))
         return flat.view(block.box.shape)[block.inside.slices_in(block.box)]
