@@ -321,13 +321,12 @@ host."""
 SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
     {"measured": 0.12, "fitted": 0.22, "unfitted": 0.55, "adapters": 0.32, "experts": 0.77, "launches": 0.97}
 )
-"""Half an interval as a share of the predicted time. A run of an unknown source is off by what its source is off,
-so `fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the
-number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it; so is `experts`, of six. `measured` holds the
-twelve runs of `benchmarks/planner_machine.py` (docs/benchmarks.md). `adapters` have five sources among the rows that
-are fitted, which give 0.23 by that quantile: their code is taken to be as far off as a source, and both as independent
-errors. `unfitted` and `launches` have three and two sources, too few for that quantile: they are what holds four fifths
-of these."""
+"""Half an interval as a share of the predicted time. A run of an unknown source is off by what its source is off, so
+`fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the number of its
+rows, as `benchmarks/planner_accuracy.py --spread` prints it, and `experts` over six. `measured` holds the twelve runs
+of `benchmarks/planner_machine.py` (docs/benchmarks.md). `adapters` have five sources, which give 0.23 by that quantile:
+their code is taken to be as far off as a source, both as independent errors. `unfitted` and `launches` have three and
+two sources, too few for that quantile: they are what holds four fifths of these."""
 
 WITHOUT_EVIDENCE: Final[Mapping[str, str]] = MappingProxyType(
     {
