@@ -32,10 +32,11 @@ Constants of devices without core rows come from `--fresh tests/data/planner_cas
 
 `shardwise plan` is checked against {rows} rows of published training runs, from papers, repositories and logs.
 {core} of them ("core") were read with care, and the constants are fitted to these; those of RTX cards and L40S, of
-which none is core, to the fitted rows of 2025 and 2026. A row is predicted from its model, hardware and layout. Of its
-results, only the way in which they count FLOPs and memory is read. What a row does not say about its run is guessed by
-one rule for all rows: as little recomputation as fits, the fastest micro-batch that fits, and interleaved stages where
-sequences are split and no number of stages is given.
+which none is core, to the fitted rows of 2025 and 2026. A row is predicted from its model, hardware and layout; where
+it names no code, its group, its source or its notes may. Of its results, only the way in which they count FLOPs and
+memory is read. What a row does not say about its run is guessed by one rule for all rows: as little recomputation as
+fits, the fastest micro-batch that fits, and interleaved stages where sequences are split and no number of stages is
+given.
 
 An error is |predicted / measured - 1| of the step's time, or of tokens, samples or FLOPs a second, as published.
 Memory is compared in the kind that the row names: states, tensors ("allocated"), what the allocator holds for them

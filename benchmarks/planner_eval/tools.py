@@ -110,6 +110,7 @@ _TOOLS: Final = (
         marks=r"(hf|hugging ?face)( trainer)?|transformers|accelerate", framework="HF Trainer", engine="", is_early=True
     ),
 )
+_USUAL: Final = Tool(marks="hf", framework="HF Trainer", engine="")
 # The older tables' tiers, and how their groups of such codes are named.
 _EARLY_TIERS: Final = ("core", "bulk", "unseen")
 _EARLY_GROUPS: Final = re.compile(
@@ -207,7 +208,9 @@ def _tool_of(row: Mapping[str, Any], p: Mapping[str, Any]) -> Tool | None:
                 return tool
         if index == 0 and place:
             return Tool(marks="", framework=str(place))
-    return None
+    tuning = " ".join(_words(p[key]) for key in (*_TUNING, "lora") if p.get(key)).lower()
+    # Who fine-tunes and names no tool has most likely taken the usual one.
+    return None if is_early or not re.search(r"lora|\bsft\b|fine.?tun|\bdpo\b", tuning) else _USUAL
 
 
 def _adapters(p: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
@@ -236,6 +239,9 @@ def _adapters(p: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
         found.setdefault("base", "fp32")
     if re.search(r"\bemb|wte|lm_head|modules_to_save", f"{text} {found.get('modules_to_save')}"):
         found.setdefault("saves_tables", True)
+    for key in ("rank", "dropout"):
+        if key in found:
+            found[key] = number(found[key])
     return {**tool.lora, "base": "bf16", **{key: each for key, each in found.items() if each is not None}} | (
         {"base": tool.lora["base"]} if "base" in tool.lora and not found.get("base") else {}
     )

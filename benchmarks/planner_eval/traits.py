@@ -289,6 +289,7 @@ def _named_code(
     is_fused = _is_fused(p)
     return PublishedTraits(
         code=codes.dated(code, p),
+        attention="unfused" if re.search("eager|math", str(p.get("attention_kernel")).lower()) else "flash",
         steps_by_tensor=code.name == "hf" and not codes.fuses_step(p),
         widens_adapters=code.name in ("hf", "deepspeed")
         and not codes.is_of_early_2024(written)

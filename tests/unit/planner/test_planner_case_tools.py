@@ -56,6 +56,7 @@ def values_of(case: Case, *keys: str) -> tuple[Any, ...]:
         ({"group": "gpu_recipes"}, "megatron"),
         ({"group": "x", "notes": "run by Unsloth"}, "unsloth"),
         ({"group": "x", "software": "torchtune 0.6"}, "torchtune"),
+        ({"group": "cards at home", "parallel": {"training": "QLoRA"}}, "hf"),
         ({"group": "x", "parallel": {"codebase": "LLaMA-Factory"}}, "hf"),
         ({"group": "mbridge", "source": {"ref": "NVIDIA-NeMo/Megatron-Bridge", "file": "skills/x.md"}}, "megatron"),
     ],
@@ -281,3 +282,12 @@ def test_adapters_of_experts_are_grouped_products_beside_frozen_weights() -> Non
     block = PublishedTimeModel(case.job).compute.block(case.config)
     assert block.backward_weight_s < 0.5 * block.backward_input_s
     assert whole > without
+
+
+def test_eager_attention_keeps_its_scores() -> None:
+    said: dict[str, Any] = {"framework": "HF Trainer", "global_batch": 1, "recompute": "none"}
+    flash, eager = (
+        predict(case_of(1, parallel=said | {"attention_kernel": each})) for each in ("flash-attention 2", "eager")
+    )
+    assert (eager.memory_gib_per_gpu or 0) > 1.5 * (flash.memory_gib_per_gpu or 0)
+    assert (eager.iteration_time_s or 0) > (flash.iteration_time_s or 0)
