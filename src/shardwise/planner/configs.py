@@ -56,7 +56,7 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
     """
     resolved = config.resolve(cluster.num_gpus)
     shape = shape_of(resolved)
-    window = _window(resolved)
+    window = window_of(resolved)
     return PlanJob(
         shape=shape if window is None else replace(shape, window=window),
         seq_len=resolved.data.seq_len,
@@ -158,7 +158,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return pins
 
 
-def _window(config: Config) -> int | None:
+def window_of(config: Config) -> int | None:
     """Return how many keys a query sees at most under a sliding window; other structures are priced as dense (None)."""
     attention = config.attention
     if attention.kind != "sliding-window":

@@ -26,7 +26,7 @@ from shardwise.config.resolve import Config, Dtype, is_config, read_toml
 from shardwise.models.presets import PRESETS, DecoderConfig, preset
 from shardwise.optim.rules import wanted_rule
 from shardwise.planner.candidates import PLANNED, SearchSpace, divisors
-from shardwise.planner.configs import base_of, job_of, model_section, pins_of, shape_of
+from shardwise.planner.configs import base_of, model_section, pins_of, shape_of, window_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.job import ModelShape, ModelSource, PlanJob
@@ -323,14 +323,13 @@ def _slow_dtype(base: Config, cluster: Cluster) -> Iterator[str]:
 
 
 def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:
-    """Build the job from the parts of the config that no candidate changes."""
+    """Build the job from the parts of the config that no candidate changes; refuse those that contradict each other."""
     sections: dict[str, Any] = {key: value for key, value in base.model_dump().items() if key in _OF_JOB}
     sections["batch"] = {"global_size": global_batch}
     sections["data"]["seq_len"] = seq_len
-    alone = replace(cluster, num_gpus=1, gpus_per_node=1)
-    job = job_of(Config.from_dict(sections), alone)
-    window = job.shape.window if job.shape.window is not None else shape.window
-    return replace(job, shape=replace(shape, window=window), cluster=cluster, base=base_of(base))
+    window = window_of(Config.from_dict(sections).resolve(world_size=1))
+    shape = shape if window is None else replace(shape, window=window)
+    return PlanJob(shape=shape, seq_len=seq_len, global_batch=global_batch, cluster=cluster, base=base_of(base))
 
 
 _OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})

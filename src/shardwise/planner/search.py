@@ -310,8 +310,8 @@ class _Search:
         elif not self._may_fit(config):
             self.rejected["out of memory"] += 1
         else:
-            placed = [changed(config, placement) for placement in self._placements_of(config)]
-            priced = sorted(((self._quick(one).step_s, one) for one in placed), key=itemgetter(0))
+            placed = [changed(config, values) for values in self._placements_of(config)]
+            priced = sorted(((self._quick(candidate).step_s, candidate) for candidate in placed), key=itemgetter(0))
             yield priced[0][0], _Placed(priced)
 
     def _inner_s(self, family: Family) -> float:
@@ -481,10 +481,10 @@ def least_states_bytes(job: PlanJob, config: ResolvedConfig) -> float:
     stage = effective_stage(ZERO[config.zero.stage], mesh.dp_shard * mesh.cp, is_scheduled=mesh.pp > 1)
     tier_of = {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}
     states = _states_of_element(stage, config.precision, config.optimizer, config.lora)
-    here = [(size, at) for role, size, at in states if tier_of[role] == "device"]
+    on_device = [(size, at) for role, size, at in states if tier_of[role] == "device"]
 
     def of_param(num_shards: int) -> float:
-        return sum([size / num_shards if at is Placement.SHARD else size for size, at in here])
+        return sum([size / num_shards if at is Placement.SHARD else size for size, at in on_device])
 
     of_experts = job.shape.num_expert_params
     dense = (job.shape.num_params - of_experts) / mesh.tp * of_param(mesh.dp_shard * mesh.cp)
