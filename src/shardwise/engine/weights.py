@@ -136,6 +136,7 @@ class WeightSource:
         Merged weights are gathered, one layer at a time, and one rank has them, in turns; then the ranks agree as in a
         walk.
         """
+        self._reader()  # refuses at once what a walk would, so that an export begins nothing
         return _Walk(self._parts.status, lambda: self._held(self._reader(), once))
 
     def _held(self, reader: WeightReader, once: bool) -> Iterator[Block]:
