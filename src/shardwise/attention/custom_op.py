@@ -27,7 +27,7 @@ from shardwise.attention.backends import (
     wide_dtype,
 )
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.runtime.op_registry import LASTING_OPS
+from shardwise.runtime.op_registry import LIBRARY
 from shardwise.runtime.torch_private import is_fake
 
 BACKENDS: Final[Mapping[str, tuple[str, str | None]]] = {
@@ -252,16 +252,14 @@ _EXTRA: Final = (
     "Tensor? key_padding, Tensor? bias, Tensor? factors, Tensor? offsets, Tensor? columns, "
     "Tensor[] plan, int[] numbers, float scale, float p, str backend"
 )
-LASTING_OPS.define(f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_EXTRA}) -> (Tensor, Tensor)")
-LASTING_OPS.define(
+LIBRARY.define(f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_EXTRA}) -> (Tensor, Tensor)")
+LIBRARY.define(
     "block_sparse_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, "
     f"Tensor lse, {_EXTRA}, bool needs_bias, bool is_wide) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-LASTING_OPS.impl("block_sparse_attention", _forward, "CompositeExplicitAutograd")
-LASTING_OPS.impl("block_sparse_attention_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("shardwise::block_sparse_attention", _forward_fake, lib=LASTING_OPS)
-torch.library.register_fake("shardwise::block_sparse_attention_backward", _backward_fake, lib=LASTING_OPS)
-torch.library.register_autograd(
-    "shardwise::block_sparse_attention", _differentiate, setup_context=_keep, lib=LASTING_OPS
-)
-torch.library.register_autograd("shardwise::block_sparse_attention_backward", _refuse, lib=LASTING_OPS)
+LIBRARY.impl("block_sparse_attention", _forward, "CompositeExplicitAutograd")
+LIBRARY.impl("block_sparse_attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("shardwise::block_sparse_attention", _forward_fake, lib=LIBRARY)
+torch.library.register_fake("shardwise::block_sparse_attention_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_autograd("shardwise::block_sparse_attention", _differentiate, setup_context=_keep, lib=LIBRARY)
+torch.library.register_autograd("shardwise::block_sparse_attention_backward", _refuse, lib=LIBRARY)

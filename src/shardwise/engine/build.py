@@ -264,7 +264,7 @@ def _follow_hooks(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder | None, ActivationStore | None, Routers, RouterBalance]:
+) -> tuple[BatchSharder | None, ActivationStore | None, Routers | None, RouterBalance]:
     """Set up attention, split layers, experts, convert linear ones, key dropouts, chunk, recompute and compile, in this
     order.
 
@@ -286,7 +286,9 @@ def _alter_modules(
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
         _undo_at_end(cleanup, undo)
     mappings = mappings_of(model) if tensor is not None else None
-    experts = divide_experts(model, layout, mappings, resources.comms.tokens, config.experts, cleanup)
+    experts, tokens = None, resources.comms.tokens
+    if any(entry.experts for entry in layout.facts.params):
+        experts = divide_experts(model, layout, mappings, tokens, config.experts, cleanup)
     balance = RouterBalance(model, layout, config, resources.comms, mappings, cleanup)
     is_simulated = resources.comms.all.is_simulated
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))

@@ -311,6 +311,7 @@ class EngineParts:
         watchdog: None where there is one rank.
         sequences: takes this rank's tokens of batches; None where each rank computes all tokens of its samples.
         split_values: None where no layer is split.
+        experts: None where the model has none.
     """
 
     model: nn.Module
@@ -332,7 +333,7 @@ class EngineParts:
     split_values: SplitModelValues | None
     heads: Sequence[LazyLogitsHead]
     hooks_once: HooksOnce | None
-    experts: Routers
+    experts: Routers | None
 
     @property
     def config(self) -> ResolvedConfig:

@@ -112,7 +112,7 @@ class RankBatch:
             agree_on_hooks(parts)
         has_more = parts.state.loss_fn is not None and isinstance(batch, list | tuple)
         data, num_items = take_num_items(batch) if parts.state.loss_fn is None else (batch, None)
-        for_model, routing = parts.experts.take(data[0] if has_more else data)
+        for_model, routing = _take_routing(parts, data[0] if has_more else data)
         if routing is not None:
             data = (for_model, *data[1:]) if has_more else for_model
         share = (_whole_share if parts.sequences is None else _own_share)(parts, data, has_more)
@@ -157,6 +157,11 @@ def _own_share(parts: EngineParts, batch: Any, has_more: bool) -> TokenShard:
     return TokenShard(moved, inputs, share.tokens, weight, num_targets)
 
 
+def _take_routing(parts: EngineParts, inputs: Any) -> tuple[Any, Tensor | None]:
+    """Take from a model's inputs the experts that its tokens are to be sent to, where they name them."""
+    return (inputs, None) if parts.experts is None else parts.experts.take(inputs)
+
+
 def _own_routing(parts: EngineParts, routing: Tensor | None, share: TokenShard) -> Tensor | None:
     """Return the experts of this rank's tokens on its device."""
     if routing is not None and share.tokens is not None:
@@ -190,7 +195,7 @@ def run_model(parts: EngineParts, taken: RankBatch, read: Callable[[Any], Result
 def _routers_of(parts: EngineParts, taken: RankBatch) -> Iterator[None]:
     """Let routers follow the batch inside, where it names experts, and be watched."""
     with ExitStack() as inside:
-        if taken.routing is not None:
+        if parts.experts is not None and taken.routing is not None:
             inside.enter_context(parts.experts.following(taken.routing))
         if parts.state.balance is not None:
             inside.enter_context(parts.state.balance.forward(taken.num_samples))
@@ -250,7 +255,7 @@ def forward_plain(parts: EngineParts, args: tuple[Any, ...], kwargs: Mapping[str
         parts.check_batch((args, kwargs), is_first_step=parts.state.num_steps == 0)
     if parts.state.num_forwards == 0:
         agree_on_hooks(parts)
-    kwargs, routing = parts.experts.take(kwargs)
+    kwargs, routing = _take_routing(parts, kwargs)
     share = TokenShard(None, kwargs) if parts.sequences is None else _own_share(parts, kwargs, False)
     num_samples = _num_samples((args, kwargs))
     number = parts.state.take_forward(num_samples, parts.model.training)

@@ -61,8 +61,7 @@ class WholeReads:
         }
         self._is_hidden = False
         # What one rank computes inside of them is a part of a sum.
-        parts = [name for stack in plan.stacks for name in stack.modules] if tensor.sequence_parallel else []
-        parts += [region.module for region in plan.regions]
+        parts = [*tensor.sequence_modules, *(region.module for region in plan.regions)]
         self._in_forward = reads = _ForwardReads(model, self._known, comm, parts)
         made: dict[type[nn.Parameter], type[nn.Parameter]] = {}
         sharding.parts.follow(

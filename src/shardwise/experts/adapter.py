@@ -87,8 +87,8 @@ def _compute_part(
     num_rows, comm = len(tensors[0]), same_tokens.comm
     size = -(-num_rows // comm.world_size)  # of the last ranks' parts an end is padding
     num_own = min(max(num_rows - comm.rank * size, 0), size)
-    own = (same_tokens.split(_padded(rows, size * comm.world_size), 0, _ROWS)[:num_own] for rows in tensors)
-    computed = compute(experts, *own, is_same_again=is_same_again)
+    own_rows = (same_tokens.split(_padded(rows, size * comm.world_size), 0, _ROWS)[:num_own] for rows in tensors)
+    computed = compute(experts, *own_rows, is_same_again=is_same_again)
     return same_tokens.gather(_padded(computed, size), 0, _ROWS)[:num_rows]
 
 
@@ -98,9 +98,4 @@ def _padded(rows: Tensor, num_rows: int) -> Tensor:
 
 def has_part_of_sequence(layout: Layout, name: str) -> bool:
     """Say whether a module is called with a part of the sequence on each rank of tp."""
-    tensor = layout.tensor
-    return (
-        tensor is not None
-        and tensor.sequence_parallel
-        and any(is_within(name, stack.modules) for stack in tensor.plan.stacks)
-    )
+    return layout.tensor is not None and is_within(name, layout.tensor.sequence_modules)

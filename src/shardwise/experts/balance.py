@@ -93,13 +93,10 @@ class _Layer:
     """
 
     name: str
+    num_experts: int
     places: slice
     bias: str | None
     is_split: bool
-
-    @property
-    def num_experts(self) -> int:
-        return self.places.stop - self.places.start
 
 
 class RouterBalance:
@@ -159,7 +156,7 @@ class RouterBalance:
                 f"named {' or '.join(_BIASES)}; set experts.bias_rate=0, and experts.aux_loss",
             )
         bias = f"{parent}.{biases[0]}".removeprefix(".") if biases else None
-        layer = _Layer(experts.name, places, bias, is_split)
+        layer = _Layer(experts.name, experts.num_experts, places, bias, is_split)
         if (router := router_of(experts.parent, experts.module)) is not None:
             undo.callback(answer_calls(router, partial(self._note_logits, layer)))
         undo.callback(answer_calls(experts.module, partial(self._note_choice, layer)))

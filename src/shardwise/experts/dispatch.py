@@ -53,8 +53,9 @@ class ExpertDispatch:
     def __init__(self, comm: Comm, skew: float = 1.0) -> None:
         self.comm = comm
         self._skew = skew
-        self._registry = OpRegistry(comm.is_simulated)
-        self._exchange = self._registry(
+        register = OpRegistry(comm.is_simulated)
+        self.close = register.close
+        self._exchange = register(
             "exchange_tokens(Tensor rows, int[] sent, int[] received, str name) -> Tensor",
             lambda rows, sent, received, name: exchange_tokens(comm, rows, sent, received, name),
             lambda rows, sent, received, name: rows.new_empty((sum(received), rows.shape[1])),
@@ -92,10 +93,6 @@ class ExpertDispatch:
         rows = experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
         results = _take(rows, by_expert[::-1]).view(*index.shape, hidden.shape[1])
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-    def close(self) -> None:
-        """Remove the registered ops."""
-        self._registry.close()
 
     def _exchange_counts(
         self, index: Tensor, chosen: Tensor, num_local: int, name: str, is_same_again: bool

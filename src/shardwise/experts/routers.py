@@ -149,7 +149,7 @@ class Routers:
     Args:
         part: the number of this rank and of all among which sequences may be split between layers.
         computes: what computes experts in place of their own forwards, by the layer's name.
-        follows: whether batches may name experts.
+        follows: otherwise batches that name experts are refused.
     """
 
     def __init__(

@@ -177,6 +177,11 @@ class TensorLayout:
     degree: int
     sequence_parallel: bool
 
+    @property
+    def sequence_modules(self) -> tuple[str, ...]:
+        """Return the names of the modules that are called with a part of the sequence on each rank."""
+        return tuple(name for stack in self.plan.stacks for name in stack.modules) if self.sequence_parallel else ()
+
 
 def param_splits(
     params: Sequence[ParamEntry], plan: TensorPlan, degree: int, sequence_parallel: bool

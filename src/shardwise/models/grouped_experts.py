@@ -8,7 +8,6 @@ R rows of L groups, one group after the other; `ends` are int32 [L], `counts` th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from shardwise.attention.api import autocast
 from shardwise.runtime.device import kind_of
-from shardwise.runtime.op_registry import LASTING_OPS
+from shardwise.runtime.op_registry import LIBRARY
 
 _GATE: Final = "_apply_gate"  # of transformers' interface, whose name it is
 
@@ -54,8 +53,11 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None, ends: Tensor, cou
     else:
         counts = _counts_of(ends).tolist() if counts is None else counts  # the host waits for the device
         out = _product_fake(left, right, bias, ends, counts)
-        for own_left, own_right, result in _by_group(counts, left.T if over_rows else left, right, out):
-            torch.mm(own_left.T if over_rows else own_left, own_right, out=result)
+        tensors = (left.T if over_rows else left, right, out)
+        by_group = zip(*(tensor if tensor.dim() == 3 else tensor.split(counts) for tensor in tensors), strict=True)
+        for rows, factor, result in by_group:
+            if len(rows):
+                torch.mm(rows.T if over_rows else rows, factor, out=result)
     if over_rows:
         _fill_empty(out, ends, counts)
     if bias is not None:
@@ -89,12 +91,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_left, of_right, of_bias, None, None
 
 
-def _by_group(counts: Sequence[int], rows: Tensor, right: Tensor, out: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yield the three tensors of each group that has rows."""
-    parts = (tensor if tensor.dim() == 3 else tensor.split(counts) for tensor in (rows, right, out))
-    yield from (tensors for tensors in zip(*parts, strict=True) if len(tensors[0]))
-
-
 def _counts_of(ends: Tensor) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1))
 
@@ -117,7 +113,7 @@ def _has_kernel(rows: Tensor, other: Tensor) -> bool:
     return is_dense and all(number * rows.element_size() % 16 == 0 for number in strides)
 
 
-LASTING_OPS.define("grouped_product(Tensor left, Tensor right, Tensor? bias, Tensor ends, int[]? counts) -> Tensor")
-LASTING_OPS.impl("grouped_product", _product, "CompositeExplicitAutograd")
-torch.library.register_fake("shardwise::grouped_product", _product_fake, lib=LASTING_OPS)
-torch.library.register_autograd("shardwise::grouped_product", _differentiate, setup_context=_keep, lib=LASTING_OPS)
+LIBRARY.define("grouped_product(Tensor left, Tensor right, Tensor? bias, Tensor ends, int[]? counts) -> Tensor")
+LIBRARY.impl("grouped_product", _product, "CompositeExplicitAutograd")
+torch.library.register_fake("shardwise::grouped_product", _product_fake, lib=LIBRARY)
+torch.library.register_autograd("shardwise::grouped_product", _differentiate, setup_context=_keep, lib=LIBRARY)

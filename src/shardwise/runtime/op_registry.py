@@ -15,7 +15,7 @@ import torch
 from shardwise.config.errors import EngineError
 
 Op = Callable[..., Any]
-LASTING_OPS: Final = torch.library.Library("shardwise", "FRAGMENT")
+LIBRARY: Final = torch.library.Library("shardwise", "FRAGMENT")
 """Has the ops that know no engine, which stay registered."""
 
 

@@ -258,10 +258,9 @@ def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict
         tp_index: of the rank in the tensor-parallel group.
     """
     zones = {dropout.module: ShardRegion(dropout.dim, tp_index, tensor.degree) for dropout in tensor.plan.dropouts}
-    stacks = tensor.plan.stacks if tensor.sequence_parallel else ()
     regions = [region.module for region in tensor.plan.regions]
     for name, module in model.named_modules():
-        if name in zones or not any(is_within(name, stack.modules) for stack in stacks):
+        if name in zones or not is_within(name, tensor.sequence_modules):
             continue
         if isinstance(module, nn.Dropout) or (may_drop_by_function(module) and not is_within(name, regions)):
             zones[name] = ShardRegion(1, tp_index, tensor.degree)

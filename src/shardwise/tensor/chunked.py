@@ -183,9 +183,8 @@ def _check(module: nn.Module, name: str) -> None:
 
 def _state(name: str, chunk_tokens: int, layout: Layout, draws: KeyedDraws) -> ChunkState:
     tensor = layout.tensor
-    stacks = tensor.plan.stacks if tensor is not None and tensor.sequence_parallel else ()
     # Where the feed-forward gathers the sequence, each rank contributes its part of the tokens.
-    num_ranks = tensor.degree if tensor is not None and any(is_within(name, each.modules) for each in stacks) else 1
+    num_ranks = tensor.degree if tensor is not None and is_within(name, tensor.sequence_modules) else 1
     return ChunkState(name, max(1, chunk_tokens // num_ranks), draws)
 
 
