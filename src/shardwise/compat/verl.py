@@ -7,7 +7,7 @@ has some: the numbers of the others are gathered. Under `mesh.pp` the ranks with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.layout.mesh_shape import DATA_AXES, MeshShape
 from shardwise.runtime.device import KINDS
+from shardwise.runtime.precision import dtype_key
 from shardwise.schedule.pipelines import placement_of
 from shardwise.tensor.chunked import deferred_head
 from shardwise.tensor.token_log_probs import token_log_probs
@@ -43,7 +44,6 @@ from shardwise.tensor.token_log_probs import token_log_probs
 STRATEGY: Final = "shardwise"
 _DEVICE: Final = "device"  # any name but "cpu" stands for it: verl knows no machine without an accelerator
 _LATER_COUNT: Final = 2.0**-40  # of what adds to a step's losses, whose count that of the first batch is
-_DTYPES: Final[Mapping[str, str]] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass
@@ -70,7 +70,7 @@ def sections_of(model_config: Any, engine_config: Any, optimizer_config: Any) ->
     """Return the sections of a Shardwise config; what the user's own sections say comes before what verl's say."""
     sections: dict[str, dict[str, Any]] = {
         "zero": {"stage": 3},
-        "precision": {"param": _DTYPES[engine_config.dtype]},
+        "precision": {"param": dtype_key(engine_config.dtype)},
         "optimizer": {"name": "none"},
         "recompute": {"mode": "full" if model_config.enable_gradient_checkpointing else "none"},
         "run": {"seed": engine_config.seed, "on_nonfinite": "skip"},
