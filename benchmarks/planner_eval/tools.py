@@ -156,16 +156,20 @@ def in_our_words(row: Mapping[str, Any]) -> dict[str, Any]:
         found = next((place[name] for place, name in places if place.get(name) not in (None, "")), None)
         if p.get(key) is None and found is not None:
             p[key] = found if isinstance(found, bool | int | float) else _words(found)
+    for key in ("framework", "loss", "optimizer", "sharding", "dispatcher"):
+        if p.get(key) is not None and not isinstance(p[key], bool):
+            p[key] = _words(p[key])
     tool = _tool_of(row, p)
+    _say_switches(p)
     if tool is None:
-        return {**row, "parallel": p}
+        stage = _stage(p) if p.get("zero_stage") is None and _has_data_ranks(row, p) else None
+        return {**row, "parallel": p if stage is None else p | {"zero_stage": stage}}
     # Where another tool runs it, as its first name says, that sets the arguments.
     is_own = not p.get("framework") or re.match(tool.marks, _plain(p["framework"])) is not None
     p["framework"] = p.get("framework") or tool.framework
     p["lora"] = _adapters(p, tool)
     if p["lora"]:
         p["training"] = f"{p.get('training') or ''} lora".strip()
-    _say_switches(p)
     if p.get("zero_stage") is None:
         stage = _stage(p) if _has_data_ranks(row, p) else 0
         p |= {"zero_stage": tool.shards if stage is None else stage, "is_stage_open": stage is None}
@@ -208,7 +212,8 @@ def _tool_of(row: Mapping[str, Any], p: Mapping[str, Any]) -> Tool | None:
                 return tool
         if index == 0 and place:
             return Tool(marks="", framework=str(place))
-    tuning = " ".join(_words(p[key]) for key in (*_TUNING, "lora") if p.get(key)).lower()
+    tuning = " ".join(_words(p[key]) for key in _TUNING if p.get(key)).lower()
+    tuning += " lora" * any(bool(p.get(key)) for key in ("lora", *_LORA_NAMES["rank"][1:]))
     # Who fine-tunes and names no tool has most likely taken the usual one.
     return None if is_early or not re.search(r"lora|\bsft\b|fine.?tun|\bdpo\b", tuning) else _USUAL
 
@@ -219,7 +224,9 @@ def _adapters(p: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
     found = dict(written) if isinstance(written, Mapping) else {}
     text = " ".join(_words(p[key]) for key in (*_TUNING, "recompute") if p.get(key)).lower()
     text += f" {written}".lower() if isinstance(written, str) else ""
-    has_number = isinstance(written, int | float) and written
+    has_number = isinstance(written, int | float | str) and flag(written)
+    if isinstance(written, str) and (match := re.search(r"\d+", written)):
+        found["rank"] = int(match.group())
     if not (found or "lora" in text or has_number or number(p.get("lora_rank") or p.get("lora_r") or 0)):
         return {}
     if isinstance(written, int | float) and not isinstance(written, bool):
@@ -269,8 +276,9 @@ def _say_switches(p: dict[str, Any]) -> None:
         ("fsdp_cpu_offload", "params, grads, optimizer"),
     ):
         if flag(p.get(key)):
-            share = number(p[key]) if "fraction" in key else None
-            offload.append(f"{word} {100 * share:.0f}%" if share is not None else word)
+            share = str(p[key]).rstrip(" %") if "fraction" in key else ""
+            scale = 1 if "%" in str(p[key]) else 100
+            offload.append(f"{word} {scale * (number(share) or 0):.0f}%" if number(share) is not None else word)
     if re.search(r"offload(ing|ed)?\b|^unsloth", re.sub(r"_offloaded", "", str(p.get("recompute")).lower())):
         offload.append("activations")
     if offload:

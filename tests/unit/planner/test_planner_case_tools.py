@@ -80,6 +80,8 @@ def test_rows_of_the_older_tables_are_read_without_a_code() -> None:
         ({"tuner_type": "lora", "lora_rank": 64, "target_modules": ["o_proj"]}, 64, ("o_proj",), "keep"),
         ({"lora": True, "quantization": "4-bit bitsandbytes"}, 8, ("all-linear",), "nf4"),
         ({"training": "QLoRA"}, 8, ("all-linear",), "nf4"),
+        ({"lora": "r = 12"}, 12, ("all-linear",), "keep"),
+        ({"lora": {"rank": "r16"}}, 8, ("all-linear",), "keep"),
         ({"lora": {"r": 4, "target_modules": "c_attn"}}, 4, ("k_proj", "q_proj", "v_proj"), "keep"),
     ],
 )
@@ -123,7 +125,11 @@ def test_a_block_of_layers_runs_again() -> None:
 
 
 def test_part_of_the_optimizer_is_on_the_host() -> None:
-    for said in ({"offload": "optimizer 75 %"}, {"optimizer_offload_fraction": 0.75}):
+    for said in (
+        {"offload": "optimizer 75 %"},
+        {"optimizer_offload_fraction": 0.75},
+        {"optimizer_offload_fraction": "75%"},
+    ):
         case = case_of(group="megatron bridge", parallel=said)
         assert values_of(case, "tiers.optimizer", "tiers.optimizer_on_device") == ("host", 0.25)
 
