@@ -135,28 +135,28 @@ def _base_items(
     # A reader of a folder of transformers ties its own parameters.
     ties = "model_type" in described.get("config", {}) or decoder_config(described) is not None
     tied = getattr(model.base, "all_tied_weights_keys", None) or {}  # names that transformers does not save
-    exported, kept = list[ExportTensor](), dict[str, str]()
+    exported, saved_names = list[ExportTensor](), dict[str, str]()
     for tensor in tensors:
         named = [plain[name] for name in (tensor.name, *aliases[tensor.name]) if name in plain]
         if named:
-            kept[tensor.name] = min(named, key=lambda name: name in tied)
-            others = tuple(name for name in named if name != kept[tensor.name])
+            saved_names[tensor.name] = min(named, key=lambda name: name in tied)
+            others = tuple(name for name in named if name != saved_names[tensor.name])
             copies = () if tensor.group is not None and ties else others
             dtype = dtype_name(tensor.dtype)
-            exported.append(ExportTensor(kept[tensor.name], others, tensor.shape, dtype, copies))
+            exported.append(ExportTensor(saved_names[tensor.name], others, tensor.shape, dtype, copies))
     rules = hub_rules(model.base, names, {plain[name]: shape for name, shape in model.shapes.items() if name in plain})
     parts = folder_parts(exported, rules)
     wrapper_of = model.wrapper_of if adapters == "merge" else {}
     for wrapper, group in groupby(tensors, lambda tensor: wrapper_of.get(tensor.name)):
         members = tuple(group)
-        items = [_item(tensor, parts[kept[tensor.name]]) for tensor in members if tensor.name in kept]
+        items = [_item(tensor, parts[saved_names[tensor.name]]) for tensor in members if tensor.name in saved_names]
         if wrapper is None:
             yield from items
             continue
         yield WeightItem(
             members,
             tuple(output for item in items for output in item.outputs),
-            {plain[tensor.name]: parts[kept[tensor.name]] for tensor in members if tensor.name in plain},
+            {plain[tensor.name]: parts[saved_names[tensor.name]] for tensor in members if tensor.name in plain},
             partial(model.merged, wrapper),
         )
 
@@ -185,8 +185,8 @@ def _joined(items: Iterable[WeightItem]) -> list[WeightItem]:
 def _changed(items: Iterable[WeightItem], members: Values) -> dict[str, Tensor]:
     values = dict[str, Tensor]()
     for item in items:
-        own = {member.name: members[member.name] for member in item.members}
-        values |= own if item.change is None else item.change(own)
+        parts = {member.name: members[member.name] for member in item.members}
+        values |= parts if item.change is None else item.change(parts)
     return values
 
 

@@ -38,7 +38,7 @@ class PlaceholderTensors:
     def begin(self) -> None:
         """Begin a forward: no placeholder has been written into another tensor."""
         if self._mode is not None:
-            self._mode.has_spoilt = False
+            self._mode.begin()
 
     def like(self, tensor: Tensor) -> Tensor:
         """Make a placeholder like `tensor`; parameters stay parameters."""
@@ -63,8 +63,11 @@ class _Writes(FakeTensorMode):
 
     has_spoilt = False
 
+    def begin(self) -> None:
+        self.has_spoilt = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(args)):
+        if any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(args)):
             for tensor in written_tensors(func, args, kwargs or {}):
                 if not isinstance(tensor, FakeTensor) and tensor.is_floating_point():
                     self.has_spoilt = True

@@ -261,8 +261,8 @@ class WeightReader:
         for tensor in tensors:
             if tensor.group is None or tensor.param is None:
                 if source == tensor.source and 0 not in tensor.shape:
-                    whole = Rect.whole(tensor.shape)
-                    yield _Piece(tensor, Block(0, whole, whole, whole))
+                    rect = Rect.whole(tensor.shape)
+                    yield _Piece(tensor, Block(0, rect, rect, rect))
                 continue
             routes, coordinates = self._routes(tensor, tensor.group), self._coordinates[tensor.group.is_experts]
             sender: Coordinate = coordinates[source]

@@ -214,20 +214,20 @@ def _whole_state_dict(model: nn.Module, split: set[str], *given: Any, **options:
 
 
 def _load_whole(model: nn.Module, state: Mapping[str, Any], *given: Any, **options: Any) -> Any:
-    """Load a state dict that has the whole of what ranks hold parts of: each takes its own."""
-    engine, own = model.__dict__[ENGINE](), dict(state)
+    """Load a state dict that has the whole of what ranks hold parts of: each takes its part."""
+    engine, local = model.__dict__[ENGINE](), dict(state)
     if engine is not None and engine.module is model and not engine.is_destroyed:
         for group in engine.inner.parts.sharding.groups:
             for param in group.spec.params:
-                for name in own.keys() & {param.name, *param.aliases}:
-                    if own[name].shape != param.global_shape:
+                for name in local.keys() & {param.name, *param.aliases}:
+                    if local[name].shape != param.global_shape:
                         raise ConfigError(
                             "state-dict-shape",
-                            f"{name} of shape {tuple(own[name].shape)} is not the model's {param.global_shape}; give "
+                            f"{name} of shape {tuple(local[name].shape)} is not the model's {param.global_shape}; give "
                             "the whole tensor on every rank, whatever part of it the rank has",
                         )
-                    own[name] = shard_param(param.split, group.comms.tensor.rank, own[name])
-    return type(model).load_state_dict(model, own, *given, **options)
+                    local[name] = shard_param(param.split, group.comms.tensor.rank, local[name])
+    return type(model).load_state_dict(model, local, *given, **options)
 
 
 def _moved(model: nn.Module, function: Callable[..., Any], *given: Any, **options: Any) -> nn.Module:
