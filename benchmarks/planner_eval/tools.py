@@ -214,8 +214,9 @@ def _tool_of(row: Mapping[str, Any], p: Mapping[str, Any]) -> Tool | None:
             return Tool(marks="", framework=str(place))
     tuning = " ".join(_words(p[key]) for key in _TUNING if p.get(key)).lower()
     tuning += " lora" * any(bool(p.get(key)) for key in ("lora", *_LORA_NAMES["rank"][1:]))
-    # Who fine-tunes and names no tool has most likely taken the usual one.
-    return None if is_early or not re.search(r"lora|\bsft\b|fine.?tun|\bdpo\b", tuning) else _USUAL
+    # Who fine-tunes, splits no model and names no tool has most likely taken the usual one.
+    is_split = any((number(p.get(key)) or 1) > 1 for key in ("tp", "pp", "cp"))
+    return None if is_early or is_split or not re.search(r"lora|\bsft\b|fine.?tun|\bdpo\b", tuning) else _USUAL
 
 
 def _adapters(p: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
