@@ -205,7 +205,7 @@ def _size(values: Mapping[str, Any], name: str, source: str, default: int | None
         fix = f"did you mean it by {close[0]}?" if close else f"add {name}{others}"
         raise ConfigError("import-key-missing", f"{source} misses {name}; {fix}")
     value = values[used]
-    if isinstance(value, list) and len(value) > 1 and all(each == value[0] for each in value):  # one for each layer
+    if isinstance(value, list) and len(value) > 1 and all(size == value[0] for size in value):  # one for each layer
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _TOO_MANY:
         raise ConfigError(
