@@ -79,7 +79,7 @@ class WeightItem:
 
 
 def _put_together(info: WeightInfo, blocks: Iterable[tuple[Rect, Tensor]]) -> Tensor:
-    by_row = [block.to(info.dtype) for _, block in sorted(blocks, key=lambda each: each[0].start)]
+    by_row = [block.to(info.dtype) for _, block in sorted(blocks, key=lambda placed: placed[0].start)]
     if not by_row:
         return torch.empty(info.shape, dtype=info.dtype)
     return by_row[0].contiguous() if len(by_row) == 1 else torch.cat(by_row)

@@ -38,7 +38,7 @@ class PlaceholderTensors:
     def begin(self) -> None:
         """Begin a forward: no placeholder has been written into another tensor."""
         if self._mode is not None:
-            self._mode.begin()
+            self._mode.spoilt_ops.clear()
 
     def like(self, tensor: Tensor) -> Tensor:
         """Make a placeholder like `tensor`; parameters stay parameters."""
@@ -55,22 +55,21 @@ class PlaceholderTensors:
         """Say whether a value is such a placeholder, or computed from what one was written into."""
         if self._mode is None or isinstance(value, FakeTensor):
             return isinstance(value, FakeTensor) and value.fake_mode is self._mode
-        return self._mode.has_spoilt and isinstance(value, Tensor) and bool(value.isnan().any())
+        return bool(self._mode.spoilt_ops) and isinstance(value, Tensor) and bool(value.isnan().any())
 
 
 class _Writes(FakeTensorMode):
     """Fills with NaN what has values and is written from a placeholder, as `x[mask] = placeholder` does."""
 
-    has_spoilt = False
-
-    def begin(self) -> None:
-        self.has_spoilt = False
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.spoilt_ops: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(args)):
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(args)):
             for tensor in written_tensors(func, args, kwargs or {}):
                 if not isinstance(tensor, FakeTensor) and tensor.is_floating_point():
-                    self.has_spoilt = True
+                    self.spoilt_ops.append(str(func))
                     with unseen_by_op_modes(is_real=True):
                         tensor.data.fill_(torch.nan)
         return super().__torch_dispatch__(func, types, args, kwargs or {})

@@ -165,7 +165,7 @@ def folder_parts(tensors: Iterable[ExportTensor], rules: NameMap) -> dict[str, t
     for tensor in tensors:
         names = (tensor.name, *tensor.copies)
         parts[tensor.name] = tuple(chain.from_iterable(rules.split(name, tensor.shape) for name in names))
-        stored = (part.stored for part in parts[tensor.name] if part.num_rows is None)
+        stored = (weight_part.stored for weight_part in parts[tensor.name] if weight_part.num_rows is None)
         for name in chain(stored, *map(rules.stored_names, tensor.aliases)):
             if owners.setdefault(name, tensor.name) != tensor.name:
                 raise CheckpointError(
@@ -365,7 +365,7 @@ def in_folder(parts: Iterable[WeightPart], rect: Rect, values: Tensor) -> Iterat
         if weight_part.is_transposed:
             block, start, stop = block.T, start[::-1], stop[::-1]
         if weight_part.num_rows is not None:
-            start, stop = ((each[0] + weight_part.first_row, *each[1:]) for each in (start, stop))
+            start, stop = ((corner[0] + weight_part.first_row, *corner[1:]) for corner in (start, stop))
         yield weight_part.stored, Rect(start, stop), block
 
 
