@@ -97,7 +97,7 @@ def die_in_exchange(rank: int) -> Callable[[], Any]:
 
 
 def test_a_rank_killed_in_the_exchange_of_rows_is_named_by_the_other() -> None:
-    code, message = refusal_after_a_kill(die_in_exchange, SILENT_S)
+    code, message = refusal_after_a_kill(die_in_exchange, 0.2)
     assert code == "collective-failed"
     assert message.startswith("rank 0 failed in exchange #")
     assert " of layers.0.experts over ep (2 ranks)" in message

@@ -46,9 +46,11 @@ from shardwise.runtime.timeline import Timeline
 pytestmark = pytest.mark.usefixtures("warm_python")
 
 # How long others are silently waited for: longer than a machine may stall; and for ranks that come.
-SILENT_S, TIMEOUT_S = 3.0, 60.0
+SILENT_S, TIMEOUT_S = 2.0, 60.0
 # In which a call times out: after it has been reported.
 SHORT_S = 2 * SILENT_S
+# For an answer that never comes.
+NO_ANSWER_S = 0.2
 CPU = torch.device("cpu")
 RUN = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": SILENT_S}
 
@@ -320,7 +322,7 @@ def die(rank: int) -> Callable[[], Any]:
 
 
 def test_a_killed_rank_is_named_by_those_that_live() -> None:
-    code, message = refusal_after_a_kill(die, SILENT_S)
+    code, message = refusal_after_a_kill(die, NO_ANSWER_S)
     assert code == "collective-failed"
     assert message.startswith("rank 0 failed in ")
     assert "rank 1 does not answer: it died, was stopped or hangs in native code; rank 0 waits for it in " in message
@@ -375,7 +377,7 @@ time.sleep(600)
 
 def test_a_silent_store_hides_neither_where_a_rank_waits_nor_the_failure(caplog: pytest.LogCaptureFixture) -> None:
     """Its host is stopped, as when rank 0's process is: torch's own requests would never return."""
-    with held_store() as (store, host):
+    with held_store() as (store, host), patch("shardwise.comm.watchdog._ANSWER_S", NO_ANSWER_S):
         comm_log, watchdog = watched(store, 0)
         call = gather(comm_log)
         host.send_signal(signal.SIGSTOP)
@@ -457,7 +459,7 @@ def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
     (comm_log, own), (_others, other) = watched(store, 0), watched(store, 1)
     other.close()
     call = gather(comm_log)
-    with entered(comm_log, call), patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S):
+    with entered(comm_log, call), patch("shardwise.comm.watchdog._ANSWER_S", NO_ANSWER_S):
         assert own.explain(call) == "rank 1 has closed its engine; rank 0 waits for it in all_gather #1 of blocks.0"
     own.close()
 
