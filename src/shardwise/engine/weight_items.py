@@ -183,8 +183,8 @@ def _joined(items: Iterable[WeightItem]) -> list[WeightItem]:
 def _changed(items: Iterable[WeightItem], members: Values) -> dict[str, Tensor]:
     values = dict[str, Tensor]()
     for item in items:
-        own = {member.name: members[member.name] for member in item.members}
-        values |= own if item.change is None else item.change(own)
+        of_item = {member.name: members[member.name] for member in item.members}
+        values |= of_item if item.change is None else item.change(of_item)
     return values
 
 
