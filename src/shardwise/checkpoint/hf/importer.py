@@ -314,15 +314,20 @@ def _tensor(
             "mixed-dtypes", f"{name} is made of tensors of different dtypes ({found}); convert them to one"
         )
     pieces = tuple(
-        StoredChunk(part.rect, entry.file, entry.start + _bytes_before(part, entry), is_transposed=part.is_transposed)
+        StoredChunk(
+            part.rect,
+            entry.file,
+            entry.start + _num_bytes_before(part.first_row, entry),
+            is_transposed=part.is_transposed,
+        )
         for part, entry in parts
     )
     return StoredTensor(name, aliases, shape, {PARAM: StoredState(dtypes.pop(), pieces)})
 
 
-def _bytes_before(part: WeightPart, entry: FileTensor) -> int:
-    """Return the bytes of the rows of a tensor of a folder before a part."""
-    return part.first_row * math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype] if part.first_row else 0
+def _num_bytes_before(first_row: int, entry: FileTensor) -> int:
+    """Return the bytes of the rows of a tensor of a folder before one."""
+    return first_row * math.prod(entry.shape[1:]) * ITEM_BYTES[entry.dtype] if first_row else 0
 
 
 def _check_tied(folder: Path, name: str, entries: list[FileTensor], others: list[FileTensor]) -> None:
