@@ -1,6 +1,6 @@
 """Faults of streams that a GPU would show now and then, each planted in the library: an order must show every one.
 
-The numbers of the eager order, in which a missing wait does nothing, are those that the other orders are held against.
+The numbers of the eager order without the fault are those that the other orders with it are held against.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from shardwise import Simulation, initialize, simulate
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 
-NUM_MEASURED_STEPS = 3
+NUM_MEASURED_STEPS = 2
 
 # The script says what it measured of itself, in a process of its own.
 LARGE = """
@@ -178,7 +178,8 @@ def unnumbered(measured: Measured) -> Measured:
 def test_ranks_differ_by_padding_only() -> None:
     """Adam keeps no moments of padding, which is in the last shards; all else is the same on every rank."""
     overrides = {"zero": {"stage": 3}, "precision": {"param": "bf16"}}
-    first, *others = (simulate_case("odd-shapes", 1, overrides, rank, 8) for rank in range(8))
+    first, *others = (simulate_case("odd-shapes", 1, overrides, rank, 4) for rank in range(4))
+    assert first.layout.padding_numel > 0
     numel = first.layout.numel
     optimizer_bytes = 0
     for rank, each in enumerate((first, *others)):

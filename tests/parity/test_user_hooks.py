@@ -197,13 +197,15 @@ CASES: Final[dict[str, Callable[[Use], None]]] = {
 # Under cp a hook sees this rank's tokens, as the loss does; a pass over all tokens has no part in one process.
 SUMS = {"gradients", "mask-features", "watch-layer", "watch-features", "adapter", "hidden-states", "backward"}
 TP = list(CASES)
+PARTS = ("keep-shared", "keep-activations", "keep-input", "keep-norm", "mask-positions")
 OF = {
     "tp": TP,
     "tp-sequence": TP,
     "tp-recompute": ["keep-features", "keep-layer", "gradients", "penalty"],
     "tp-selective": ["keep-features", "keep-input", "watch-layer", "mask-features"],
-    "pp": [name for name in CASES if name != "penalty"],
-    "pp-split-backward": ["keep-layer", "keep-input", "gradients", "model"],
+    # A stage has whole layers: what the parts of a split one hand to hooks needs no case of each.
+    "pp": [name for name in CASES if name != "penalty" and (name in SUMS or not name.startswith(PARTS))],
+    "pp-split-backward": [name for name in CASES if name != "penalty"],
     "cp": sorted(SUMS),
 }
 

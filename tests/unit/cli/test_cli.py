@@ -51,7 +51,6 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.cold
 def test_two_ranks_train_and_leave_every_file(settings, capfd):
     assert cli.main(["train", *settings, "run.num_procs=2", "precision.param=fp32"]) == 0
     folder = run_folder()
@@ -128,7 +127,6 @@ def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
     assert (writer.returncode, err) == (141, "")
 
 
-@pytest.mark.cold
 def test_a_full_disk_under_the_output_is_one_line():
     script = "from shardwise.cli.main import main; raise SystemExit(main(['config']))"
     with open("/dev/full", "w") as full:

@@ -44,10 +44,14 @@ CONFIG = {
 }
 
 
+@pytest.fixture(scope="module")
+def exact() -> DryRun:
+    return dry_run(Config.from_dict(CONFIG), 4, (0, 1))
+
+
 @pytest.mark.parametrize("limit_s", [0.0, 5.02])
-def test_what_is_not_simulated_in_time_is_estimated(limit_s: float) -> None:
+def test_what_is_not_simulated_in_time_is_estimated(limit_s: float, exact: DryRun) -> None:
     before, (left_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
-    exact = dry_run(Config.from_dict(CONFIG), 4, (0, 1))
     run = dry_run(Config.from_dict(CONFIG), 4, (0, 1), limit_s=limit_s)
     assert [rank.num_simulated for rank in run.ranks] == [0, 0]
     assert [rank.rank for rank in run.ranks] == [0, 1]
@@ -62,8 +66,8 @@ def test_what_is_not_simulated_in_time_is_estimated(limit_s: float) -> None:
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 1) == (left_s > 1), "a timer around it goes on"
 
 
-def test_what_is_simulated_in_time_is_exact() -> None:
-    exact, run = (dry_run(Config.from_dict(CONFIG), 4, (0, 1), limit_s=limit_s) for limit_s in (None, 500.0))
+def test_what_is_simulated_in_time_is_exact(exact: DryRun) -> None:
+    run = dry_run(Config.from_dict(CONFIG), 4, (0, 1), limit_s=500.0)
     assert [rank.peak for rank in run.ranks] == [rank.peak for rank in exact.ranks]
     assert "about" not in " ".join(word for line in shown(run) for word in line)
 
