@@ -21,7 +21,7 @@ group and no storage. The engine executes it, the planner prices it, a checkpoin
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -483,9 +483,10 @@ def assign_tiers_by_rank(
         groups: groups of all ranks, in forward order.
         rank_of: returns the pipeline rank that holds a group, the first of several.
     """
-    ranks = sorted({rank_of(group) for group in groups})
-    own = {rank: [group for group in groups if rank_of(group) == rank] for rank in ranks}
-    assigned = {each.name: each for rank in ranks for each in assign_tiers(own[rank], config)}
+    by_rank = defaultdict[int, list[GroupSpec]](list)
+    for group in groups:
+        by_rank[rank_of(group)].append(group)
+    assigned = {group.name: group for held in by_rank.values() for group in assign_tiers(held, config)}
     return tuple(assigned[group.name] for group in groups)
 
 
