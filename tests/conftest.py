@@ -9,10 +9,11 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import FunctionType, MappingProxyType
+from typing import TypeVar
 from zlib import crc32
 
 import hypothesis
@@ -33,6 +34,7 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("shardwise")
 
+Variant = TypeVar("Variant")
 PARITY = Path(__file__).parent / "parity"
 # To import them is to have a virtual GPU: they are for processes of their own.
 collect_ignore = ["device/plugin.py", "device/process.py", "device/site"]
@@ -63,39 +65,46 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
     return [] if is_full and not collector.config.getoption("--full") else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Where no example is written none is looked for: there are twenty thousand texts, and each process reads them."""
+    found = yield
+    if file_path.suffix == ".py" and ">>>" not in file_path.read_text():
+        return [each for each in found if isinstance(each, pytest.Module)]
+    return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Variants that do not run are not made either; those of a test of which none runs are left out afterwards."""
+    if not metafunc.config.getoption("--full"):
+        calls = [each for each in metafunc._calls if not any(mark.name == "full" for mark in each.marks)]
+        mark = metafunc.definition.get_closest_marker("quick")
+        if mark is not None or PARITY in metafunc.definition.path.parents:
+            calls = some_of(calls, metafunc.function.__name__, 1 if mark is None else mark.args[0])
+        metafunc._calls = calls or metafunc._calls
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-        left_out = variants_left_out(items)
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):
         put_long_files_first(items)
 
 
-def variants_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `quick(n)`, and of parity tests without the mark (n = 1), all variants but n.
+def some_of(variants: list[Variant], name: str, num: int) -> list[Variant]:
+    """Of a test marked `quick(n)`, or of a parity test without the mark (n = 1), the n variants that run.
 
-    Those that run lie evenly over all, the first and the last one among them. A single one is chosen by the test's
-    name, so that over the suite all stages and ranks are met.
+    They lie evenly over all, the first and the last one among them. A single one is chosen by the test's name, so that
+    over the suite all stages and ranks are met.
     """
-    variants = defaultdict(list)
-    for item in items:
-        mark = item.get_closest_marker("quick")
-        if mark is not None or PARITY in item.path.parents:
-            num = 1 if mark is None else mark.args[0]
-            variants[item.path, getattr(item, "originalname", item.name), num].append(item)
-    left_out = set()
-    for (_, name, num), group in variants.items():
-        kept = (
-            {round(i * (len(group) - 1) / (num - 1)) for i in range(num)}
-            if num > 1
-            else {crc32(name.encode()) % len(group)}
-        )
-        left_out |= {item for i, item in enumerate(group) if i not in kept}
-    return left_out
+    last = len(variants) - 1
+    if last < num:
+        return variants
+    kept = {round(i * last / (num - 1)) for i in range(num)} if num > 1 else {crc32(name.encode()) % len(variants)}
+    return [variants[i] for i in sorted(kept)]
 
 
 def put_long_files_first(items: list[pytest.Item]) -> None:

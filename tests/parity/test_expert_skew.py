@@ -103,7 +103,7 @@ def simulate_mixture(skew: float) -> tuple[int, int]:
         {
             "mesh": {"pp": 4, "dp_shard": 256, "tp": 4, "ep": 64},
             "experts": {"skew": skew},
-            "batch": {"micro_size": 2, "accumulation": 4},
+            "batch": {"micro_size": 2, "accumulation": 2},
             "precision": {"param": "bf16"},
         },
         lambda: {"input_ids": tokens, "labels": tokens},
@@ -116,7 +116,7 @@ def simulate_mixture(skew: float) -> tuple[int, int]:
 def test_simulated_ranks_of_4096_get_the_rows_of_a_skew() -> None:
     # Of 256 tokens each of 4 ranks sends 64 to 2 experts, all but a 64th away; a row has 512 numbers of 2 bytes.
     row_bytes = 64 * 2 * 63 // 64 * 1024
-    num_calls, count_bytes = 2 * 4, 63 * 4  # layers of a stage, by micro-batches
+    num_calls, count_bytes = 2 * 2, 63 * 4  # layers of a stage, by micro-batches
     (even, peak), (skewed, higher) = simulate_mixture(1.0), simulate_mixture(4.0)
     # There and back, and the same for gradients; what comes in fours is sent back in fours.
     assert even == num_calls * (count_bytes + (1 + 1 + 1 + 1) * row_bytes)

@@ -85,7 +85,7 @@ def test_replicas_of_shards_of_stages_equal_one_process(ranks: WorkerPool, optio
     check(ranks, "2x2x2x1", options)
 
 
-@rows((0, "deep", 4, True), (2, "deep-tied", 4, True), (3, "deep-tied", 1, False), (3, "deep", 4, True))
+@rows((0, "deep", 3, True), (2, "deep-tied", 4, True), (3, "deep-tied", 1, False), (3, "deep", 4, True))
 def test_split_stages_equal_one_process(ranks: WorkerPool, options: Combination) -> None:
     check(ranks, "2x1x1x2", options)
 

@@ -26,7 +26,7 @@ from shardwise.models.presets import DecoderConfig
 
 Layout = Mapping[str, Any]
 
-NUM_SAMPLES = 8
+NUM_SAMPLES = 4
 NUM_STEPS = 2  # before the save, and after it
 
 ONE: Layout = {"mesh": {}}

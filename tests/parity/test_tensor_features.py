@@ -508,7 +508,7 @@ def strays(engine: Engine) -> list[str]:
 def train_in_bf16(rank: int, world_size: int, name: str, stage: int) -> tuple[list[str], dict[str, Tensor]]:
     sections = {"precision": {"param": "bf16"}, "zero": {"stage": stage}, "optimizer": {"decay_1d": True}}
     with make_engine(name, "tp2-dp2" if stage else "tp4", rank, **sections) as engine:
-        for step in range(10):
+        for step in range(5):
             engine.train_step(batches_of(name, "tp2-dp2" if stage else "tp4", step % 3, rank))
         return strays(engine), parameters_of(engine)
 
@@ -587,7 +587,7 @@ def give_other_batches(rank: int, world_size: int, checks_all: bool) -> str:
 def test_ranks_that_share_layers_must_get_the_same_batch(ranks: WorkerPool, checks_all: bool) -> None:
     first, second = ranks(2).run(give_other_batches, checks_all)
     assert first.startswith("batches-differ: ")
-    assert "rank 1 has" in first
+    assert "rank 1 " in first
     assert first == second
 
 

@@ -22,11 +22,13 @@ from shardwise.launch.hosts import read_hostfile
 HOSTS = st.from_regex(r"[abcxyz0189][abcxyz0189.-]{0,7}", fullmatch=True)
 POOLS = st.dictionaries(HOSTS, st.integers(1, 5), min_size=1, max_size=4)
 SCRIPT = """
-import os, sys
+import os, sys, time
 names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "FROM_ENV_FILE", "HF_TOKEN")
 os.write(1, " ".join([*(os.environ.get(name, "-") for name in names), *sys.argv[1:], chr(10)]).encode())
 if "--fail" in sys.argv and os.environ["RANK"] == "1":
     sys.exit(1)
+if "--fail" in sys.argv:
+    time.sleep(600)
 if "--meet" in sys.argv:
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -168,4 +170,4 @@ def test_two_hosts_by_ssh(tmp_path: Path) -> None:
 
 def test_a_failure_on_one_host_ends_all(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("one slots=1\ntwo slots=1\n")
-    assert run(tmp_path, "-H", "hosts", "train.py", "--meet", "--fail").returncode == 1
+    assert run(tmp_path, "-H", "hosts", "train.py", "--fail").returncode == 1
