@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.odd_models import OddCase, Stack
-from harness.odd_training import SGD, TIMEOUT_S, all_ranks, batch_of, engine_of, plain_losses, sgd_engine
+from harness.odd_training import NUM_STEPS, SGD, TIMEOUT_S, all_ranks, batch_of, engine_of, plain_losses, sgd_engine
 from harness.pool import RankError, WorkerPool
 from harness.refusals import refusal_of
 from harness.time_outs import fail_after
@@ -276,7 +276,9 @@ def differ(rank: int, world_size: int, kind: type[nn.Module], stage: int) -> lis
     engine = sgd_engine(stage, kind=kind, run={"device": "cpu", "timeout_s": TIMEOUT_S})
     fail_after(engine.comm.comm_log, 5.0 if stage == 3 else TIMEOUT_S)
     losses: list[float] = []
-    refusal = refusal_of(lambda: losses.extend(engine.train_step([batch_of(step, rank)]).loss for step in range(3)))
+    refusal = refusal_of(
+        lambda: losses.extend(engine.train_step([batch_of(step, rank)]).loss for step in range(NUM_STEPS))
+    )
     return refusal if refusal[0] else losses
 
 

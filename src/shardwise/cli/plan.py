@@ -70,7 +70,7 @@ examples:
   shardwise plan llama-70b h100:512 --tp 8             a model, a cluster and a pin, the batch as usual
   shardwise plan --model llama-70b --cluster h100:512 --global-batch 1024 --seq 8192
   shardwise plan --model config.json --cluster a100-80:8x8 --global-batch 512 --write plan.toml
-  shardwise plan --model train_megatron.sh --cluster h200:64    Megatron's flags, as a script or a string
+  shardwise plan --model train_megatron.sh --cluster h200:64    Megatron's flags, as a script, YAML or a string
   shardwise plan my.toml --cluster mine.toml zero.stage=3       our config; a cluster of your own
   shardwise plan --explain plan.toml --cluster h100:512         memory by stage and time by part of one config
   shardwise plan --explain ds.json --model llama-7b --cluster h100:8

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from shardwise.config.errors import CodedError
+from shardwise.layout.precision import dtype_key
 from shardwise.runtime.device import Event, kind_of
-from shardwise.runtime.precision import dtype_key
 
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
 _MAX_ENQUEUED = 4096

@@ -35,8 +35,8 @@ from shardwise.context.batch import PaddedTokens, gather_tokens
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.layout.mesh_shape import DATA_AXES, MeshShape
+from shardwise.layout.precision import dtype_key
 from shardwise.runtime.device import KINDS
-from shardwise.runtime.precision import dtype_key
 from shardwise.schedule.pipelines import placement_of
 from shardwise.tensor.chunked import deferred_head
 from shardwise.tensor.token_log_probs import token_log_probs

@@ -21,6 +21,12 @@ from shardwise.config.sections import Gather
 StatesDtype = Literal["master", "bf16", "int8"]
 StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters, and of codes
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
+_OF_TORCH: Final[Mapping[str, Dtype]] = MappingProxyType(
+    {
+        "float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "bfloat16": "bf16",
+        "float16": "fp16", "half": "fp16",
+    }
+)  # fmt: skip
 
 # Of codecs (`shardwise.layout.codec`, `shardwise.layout.wire_codec`): layouts count bytes by them without torch.
 BLOCK_NUMEL: Final = 256
@@ -30,6 +36,16 @@ SMALL_NUMEL: Final = 4096
 """Parameters of fewer elements, counted over the whole parameter, keep their states unencoded: they save nothing."""
 
 SCALE_BYTES: Final = 4
+
+
+def dtype_key(dtype: object) -> str:
+    """Return a config's name of torch's dtype, or of one that is named as torch does; its own name where there is none.
+
+    >>> dtype_key("torch.half"), dtype_key("bfloat16"), dtype_key("int4")
+    ('fp16', 'bf16', 'int4')
+    """
+    name = str(dtype).removeprefix("torch.")
+    return _OF_TORCH.get(name, name)
 
 
 @dataclass(frozen=True)

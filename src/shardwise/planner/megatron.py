@@ -17,6 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
+import yaml
+
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.planner.job import Experts, ModelShape, ModelSource
@@ -60,27 +62,27 @@ _MAX_BYTES: Final = 2**18
 _MAX_FLAGS: Final = 1000
 _MAX_DIGITS, _MAX_VALUE, _MAX_SHOWN = 12, 200, 60
 _FLAG_SHARE: Final = 0.93
-_FIX: Final = "give our TOML, another tool's JSON, or a script of Megatron's flags"
+_FIX: Final = "give our TOML, another tool's JSON, or a script or YAML file of Megatron's flags"
 
 
 def read_megatron(source: str | Path) -> ModelSource:
-    """Return the job that a script or a command line starts.
+    """Return the job that a script, a YAML file or a command line starts.
 
     Args:
-        source: the path of a script; or, where it holds `--`, the flags themselves.
+        source: the path of a `.sh`, `.yaml` or text file; or, where it holds `--`, the flags themselves.
 
     Raises:
         ConfigError: the file cannot be read, a flag is misspelled, a size is missing, or a value cannot be.
     """
-    text, name = str(source), "the flags"
+    text, name, is_yaml = str(source), "the flags", False
     if "--" not in text:
         path = Path(source)
-        name = path.name
+        name, is_yaml = path.name, path.suffix in (".yaml", ".yml")
         try:
             text = read_text(path, _FIX, max_bytes=_MAX_BYTES)
         except UntrustedFileError as error:
             raise ConfigError(error.code, str(error)) from None
-    arguments = script_words(text)
+    arguments = yaml_words(text) if is_yaml else script_words(text)
     num_flags = sum(word.startswith("--") for word in arguments)
     if not num_flags:
         raise ConfigError("megatron-no-flags", f"{source} holds no flags of Megatron's; {_FIX}")
@@ -261,6 +263,35 @@ def script_words(text: str) -> list[str]:
     # A script may collect its flags in one string.
     parts = (token.strip("()\"'") for word in tokens for token in (word.split() if "--" in word else [word]))
     return [_named(token) for token in parts if token != "--"]
+
+
+def yaml_words(text: str) -> list[str]:
+    """Return the arguments in a YAML file of keys and values as words; nested sections are read too.
+
+    >>> yaml_words("model_parallel:\\n  tensor_model_parallel_size: 8\\n  sequence_parallel: true\\n  bf16: null")
+    ['--tensor-model-parallel-size', '8', '--sequence-parallel']
+
+    Raises:
+        ConfigError: it is no YAML.
+    """
+    try:
+        pending = [yaml.safe_load(text)]
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError("not-yaml", f"the file is no YAML: {' '.join(str(error).split())}; {_FIX}") from None
+    arguments, seen = [], set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:  # an alias
+            continue
+        seen.add(id(value))
+        if isinstance(value, list):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            pending += [item for item in reversed(value.values()) if isinstance(item, list | dict)]
+            for key, item in value.items():
+                if not isinstance(item, list | dict) and item not in (None, False):
+                    arguments += [_named(f"--{str(key).lstrip('-')}"), *([] if item is True else [str(item)])]
+    return arguments
 
 
 def _named(word: str) -> str:

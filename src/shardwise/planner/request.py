@@ -47,7 +47,7 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
 )
 # What the hub's names have before and after these.
 _OF_HUB: Final = re.compile(r"^meta-|(?<=llama-3)\.\d|(-hf|-instruct|-base|-chat|-v\d\.\d)+$")
-_SCRIPTS: Final = frozenset({".sh", ".bash", ".txt", ".slurm", ".sbatch"})
+_SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
 _CHUNKS: Final = "context.chunk_tokens"
 CHUNK_TOKENS: Final = 1024
 TUNING_LENGTH: Final = 2048

@@ -34,17 +34,6 @@ def torch_dtype(name: StoredDtype) -> torch.dtype:
     return torch.uint8 if name == "uint8" else TORCH_DTYPES[name]
 
 
-def dtype_key(dtype: torch.dtype | str) -> str:
-    """Return a config's name of a dtype, which torch may have several names for; its own name where there is none.
-
-    >>> dtype_key(torch.bfloat16), dtype_key("torch.half"), dtype_key("int4")
-    ('bf16', 'fp16', 'int4')
-    """
-    name = str(dtype).removeprefix("torch.")
-    named = getattr(torch, name, None)
-    return next((key for key, torch_dtype in TORCH_DTYPES.items() if torch_dtype is named), name)
-
-
 def buffer_dtype(given: torch.dtype, config: PrecisionConfig) -> torch.dtype:
     """Return the dtype of a buffer in training.
 

@@ -13,7 +13,7 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.job import Experts, ModelShape, ModelSource
-from shardwise.planner.megatron import read_megatron, script_words
+from shardwise.planner.megatron import read_megatron, script_words, yaml_words
 
 FLAGS = "--num-layers 8 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 32000"
 FULL = "--recompute-granularity full"
@@ -266,3 +266,21 @@ def test_a_script_that_is_made_to_hurt_is_refused_at_once(tmp_path: Path, script
         read_megatron(tmp_path / "a.sh")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
+
+
+def test_flags_and_yaml_say_the_same(tmp_path: Path) -> None:
+    line = "--num-layers 8 --hidden-size 512 --num-attention-heads=8 --seq-length 1024 --bf16 --num-experts 4"
+    yaml = "model:\n  num_layers: 8\n  hidden_size: 512 # wide\n  num_attention_heads: 8\n"
+    yaml += "  seq_length: 1024\n  bf16: true\n  fp16: false\n  num-experts: 4\n"
+    path = tmp_path / "the flags.yaml"
+    path.write_text(yaml)
+    assert read_megatron(path) == read_megatron(f"python pretrain.py {line}")
+
+
+def test_yaml_says_flags() -> None:
+    text = "- --a: 1 # one\n- 'b_c': \"x\"\n- section:\n    d: True\n    e: ~\n    f: False\n    g: [h: 2]\n"
+    assert yaml_words(text) == ["--a", "1", "--b-c", "x", "--d", "--h", "2"]
+    # What contains itself is read once.
+    assert yaml_words("&all\na: 1\nb: *all\n") == ["--a", "1"]
+    with refused("not-yaml"):
+        yaml_words("a: [")

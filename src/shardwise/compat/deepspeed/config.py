@@ -17,7 +17,7 @@ from shardwise.config.resolve import Config, resolve_batch, set_key, shown_value
 from shardwise.config.sections import BatchConfig
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 from shardwise.config.validate import ATTENTION_KEYS
-from shardwise.runtime.precision import dtype_key
+from shardwise.layout.precision import dtype_key
 
 _ZERO: Final = "zero_optimization"
 _BASE64: Final = re.compile(r"[A-Za-z0-9_-]{16,}={0,2}")

@@ -35,8 +35,9 @@ from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
 from shardwise.engine.runner import to_device
 from shardwise.engine.types import StepResult
+from shardwise.layout.precision import dtype_key
 from shardwise.optim.schedules import advance
-from shardwise.runtime.precision import TORCH_DTYPES, dtype_key
+from shardwise.runtime.precision import TORCH_DTYPES
 from shardwise.runtime.torch_private import persistent_buffers
 
 __getattr__ = answers(__name__)

@@ -15,7 +15,8 @@ from shardwise.compat.deepspeed.runtime.zero.offload_config import OffloadDevice
 from shardwise.compat.deepspeed.utils import groups, logger
 from shardwise.config.errors import ConfigError
 from shardwise.layout.mesh_shape import DATA_AXES, GRADIENT_AXES, TENSOR_AXES
-from shardwise.runtime.precision import TORCH_DTYPES, dtype_key
+from shardwise.layout.precision import dtype_key
+from shardwise.runtime.precision import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
