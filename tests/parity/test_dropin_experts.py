@@ -185,7 +185,7 @@ def load_whole(rank: int, world_size: int, arm: str) -> tuple[dict[str, torch.Te
     """What a state dict of a script has, and what the model has once it is loaded."""
     engine = open_engine(arm, world_size)
     train(engine, 0, 1)
-    given = {name: value.cpu() for name, value in engine.module.state_dict().items()}
+    given = {name: value.cpu() for name, value in engine.module_state_dict().items()}
     given = {name: value * 0.5 if value.is_floating_point() else value for name, value in given.items()}
     engine.load_module_state_dict({"module": given})
     loaded = {name: value.cpu() for name, value in engine.module_state_dict().items()}
