@@ -42,14 +42,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], where: Predicate | None = Non
     covered. Meant for products up to some thousands of combinations. With a single factor: all its values.
     """
     allowed = product(factors, where)
-    pairs = [_pairs(factors, row) for row in allowed]
-    uncovered = set().union(*pairs)
-    chosen = []
-    while uncovered:
-        best = max(range(len(pairs)), key=lambda index: len(pairs[index] & uncovered))
-        uncovered -= pairs[best]
-        chosen.append(allowed[best])
-    return chosen
+    return _greedy(allowed, [_pairs(factors, row) for row in allowed])
 
 
 def each_value(factors: Mapping[str, Sequence[Any]], rows: Sequence[Combination]) -> list[Combination]:
@@ -58,12 +51,16 @@ def each_value(factors: Mapping[str, Sequence[Any]], rows: Sequence[Combination]
     >>> [combination_id(row) for row in each_value({"a": [1, 2], "b": [3, 4]}, product({"a": [1, 2], "b": [3, 4]}))]
     ['a=1-b=3', 'a=2-b=4']
     """
-    values = [_values(factors, [row]) for row in rows]
-    missing = set().union(*values)
+    return _greedy(rows, [_values(factors, [row]) for row in rows])
+
+
+def _greedy(rows: Sequence[Combination], covered: Sequence[set[Any]]) -> list[Combination]:
+    """Those rows that cover together what all do: always the first one with the most that is not yet covered."""
+    missing = set[Any]().union(*covered)
     chosen = []
     while missing:
-        best = max(range(len(rows)), key=lambda index: len(values[index] & missing))
-        missing -= values[best]
+        best = max(range(len(rows)), key=lambda index: len(covered[index] & missing))
+        missing -= covered[best]
         chosen.append(rows[best])
     return chosen
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import read_text
 from shardwise.layout.token_ranges import pack
 from shardwise.planner.explain import Reasons
+from shardwise.planner.fit import largest
 from shardwise.planner.job import changed, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, money_words
@@ -191,11 +191,11 @@ def _longest(price: Estimate, pricer: Pricer) -> int:
     job = price.job
     lean = changed(price.config, {"batch.micro_size": 1, "recompute.mode": "full", "recompute.every": 1})
 
-    def misses(count: int) -> bool:
+    def fits(count: int) -> bool:
         longer = Pricer(replace(job, seq_len=_LENGTH_STEP * count), pricer.margin_share)
-        return longer.missing(longer.memory.estimate(lean)) is not None
+        return longer.missing(longer.memory.estimate(lean)) is None
 
-    return _LENGTH_STEP * max(1, bisect_left(range(1, _MOST_LENGTHS + 1), True, key=misses))
+    return _LENGTH_STEP * max(1, largest(fits, _MOST_LENGTHS))
 
 
 def _clock(seconds: float) -> str:
