@@ -6,6 +6,7 @@ import copy
 import io
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,14 @@ from torch import Tensor, nn
 from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
 from harness.refusals import refused
+from harness.small_decoder import SMALL_DECODER
 from harness.training import make_config
 from shardwise import gathered, init, initialize
 from shardwise.construction.shards import ShardedParameter
 from shardwise.models.decoder import Decoder
-from shardwise.models.presets import DecoderConfig
 
 SEED = 3
-SHAPE = DecoderConfig(
-    vocab_size=37,
-    num_layers=2,
-    hidden_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    ffn_size=40,
-    max_seq_len=16,
-    tie_embeddings=True,
-)
+SHAPE = replace(SMALL_DECODER, tie_embeddings=True)
 
 
 class Written(nn.Module):

@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,14 @@ from torch import Tensor, nn
 
 from harness.live_bytes import LiveBytes
 from harness.refusals import refused
+from harness.small_decoder import SMALL_DECODER
 from shardwise import gathered, init
 from shardwise.construction.values import ParamInitializer
 from shardwise.models.decoder import Decoder
 from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.keyed_rng import initial_values
 
-SHAPE = DecoderConfig(
-    vocab_size=37,
-    num_layers=2,
-    hidden_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    ffn_size=40,
-    max_seq_len=16,
-    tie_embeddings=True,
-)
+SHAPE = replace(SMALL_DECODER, tie_embeddings=True)
 
 
 def read_all(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:

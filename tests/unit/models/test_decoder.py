@@ -13,22 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.refusals import refused
+from harness.small_decoder import SMALL_DECODER
 from shardwise.models.decoder import Decoder, RMSNorm, lm_loss, rope_tables, rotate
-from shardwise.models.presets import DecoderConfig, flops_per_token, num_params, preset
+from shardwise.models.presets import flops_per_token, num_params, preset
 from shardwise.runtime.keyed_rng import init_parameters
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.torch_private import fake_tensors
 
-SMALL = DecoderConfig(
-    vocab_size=37,
-    num_layers=2,
-    hidden_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    ffn_size=40,
-    max_seq_len=16,
-)
+SMALL = SMALL_DECODER
 
 
 def small_decoder(dtype: torch.dtype = torch.float32, **changes: object) -> Decoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,18 @@ from torch.nn import functional as F
 from harness.listed_experts import ListedExpert, in_stacks, listed
 from harness.moe import poisoned
 from harness.refusals import refused
+from harness.small_decoder import SMALL_DECODER
 from harness.training import make_config
 from shardwise import initialize
 from shardwise.checkpoint.hf.config_files import config_files, decoder_config, describe
-from shardwise.models import Decoder, DecoderConfig, Experts, flops_per_token, lm_loss, num_params, preset
+from shardwise.models import Decoder, Experts, flops_per_token, lm_loss, num_params, preset
 from shardwise.models.decoder_experts import MixtureOfExperts, Router
 from shardwise.models.presets import ModelConfig
 from shardwise.models.presets import decoder_config as shape_of
 from shardwise.runtime.keyed_rng import init_parameters
 from shardwise.runtime.torch_private import fake_tensors
 
-SMALL = DecoderConfig(
-    vocab_size=37,
-    num_layers=2,
-    hidden_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    ffn_size=40,
-    max_seq_len=16,
-    num_experts=4,
-    num_chosen=2,
-    expert_size=20,
-)
+SMALL = replace(SMALL_DECODER, num_experts=4, num_chosen=2, expert_size=20)
 
 
 def small_decoder(**changes: object) -> Decoder:

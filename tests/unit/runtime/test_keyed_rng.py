@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,21 +13,11 @@ import torch
 from torch import nn
 
 from harness.refusals import refused
+from harness.small_decoder import SMALL_DECODER
 from shardwise.models.decoder import Decoder
-from shardwise.models.presets import DecoderConfig
 from shardwise.runtime.keyed_rng import derive_seed, init_parameters, initial_values, keyed_generator
 
-SMALL = DecoderConfig(
-    vocab_size=37,
-    num_layers=2,
-    hidden_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    ffn_size=40,
-    max_seq_len=16,
-    tie_embeddings=True,
-)
+SMALL = replace(SMALL_DECODER, tie_embeddings=True)
 
 
 def draw(module: nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
