@@ -22,7 +22,9 @@ These rows are fine-tuning, adapters, experts, few tokens a device, Blackwell, A
 {held_out} rows of {held_out_sources} other sources (tests/data/planner_cases_2026_held_out.json) were looked at as
 scores by kind and by source alone. These showed where a mechanism was missing, and a few readings of words were settled
 while they were in view, two of them against their source: the rows are held out, but not unseen. Of some the words of
-base, offload and recomputation were seen, too, when the readers of words changed. No factor is fitted to these. Each
+base, offload and recomputation were seen, too, when the readers of words changed. Surogate's rows with a packed base
+multiply in fp8, and those of its mixtures have the batch and the sequence of its examples' files at the commit of its
+figures, which its table does not say. No factor is fitted to these. Each
 source has the same weight. A row may be of several kinds. What was first priced, before the arrow, had nine rows more,
 which rules about inputs have left out since.
 
@@ -139,6 +141,14 @@ MECHANISMS = (
         "arXiv 2408.15664, transformers' tensor_parallel.py, invergent-ai/surogate, prime-rl's multi_moe.py",
     ),
     (
+        (
+            "a packed base in fp8: each pass unpacks, casts and launches it without a graph; each expert of a grouped "
+            "product is a launch of the host, experts wait there only as far as they do not fit"
+        ),
+        "adapters and states, experts, few tokens",
+        "invergent-ai/surogate: sft_config.py, fp8_hybrid_recipe.cpp, moe_kernels.cu, generic_qlora_provider.cpp",
+    ),
+    (
         "inputs of blocks and their gradients, which FSDP1 holds beside frozen parameters; inputs that PEFT drops out",
         "adapters and states",
         "torch's fsdp/_runtime_utils.py, peft's tuners/lora/layer.py",
@@ -152,8 +162,8 @@ MECHANISMS = (
 """What was missing, of which kinds, and where it is from."""
 STILL_MISSING = """\
 Missing still: products in fp8 of MI300X in torch; torchtitan's mixtures on Blackwell beyond the grouped product;
-Megatron's mixtures with one sequence a micro-batch and many blocks a rank; mixtures of Surogate, which take many times
-as long as priced, and Llama 4's in bitsandbytes; padding of batches whose mean length alone is known.
+Megatron's mixtures with one sequence a micro-batch and many blocks a rank; Surogate's mixtures that are divided over
+cards without links, and Llama 4's in bitsandbytes; padding of batches whose mean length alone is known.
 """
 
 

@@ -313,12 +313,17 @@ def fuses_step(p: Mapping[str, Any]) -> bool:
 
 
 def is_graphed(p: Mapping[str, Any], code: Code, *, has_experts: bool) -> bool:
-    """Say whether a step is launched as a graph, as Surogate does but for experts and a base of fp4.
+    """Say whether a step is launched as a graph, as Surogate does but for experts and a packed base.
 
-    See its graph_executor.cpp and dsl_model_execution.cpp.
+    See its graph_executor.cpp and core/config/sft_config.py, `create_runtime_config`.
     """
-    is_fp4 = str((p.get("lora") or {}).get("base")).startswith("nvfp4")
-    return bool(p.get("cuda_graphs")) or (code.is_graphed and not has_experts and not is_fp4)
+    return bool(p.get("cuda_graphs")) or (code.is_graphed and not has_experts and not is_packed(p))
+
+
+def is_packed(p: Mapping[str, Any]) -> bool:
+    """Say whether the frozen base is stored in 8 bits or fewer."""
+    base = str((p.get("lora") or {}).get("base")).lower()
+    return base.startswith("nf4") or params_share({"lora": {"base": base}}) < 1
 
 
 def unpacked_bytes(p: Mapping[str, Any], code: Code) -> float:

@@ -72,6 +72,17 @@ ENGINE_LAUNCHES, ENGINE_EXPERTS = (15.0, 28.0), (45.0, 70.0)
 """Kernels of Megatron's block, and more with experts: router, permutation, its all-to-alls, probabilities."""
 GROUPED_LAUNCH_S: Final = 8e-6
 """Of one expert's product in a grouped linear layer of Transformer Engine, launched from C++."""
+SUROGATE_LAUNCHES: Final = (35.0, 85.0)
+"""Kernels of a block of Surogate where a base is packed, forward and backward with what runs again: of each weight an
+unpacking, two to cast it, two to cast its input and a product; norms, rotation, attention and gate (5); backward a
+transposition more (csrc/src/recipes/fp8_hybrid/fp8_hybrid_recipe.cpp, csrc/src/runtime/ops)."""
+SUROGATE_ADAPTER: Final = (4.0, 10.0)
+"""Of an adapted layer of Surogate: two products, a scale and a sum, which run again, and five products and a sum."""
+SUROGATE_EXPERTS, SUROGATE_EXPERT = (25.0, 45.0), (6.0, 17.0)
+"""More of a block with experts, and of each expert: cuBLAS's grouped product takes each for a group of its own, six of
+adapters forward, two of the experts and fifteen of adapters backward (runtime/ops/moe_grouped_gemm_*.cpp)."""
+SUROGATE_SYNCS, SUROGATE_EXCHANGE_SYNCS = 1.0, 3.0
+"""Waits for the device in each pass of a block with experts, and more where they are divided (its ep_dispatch.cpp)."""
 MAIN_GRAD_S: Final = 30e-6
 """Of a parameter's hook in Megatron's backward; each expert's weights are parameters of their own."""
 
@@ -89,6 +100,8 @@ def host_costs(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) ->
         return _of_megatron(code, found, job, s)
     is_all = s.lora.targets == ("all-linear",)
     num_adapted = 0 if trains_all(s) else NUM_PRODUCTS_OF_ALL if is_all else len(s.lora.targets)
+    if code.name == "engine":
+        return _of_surogate(found, job, s, num_adapted)
     num_modules = NUM_MODULES + NUM_ADAPTER_MODULES * num_adapted
     if code.name == "unsloth":
         return dataclasses.replace(
@@ -190,4 +203,18 @@ def _of_megatron(code: Code, found: HostCosts, job: PlanJob, s: ResolvedConfig) 
         backward_launch_s=BACKWARD_LAUNCH_S,
         num_syncs=2.0 * (s.mesh.ep > 1),
         block_s=(forward_s, backward_s + MAIN_GRAD_S * num_params * trains_all(s)),
+    )
+
+
+def _of_surogate(found: HostCosts, job: PlanJob, s: ResolvedConfig, num_adapted: int) -> HostCosts:
+    num_local = job.shape.experts.num_experts / s.mesh.ep if job.shape.experts else 0.0
+    forward, backward = (a + num_adapted * b for a, b in zip(SUROGATE_LAUNCHES, SUROGATE_ADAPTER, strict=True))
+    more, more_backward = (a + num_local * b for a, b in zip(SUROGATE_EXPERTS, SUROGATE_EXPERT, strict=True))
+    return dataclasses.replace(
+        found,
+        launches=(forward, backward),
+        experts_launches=(more, more_backward),
+        launch_s=GROUPED_LAUNCH_S,
+        backward_launch_s=GROUPED_LAUNCH_S,
+        num_syncs=SUROGATE_SYNCS + SUROGATE_EXCHANGE_SYNCS * (s.mesh.ep > 1),
     )

@@ -81,6 +81,8 @@ PACKED_CASTS: Final = (3.0, 3.0)
 # Of tensors of an element in torch's `_multi_tensor_adamw`: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
 # addcdiv 4.
 FOREACH_PASSES: Final = 20.0
+# Of a device's memory that Surogate gives away.
+USED_SHARE: Final = 0.95
 # Of an optimizer's usual bytes below which its states are bf16.
 NARROW_SHARE: Final = 0.5
 
@@ -227,9 +229,16 @@ class PublishedComputeModel(ComputeTimeModel):
     def _fetching(self, s: ResolvedConfig, traits: PublishedTraits) -> PassTimes:
         """Move a block's experts to the device and back, which the stream waits for (Surogate's `offload_manager.cpp`);
         those that run again are there for their backward.
+
+        As many stay as fit beside the tables and one block's in bf16 (its generic_qlora_provider.cpp,
+        `auto_tune_offloading`).
         """
-        numel = self.job.shape.num_ffn_matrices * self._expert_numel / s.mesh.ep
-        seconds = 2 * numel * expert_bytes(traits) / (self.job.cluster.gpu.host_bytes_per_s or PLAIN_HOST_BYTES_PER_S)
+        shape, gpu = self.job.shape, self.job.cluster.gpu
+        numel = shape.num_ffn_matrices * self._expert_numel / s.mesh.ep
+        others = shape.vocab_size * shape.hidden_size * (2 - shape.is_tied) + numel
+        space_bytes = gpu.memory_bytes * USED_SHARE - DTYPE_BYTES["bf16"] * others
+        away = min(1.0, max(0.0, 1 - space_bytes / (shape.num_expert_layers * numel * expert_bytes(traits))))
+        seconds = 2 * away * numel * expert_bytes(traits) / (gpu.host_bytes_per_s or PLAIN_HOST_BYTES_PER_S)
         return PassTimes(seconds, seconds * (s.recompute.mode == "none"))
 
     def _loss(self, s: ResolvedConfig) -> PassTimes:
@@ -272,6 +281,11 @@ class PublishedComputeModel(ComputeTimeModel):
         numel = sum(each.count * each.n * each.k for each in linears)
         if traits.casts_weights:
             found = found.plus(PassTimes(self._stream_s(numel * (FP32_BYTES + width))))
+        if traits.casts_unpacked and dtype == "fp8":
+            # The largest element is looked for, then each is cast; the backward casts, too, and transposes.
+            dense = numel - sum(each.count * each.n * each.k for each in routed)
+            passes = (2 * width + 1, 2 * width + 3)
+            found = found.plus(PassTimes(*(self._stream_s(dense * each) for each in passes)))
         if traits.scales_dynamically and traits.casts_gathered and dtype == "fp8":
             cast_s = self._stream_s(numel * (2 * width + 1))  # its largest element, then itself
             found = found.plus(PassTimes(cast_s, cast_s))

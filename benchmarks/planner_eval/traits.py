@@ -101,6 +101,7 @@ class PublishedTraits:
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
         has_scaled_rows: whether torch's products in fp8 scale rows.
         casts_gathered: whether weights are cast to fp8 after they are gathered, by every rank.
+        casts_unpacked: whether weights that are unpacked to bf16 are cast to fp8 in each pass.
         dedups_tokens: whether a token goes to a node once, as with DeepEP, not once for each of its experts.
         splits_experts: whether tensor-parallel ranks split each expert; otherwise they hold different ones.
         permutation: passes over tokens' copies for their experts, forward and backward, where the code is known.
@@ -154,6 +155,7 @@ class PublishedTraits:
     scales_dynamically: bool = False
     has_scaled_rows: bool = False
     casts_gathered: bool = False
+    casts_unpacked: bool = False
     dedups_tokens: bool = True
     params_share: float = 1.0
     optimizer_share: float = 1.0
@@ -283,7 +285,8 @@ def _named_code(
     """Return what a row says of its code, and what that code does where the row does not say."""
     code = codes.code_of(str(p["framework"]))
     written, precision = f"{p.get('loss')} {p.get('framework')}".lower(), str(p.get("precision")).lower()
-    experts_dtype = words.experts_dtype(precision)
+    # Surogate's fp8 is for dense layers (its runtime/ops/moe_grouped_gemm_gate_up.cpp gives no buffers of fp8).
+    experts_dtype = words.experts_dtype(precision) or ("bf16" if code.name == "engine" else None)
     is_slow_grouped = code.name in codes.TORCHTITANS and is_after_h100(gpu) and codes.dated(code, p).year < 2026
     is_slow_grouped &= experts_dtype in (None, "bf16")
     is_fused = _is_fused(p)
@@ -306,6 +309,7 @@ def _named_code(
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
         has_scaled_rows="rowwise" in precision and code.name != "megatron",
         casts_gathered="fp8 all-gather" not in precision,
+        casts_unpacked=code.name == "engine" and codes.is_packed(p),
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
         holds_inputs=codes.holds_inputs(p, code) and config.zero.stage > 1 and not trains_all(config),
         packs_experts=code.name in ("hf", "deepspeed", "engine") and config.lora.base == "nf4",

@@ -77,14 +77,14 @@ def nic_bytes_per_s(written: str | None, gpus_per_node: int) -> float | None:
 
 
 def matmul_dtype(written: str | None) -> MatmulDtype:
-    """Return the narrowest dtype of matrix products that is written, of linear layers where they have their own; bf16
-    where none is.
+    """Return the narrowest dtype of matrix products that is written, of linear layers where they have their own and of
+    products where their base has its own; bf16 where none is.
 
     >>> matmul_dtype("bf16 linears, mxfp8 grouped gemms"), experts_dtype("bf16 linears, mxfp8 grouped gemms")
     ('bf16', 'fp8')
     """
     text = (written or "bf16").lower()
-    if match := re.search(r"(\w+) linears", text):
+    if match := re.search(r"(\w+)(?: hybrid)? (?:linears|matmuls)", text):
         text = match.group(1)
     for mark, dtype in _DTYPES:
         if mark in text:

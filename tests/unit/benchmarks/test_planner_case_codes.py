@@ -190,6 +190,39 @@ def test_loops_over_experts_wait_for_the_host_and_grouped_products_do_not() -> N
     assert eager["compute"] > graphed["compute"]
 
 
+SUROGATE = "Surogate (2026-02), C++ engine"
+
+
+def surogate(base: str, model: dict[str, Any] = LLAMA, **parallel: Any) -> Estimate:
+    said: dict[str, Any] = {"zero_stage": 0, "precision": f"{base} base, fp8 matmuls", "gpu": "RTX 5090"}
+    return price_of(SUROGATE, model, **said | {"lora": {"rank": 16, "targets": "q,k", "base": base}} | parallel)
+
+
+def test_surogate_casts_a_packed_base_in_each_pass_and_launches_it_without_a_graph() -> None:
+    assert traits_of(SUROGATE, lora={"rank": 16, "base": "bf16"}).is_graphed
+    for base in ("nf4", "nvfp4", "fp8"):
+        traits = traits_of(SUROGATE, precision=f"{base} base, fp8 matmuls", lora={"rank": 16, "base": base})
+        assert (traits.is_graphed, traits.casts_unpacked, traits.experts_dtype) == (False, True, "bf16")
+    few = LLAMA | {"seq": 32}
+    casts_s = surogate("fp8", few).time.step_s - surogate("fp8", few, precision="fp8 base, bf16 matmuls").time.step_s
+    bandwidth = 1.7e12  # bytes a second of an RTX 5090
+    assert casts_s > 7e9 * 12 / bandwidth  # of 7 B elements 5 bytes forward and 7 backward
+
+
+def test_surogate_launches_each_expert_that_a_rank_has() -> None:
+    few = MIXTURE | {"seq": 64}
+    whole, divided = (surogate("nf4", few, ep=each).time.parts["compute"] for each in (1, 8))
+    assert whole - divided > 0.9 * 32 * (128 - 16) * 23 * 8e-6
+
+
+def test_surogate_fetches_only_the_experts_that_do_not_fit() -> None:
+    def fetching_s(base: str) -> float:
+        return surogate(base, MIXTURE, offload="experts").time.step_s - surogate(base, MIXTURE).time.step_s
+
+    assert fetching_s("nf4") == 0.0
+    assert fetching_s("fp8") > 0.1
+
+
 def test_tokens_go_to_a_node_once_with_deepep() -> None:
     hardware = {"gpu": "H100-SXM5-80GB", "num_gpus": 32, "gpus_per_node": 8}
     seconds = []
