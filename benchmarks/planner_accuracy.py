@@ -8,7 +8,8 @@ missing or odd: a row that cannot be priced is answered by nulls, and a line on 
     python benchmarks/planner_accuracy.py CASES.json --json OUT --tier core --by source --worst 20
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
         --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json \\
-        --fresh tests/data/planner_cases_2026_fitted.json tests/data/planner_cases_2026_held_out.json
+        --fresh tests/data/planner_cases_2026_fitted.json tests/data/planner_cases_2026_held_out.json \\
+        --priced-once tests/data/planner_cases_fresh2.json
     python benchmarks/planner_accuracy.py tests/data/planner_cases_2026_fitted.json --by kind
 """
 
@@ -28,7 +29,7 @@ from planner_document import document
 from planner_eval.cases import Case, read_case
 from planner_eval.prices import PARTS_OF_A_STEP, Prediction, predict_row
 from planner_eval.rows import tidied
-from planner_fresh import fresh_section, kinds_of
+from planner_fresh import fresh_section, kinds_of, priced_once_section
 from planner_fresh import table as kinds_table
 from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--leave-out", type=Path, help="what planner_fit.py --leave-out wrote, for the document")
     parser.add_argument("--unseen", type=Path, help="rows of sources that no constant or rule was made by, for it")
     parser.add_argument("--fresh", type=Path, nargs=2, help="rows that were studied and rows that were not, for it")
+    parser.add_argument("--priced-once", type=Path, help="rows that were priced before any was studied, for it")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     try:
@@ -212,6 +214,7 @@ def main(arguments: Sequence[str]) -> None:
         left_out = read_left_out(options.leave_out)
         unseen = scored_rows(read_rows(options.unseen)) if options.unseen else []
         fresh = [scored_rows(read_rows(path)) for path in options.fresh or ()]
+        once = scored_rows(read_rows(options.priced_once)) if options.priced_once else []
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -235,18 +238,27 @@ def main(arguments: Sequence[str]) -> None:
     if options.spread:
         print("\n".join(spread_lines(chosen, unseen)))
     if options.markdown:
-        first = read_first_priced(options.unseen) if options.unseen else {}
-        section = unseen_section(unseen, first, figures(unseen)) if unseen else ""
-        if fresh:
-            halves = ("fitted", "held_out")
-            before = {half: read_first_priced(path) for half, path in zip(halves, options.fresh, strict=True)}
-            section += "\n" + fresh_section(dict(zip(halves, fresh, strict=True)), before)
+        section = _sections(options, unseen, fresh, once)
         options.markdown.write_text(document(rows, table, left_out, section), encoding="utf-8")
     lines = residual_lines(chosen)
     if options.residuals:
         options.residuals.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines[: options.worst]))
     print(f"{len(rows)} rows in {took_s:.1f} s")
+
+
+def _sections(
+    options: argparse.Namespace, unseen: Sequence[Scored], fresh: Sequence[Sequence[Scored]], once: Sequence[Scored]
+) -> str:
+    """The document's sections about rows that nothing was fitted to."""
+    section = unseen_section(unseen, read_first_priced(options.unseen), figures(unseen)) if options.unseen else ""
+    if fresh:
+        halves = ("fitted", "held_out")
+        before = {half: read_first_priced(path) for half, path in zip(halves, options.fresh, strict=True)}
+        section += "\n" + fresh_section(dict(zip(halves, fresh, strict=True)), before)
+    if once:
+        section += "\n" + priced_once_section(once, read_first_priced(options.priced_once))
+    return section
 
 
 def _key(name: str) -> Any:

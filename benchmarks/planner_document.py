@@ -20,7 +20,8 @@ This file is written by
 
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
         --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json \\
-        --fresh tests/data/planner_cases_2026_fitted.json tests/data/planner_cases_2026_held_out.json
+        --fresh tests/data/planner_cases_2026_fitted.json tests/data/planner_cases_2026_held_out.json \\
+        --priced-once tests/data/planner_cases_fresh2.json
 
 and the errors of sources that are left out of the fit, which take two minutes, by
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from planner_eval.forms import usual_form
+
 _COUNTS: Final = frozenset(
     {
         "layers",
@@ -102,6 +104,7 @@ def tidied(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with counts as whole numbers of 0 or more, words as strings, flags as such, and sections as
     mappings.
     """
+    row = usual_form(row)
     found = dict(row)
     for section in ("model", "hardware", "parallel", "outputs"):
         written = row.get(section)
