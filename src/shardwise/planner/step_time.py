@@ -183,8 +183,9 @@ class TimeModel:
     def _units_key(self, s: ResolvedConfig) -> tuple[object, ...]:
         """Return all of a config that the times of blocks and ends depend on, and whether there is a pipeline."""
         number = self._numbers.of
-        split = s.mesh.tp, s.mesh.cp, s.mesh.pp > 1, s.batch.micro_size, s.batch.accumulation > 1, s.zero.stage
-        return *split, number(s.tensor), number(s.context), number(s.recompute), number(s.precision), number(s.lora)
+        mesh, batch = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.mesh.pp > 1), (s.batch.micro_size, s.batch.accumulation > 1)
+        sections = number(s.tensor), number(s.context), number(s.recompute), number(s.precision), number(s.lora)
+        return *mesh, *batch, s.zero.stage, *sections
 
     def _stage(self, s: ResolvedConfig, num_blocks: int, is_first: bool, is_last: bool) -> _Stage:
         first, last = self._ends(s)
