@@ -167,6 +167,7 @@ class CommTimeModel:
         gpu = replace(gpu, link_bytes_per_s=links, fitted=replace(gpu.fitted, network_share=DISPATCH_SHARE))
         self.dispatch_network = NetworkModel(replace(job.cluster, gpu=gpu), collisions=0.0)
         self._blocks: dict[tuple[object, ...], BlockComm] = {}
+        self._data: dict[tuple[object, ...], OverlapTimes] = {}
 
     def block(self, config: ResolvedConfig) -> BlockComm:
         """Price the collectives of one block on one rank, in one micro-batch.
@@ -217,9 +218,15 @@ class CommTimeModel:
         others compute: each takes groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv
         2104.04473, figure 4).
         """
-        s, profile = config, self.job.cluster.profile
+        s, stages_per_rank = config, self.layouts.stages.of(config).placement.stages_per_rank
+        key = (self.layouts.key(s, pipeline_rank), s.batch.accumulation, s.mesh.pp, stages_per_rank)
+        if key not in self._data:
+            self._data[key] = self._data_times(s, pipeline_rank, stages_per_rank)
+        return self._data[key]
+
+    def _data_times(self, s: ResolvedConfig, pipeline_rank: int, stages_per_rank: int) -> OverlapTimes:
+        profile = self.job.cluster.profile
         measured = None if profile is None else profile.hidden_share
-        stages_per_rank = self.layouts.stages.of(s).placement.stages_per_rank
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"forward": 0.0, "backward": 0.0}
         for call in self.data_calls(s, pipeline_rank):
@@ -236,7 +243,7 @@ class CommTimeModel:
             alone_backward_s=alone["backward"],
             num_micro_batches=s.batch.accumulation,
             num_hiding=min(s.batch.accumulation, s.mesh.pp) if stages_per_rank > 1 else 1,
-            may_hide=config.zero.overlap,
+            may_hide=s.zero.overlap,
             hidden_share=HIDDEN_SHARE if measured is None else measured,
         )
 

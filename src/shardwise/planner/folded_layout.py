@@ -107,7 +107,9 @@ class StageTable:
         self.job = job
         self._numbers = SectionNumbers()
         self._stages: dict[tuple[object, ...], StageLayouts] = {}
+        self._last: tuple[ResolvedConfig | None, StageLayouts] = None, StageLayouts(StagePlacement(1), (), 0, 0)
         self._cuts: dict[tuple[object, ...], tuple[tuple[int, ...], int]] = {}
+        self._of_kind: dict[tuple[object, ...], Mapping[UnitKind, tuple[ParamEntry, ...]]] = {}
 
     def of(self, config: ResolvedConfig) -> StageLayouts:
         """Return the stages of a config.
@@ -116,6 +118,8 @@ class StageTable:
             ConfigError: the schedule has no such stages, there are more stages than units, or `pipeline.cut` does not
                 fit them.
         """
+        if config is self._last[0]:  # the ranks of one candidate are asked for one after another
+            return self._last[1]
         s, number, key = config, self._numbers.of, tuple[object, ...]()
         if s.mesh.pp > 1:
             sections = number(s.pipeline), number(s.zero), number(s.tiers), number(s.precision), number(s.lora)
@@ -129,6 +133,7 @@ class StageTable:
                 cut = self._cut(s, placement)
             num_dense = shape.num_layers - shape.num_expert_layers
             stages = self._stages[key] = StageLayouts(placement, cut[0], num_dense, cut[1])
+        self._last = config, stages
         return stages
 
     def _cut(self, config: ResolvedConfig, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
@@ -137,7 +142,7 @@ class StageTable:
         Only the ratios of what elements take decide, so that placements of states seldom need a cut of their own.
         """
         shape, num_bytes, section = self.job.shape, bytes_per_element(config), config.pipeline
-        of_kind = {name: tuple(entries_of(shape, config, name, name)) for name in get_args(UnitKind)}
+        of_kind = self._entries(config)
         sizes = [num_bytes(entry) for entries in of_kind.values() for entry in entries]
         ratios = tuple(round(size / sizes[0], 9) for size in sizes)
         key = (placement, section.balance, section.cut, self._numbers.of(config.lora), ratios)
@@ -150,6 +155,13 @@ class StageTable:
             layers = tuple(sum(name.startswith("blocks.") for name in stage) for stage in names)
             self._cuts[key] = layers, next(index for index, stage in enumerate(names) if "norm" in stage)
         return self._cuts[key]
+
+    def _entries(self, config: ResolvedConfig) -> Mapping[UnitKind, tuple[ParamEntry, ...]]:
+        key = self._numbers.of(config.lora), config.optimizer.name
+        if key not in self._of_kind:
+            kinds: tuple[UnitKind, ...] = get_args(UnitKind)
+            self._of_kind[key] = {name: tuple(entries_of(self.job.shape, config, name, name)) for name in kinds}
+        return self._of_kind[key]
 
 
 def _own_name(name: str) -> str:
@@ -233,22 +245,19 @@ class FoldedLayouts:
         self.stages = stages or StageTable(job)
         self._units: dict[tuple[Any, ...], tuple[tuple[ParamEntry, ...], dict[str, ParamSplit]]] = {}
         self._numbers = SectionNumbers()
+        self._last: tuple[ResolvedConfig | None, tuple[Any, ...]] = None, ()
         self._ranks: dict[tuple[Any, ...], FoldedLayout] = {}
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
 
     def at_rest(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
         """Return the bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
-        key = self.key(config, pipeline_rank)
-        found = self._at_rest.get(key)
-        if found is None:
-            found = self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, None)
-        return found
+        return self._at_rest_in(config, pipeline_rank, None)
 
     def by_tier(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
         """Return `at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
         if (config.tiers.params, config.tiers.grads, config.tiers.optimizer) == ("device",) * 3:
             return {"device": self.at_rest(config, pipeline_rank)}
-        by_tier = {tier: self._bytes_at_rest(config, pipeline_rank, tier) for tier in TIERS}
+        by_tier = {tier: self._at_rest_in(config, pipeline_rank, tier) for tier in TIERS}
         return {tier: totals for tier, totals in by_tier.items() if any(totals.values())}
 
     def on_wire(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
@@ -266,11 +275,18 @@ class FoldedLayouts:
 
     def key(self, config: ResolvedConfig, pipeline_rank: int) -> tuple[Any, ...]:
         """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
-        mesh, layers = config.mesh, self.stages.of(config).held_by(pipeline_rank)
-        axes = (mesh.pp > 1, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep)
-        number = self._numbers.of
-        sections = number(config.zero), number(config.tiers), number(config.precision), number(config.lora)
-        return *axes, layers, config.pipeline.gather, config.optimizer.name, *sections
+        if config is not self._last[0]:
+            mesh, number = config.mesh, self._numbers.of
+            axes = (mesh.pp > 1, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, mesh.ep)
+            sections = number(config.zero), number(config.tiers), number(config.precision), number(config.lora)
+            self._last = config, (*axes, config.pipeline.gather, config.optimizer.name, *sections)
+        return self._last[1], self.stages.of(config).held_by(pipeline_rank)
+
+    def _at_rest_in(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
+        key = (*self.key(config, pipeline_rank), tier)
+        if key not in self._at_rest:
+            self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, tier)
+        return self._at_rest[key]
 
     def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         rank = self.rank(config, pipeline_rank)

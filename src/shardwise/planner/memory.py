@@ -53,7 +53,7 @@ from shardwise.planner.job import (
     with_adapters,
 )
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.schedule.formulas import moments_in_flight
+from shardwise.schedule.formulas import moments_in_flight, num_distinct_micro_batches
 from shardwise.schedule.pipelines import recipe_of
 
 _Moments = NDArray[np.int64]
@@ -167,6 +167,7 @@ class MemoryModel:
         self.job = job
         self.layouts = layouts or FoldedLayouts(job)
         self._moments_of: dict[tuple[str, int, int, int, int], _Moments] = {}
+        self._buffers_of: dict[tuple[object, ...], dict[int, Buffers]] = {}
 
     def estimate(self, config: ResolvedConfig, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Estimate one rank at each place of the pipeline.
@@ -193,12 +194,10 @@ class MemoryModel:
 
     def _held(self, config: ResolvedConfig, rank: int) -> _Moments:
         """Return what a rank holds at each moment, as `moments_in_flight`; [moments, 1 + 2 x stages]."""
-        s = config
-        key = (
-            (s.pipeline.schedule, s.mesh.pp, s.batch.accumulation, s.pipeline.virtual_stages, rank)
-            if s.mesh.pp > 1
-            else ("1f1b", 1, 1, 1, 0)
-        )
+        s, key = config, ("1f1b", 1, 1, 1, 0)
+        if s.mesh.pp > 1:
+            number = num_distinct_micro_batches(s.pipeline.schedule, s.mesh.pp, s.batch.accumulation)
+            key = (s.pipeline.schedule, s.mesh.pp, number, s.pipeline.virtual_stages, rank)
         if key not in self._moments_of:
             self._moments_of[key] = np.array(moments_in_flight(*key))
         return self._moments_of[key]
@@ -244,14 +243,12 @@ class MemoryModel:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
         s, folds, numbers = config, self.layouts.rank(config, rank), stages.placement.stages_of(rank)
         firsts = self._first_equals(s, stages, rank)  # the others are counted as these
-        counted = {
-            index: (self._stage(s, stages, numbers[index], blocks), self._buffers(s, folds, index))
-            for index in {*firsts}
-        }
-        buffers = {index: one for index, (_, one) in counted.items()}
-        if s.mesh.pp > 1:
-            buffers = self._pooled(buffers)
-        stage_bytes = [counted[index][0] for index in firsts]
+        counted = {index: self._stage(s, stages, numbers[index], blocks) for index in {*firsts}}
+        key = (self.layouts.key(s, rank), *firsts)
+        if key not in self._buffers_of:
+            found = {index: self._buffers(s, folds, index) for index in counted}
+            self._buffers_of[key] = self._pooled(found) if s.mesh.pp > 1 else found
+        buffers, stage_bytes = self._buffers_of[key], [counted[index] for index in firsts]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in stage_bytes]
         base = held[:, 1:] @ np.array([*(stage.whole for stage in stage_bytes), *deferred])
         base = base + NUM_SENT * blocks[0].stream * (s.mesh.pp > 1)

@@ -61,6 +61,7 @@ class OffloadTimeModel:
         }
         self._host_step_bytes_per_s = HOST_STEP_SHARE * self._host_memory_bytes_per_s
         self._hidden_share = HIDDEN_SHARE
+        self._times: dict[tuple[object, ...], OverlapTimes] = {}
         self._take_measured()
 
     def times(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
@@ -69,6 +70,14 @@ class OffloadTimeModel:
         tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
         if all(tier == "device" for tier in tiers):
             return OverlapTimes()
+        of_inputs = (s.batch.micro_size, s.tensor.sequence_parallel, s.recompute.every)
+        key = (self.layouts.key(s, pipeline_rank), s.batch.accumulation, of_inputs if tiers[-1] != "device" else None)
+        if key not in self._times:
+            self._times[key] = self._times_of(s, pipeline_rank)
+        return self._times[key]
+
+    def _times_of(self, s: ResolvedConfig, pipeline_rank: int) -> OverlapTimes:
+        tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
         moves, away = self.moves(s, pipeline_rank), self._away(s, pipeline_rank)
         step_s = max(self._moved_s(moves, "step"), sum(self._host_step_s(layout, fold) for layout, fold in away))
         return OverlapTimes(

@@ -310,7 +310,7 @@ class _Search:
         elif not self._may_fit(config):
             self.rejected["out of memory"] += 1
         else:
-            placed = [changed(config, values) for values in self._placements_of(config)]
+            placed = self._may_hold(config)
             priced = sorted(((self._quick(candidate).step_s, candidate) for candidate in placed), key=itemgetter(0))
             yield priced[0][0], _Placed(priced)
 
@@ -353,6 +353,26 @@ class _Search:
             of_leanest = max(self._placements_of(leanest), key=_saving, default=placement)
             self._fits_leanest[pipeline] = self._fits_device(changed(leanest, of_leanest))
         return self._fits_leanest[pipeline] and self._fits_device(changed(config, placement))
+
+    def _may_hold(self, config: ResolvedConfig) -> list[ResolvedConfig]:
+        """Return the placements of a candidate, without those of which it is known that they miss by much.
+
+        The mean rank holds at least its share of the states and what it keeps with the placement that holds least.
+        """
+        every = self._placements_of(config)
+        placed = [changed(config, placement) for placement in every]
+        if not _is_cut_once(config):
+            return placed
+        ranks = self._memory_of(changed(config, max(every, key=_saving))).ranks
+        kept_bytes = sum(rank.bytes_of("activations", "logits", "overhead") for rank in ranks) / len(ranks)
+        is_found = bool(self.fitting or self._fallbacks)
+        least_lacking = 0.0 if is_found or self._missed is None else self._missed[0]
+        most_bytes = self._usable_bytes + max(
+            _NEAR_SHARE * self._usable_bytes, least_lacking / self.job.cluster.gpus_per_node
+        )
+        if not is_found and self._missed is None:
+            return placed
+        return [one for one in placed if kept_bytes + least_states_bytes(self.job, one) <= most_bytes]
 
     def _fits_device(self, config: ResolvedConfig) -> bool:
         memory = self._memory_of(config)
@@ -466,6 +486,11 @@ def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:
 def _held_of(config: ResolvedConfig) -> tuple[Any, ...]:
     """Return what candidates share that hold the same: of how contexts are exchanged, only Ulysses keeps more."""
     return *_pipeline_of(config), config.batch, config.recompute, config.zero, config.tiers
+
+
+def _is_cut_once(config: ResolvedConfig) -> bool:
+    """Say whether stages are cut the same wherever states are stored, as all elements take as many bytes."""
+    return config.mesh.pp == 1 or (config.lora.rank == 0 and not matrix_state_names(config.optimizer.name))
 
 
 def _saving(placement: Values) -> tuple[int, int, bool, int]:

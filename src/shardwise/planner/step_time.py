@@ -20,9 +20,9 @@ from shardwise.layout.zero_stages import STAGES, Placement
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.folded_layout import FoldedLayouts, StageLayouts
+from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, StageLayouts
 from shardwise.planner.hardware import FittedConstants
-from shardwise.planner.host_time import queued_s
+from shardwise.planner.host_time import HostTimes, queued_s
 from shardwise.planner.job import PlanJob, SectionNumbers, product_dtype, trains_all
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
@@ -38,6 +38,11 @@ _Bubble = Literal["least", "quick", "exact"]
 STRAGGLING: Final = 0.008
 """The spread of nodes' step times, a share of it: the slowest of many decides (Jiang et al. 2024, arXiv 2402.15627,
 section 6.3: 0.5 % of machines were about 10 % slower)."""
+
+
+_InStages = tuple[Mapping[str, float], int, tuple[float, float], float | None]
+"""The parts that are of the stages of the rank that is busy longest, that rank, the seconds of its forward and backward
+of a micro-batch, and the bubble's rate."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,9 @@ class TimeModel:
         self.pipelines = PipelineSimulator()
         self._numbers = SectionNumbers()
         self._known_stages: dict[tuple[object, ...], _Stage] = {}
+        self._hosts: dict[tuple[object, ...], HostTimes] = {}
+        self._steps: dict[tuple[object, ...], float] = {}
+        self._known_passes: dict[tuple[object, ...], _InStages] = {}
 
     def estimate(self, config: ResolvedConfig, *, is_quick: bool = False) -> TimeEstimate:
         """Estimate the time of one optimizer step.
@@ -92,7 +100,8 @@ class TimeModel:
         Args:
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
-        parts, worst, passes, bubble_rate = self._in_stages(config, "quick" if is_quick else "exact")
+        in_stages, worst, passes, bubble_rate = self._in_stages(config, "quick" if is_quick else "exact")
+        parts = dict(in_stages)
         parts["data"] = self.communication.data(config, worst).exposed_s(*passes)
         parts["offload"] = self.offload.times(config, worst).exposed_s(*passes)
         parts["step"] = self._step_s(config, worst)
@@ -109,13 +118,15 @@ class TimeModel:
         stages_s = sum(self._in_stages(config, "least")[0].values())
         return stages_s + self._straggling_s(stages_s)
 
-    def _in_stages(
-        self, config: ResolvedConfig, bubble: _Bubble
-    ) -> tuple[dict[str, float], int, tuple[float, float], float | None]:
-        """Return the parts that are of the stages of the rank that is busy longest, that rank, the seconds of its
-        forward and backward of a micro-batch, and the bubble's rate.
-        """
-        cut = self.layouts.stages.of(config)
+    def _in_stages(self, config: ResolvedConfig, bubble: _Bubble) -> _InStages:
+        cut, s = self.layouts.stages.of(config), config
+        schedule = s.pipeline.schedule, s.pipeline.virtual_stages, s.batch.accumulation, s.mesh.pp
+        key = (self._units_key(s), cut.layers, schedule, bubble)
+        if key not in self._known_passes:
+            self._known_passes[key] = self._passes(s, cut, bubble)
+        return self._known_passes[key]
+
+    def _passes(self, config: ResolvedConfig, cut: StageLayouts, bubble: _Bubble) -> _InStages:
         stages = self._stages(config, cut)
         totals = {id(stage): stage.times.total_s for stage in stages}
         ranks = [cut.placement.stages_of(rank) for rank in range(config.mesh.pp)]
@@ -136,7 +147,7 @@ class TimeModel:
         """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
         if s.mesh.pp > 1:
             return 0.0
-        host = self.compute.host(s)
+        host = self._host(s)
         span_s = queued_s(
             (forward_s, backward_s),
             self._launches_s(s),
@@ -148,7 +159,7 @@ class TimeModel:
 
     def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
         """Return what the host takes for a micro-batch of a rank, forward and backward."""
-        host, num_blocks = self.compute.host(s), self.job.shape.num_layers / s.mesh.pp
+        host, num_blocks = self._host(s), self.job.shape.num_layers / s.mesh.pp
         return (
             num_blocks * host.forward_s + host.ends_forward_s,
             num_blocks * host.backward_s + host.ends_backward_s,
@@ -183,15 +194,16 @@ class TimeModel:
     def _units_key(self, s: ResolvedConfig) -> tuple[object, ...]:
         """Return all of a config that the times of blocks and ends depend on, and whether there is a pipeline."""
         number = self._numbers.of
-        split = s.mesh.tp, s.mesh.cp, s.mesh.pp > 1, s.batch.micro_size, s.batch.accumulation > 1, s.zero.stage
-        return *split, number(s.tensor), number(s.context), number(s.recompute), number(s.precision), number(s.lora)
+        mesh, batch = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.mesh.pp > 1), (s.batch.micro_size, s.batch.accumulation > 1)
+        sections = number(s.tensor), number(s.context), number(s.recompute), number(s.precision), number(s.lora)
+        return *mesh, *batch, s.zero.stage, *sections
 
     def _stage(self, s: ResolvedConfig, num_blocks: int, is_first: bool, is_last: bool) -> _Stage:
         first, last = self._ends(s)
         stage = _joined(self._block(s), num_blocks, [first] * is_first + [last] * is_last)
         if s.mesh.pp == 1:
             return stage
-        host = self.compute.host(s)
+        host = self._host(s)
         return replace(stage, launching_s=(num_blocks * host.forward_s, num_blocks * host.backward_s))
 
     def _block(self, s: ResolvedConfig) -> _Stage:
@@ -233,22 +245,32 @@ class TimeModel:
             span = self.pipelines.span(name, s.mesh.pp, v, count, times)
         return span.step_s, span.bubble_rate
 
+    def _host(self, s: ResolvedConfig) -> HostTimes:
+        number = self._numbers.of
+        key = (s.zero.stage, s.mesh.ep > 1, number(s.recompute), number(s.compile), number(s.lora))
+        if key not in self._hosts:
+            self._hosts[key] = self.compute.host(s)
+        return self._hosts[key]
+
     def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
-        rank = self.layouts.rank(s, pipeline_rank)
-        numel = sum(
-            each.count * each.group.padded_numel
-            for each in rank.folds
-            if each.group.trainable and (s.tiers.optimizer == "device" or each.group.tiers.optimizer == "device")
-        )
-        num_params = sum(each.count * len(each.group.params) for each in rank.folds if each.group.trainable)
-        launching_s = self.compute.host(s).param_s * num_params * (numel > 0)
-        on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
-        return max(launching_s, on_device_s) + self._matrices_s(s, pipeline_rank)
+        key = self.layouts.key(s, pipeline_rank), self._numbers.of(s.compile)
+        if key not in self._steps:
+            rank = self.layouts.rank(s, pipeline_rank)
+            trained = [fold for fold in rank.folds if fold.group.trainable]
+            numel = sum(
+                fold.count * fold.group.padded_numel
+                for fold in trained
+                if s.tiers.optimizer == "device" or fold.group.tiers.optimizer == "device"
+            )
+            num_params = sum(fold.count * len(fold.group.params) for fold in trained)
+            launching_s = self._host(s).param_s * num_params * (numel > 0)
+            on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
+            self._steps[key] = max(launching_s, on_device_s) + self._matrices_s(s, rank)
+        return self._steps[key]
 
-    def _matrices_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
+    def _matrices_s(self, s: ResolvedConfig, rank: FoldedLayout) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
-        rank = self.layouts.rank(s, pipeline_rank)
         owned_s = longest_s = sent_numel = 0.0
         for each in rank.folds:
             if each.group.is_matrix and each.group.trainable:

@@ -141,9 +141,7 @@ def moments_in_flight(
     recipe, stages = recipe_of(recipe_name), placement_of(recipe_name, num_ranks, virtual_stages).stages_of(rank)
     if len(stages) == 1 and not recipe.splits_backward and recipe.max_in_flight:  # most is held as a backward begins
         return ((0, max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank), 0),)
-    number = num_micro_batches
-    if recipe.repeats_by_rounds:
-        number = min(number, _NUM_ROUNDS * max(interleaved_rounds(num_ranks, number)))
+    number = num_distinct_micro_batches(recipe_name, num_ranks, num_micro_batches)
     index_of, num_stages = {stage: index for index, stage in enumerate(stages)}, len(stages)
     counts, moments = [0] * (2 * num_stages), dict[tuple[int, ...], None]()
     for kind, stage, _ in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).of(rank):
@@ -160,6 +158,13 @@ def moments_in_flight(
                 counts[num_stages + index] += 1
                 moments[-1, *counts] = None
     return tuple(moments)
+
+
+def num_distinct_micro_batches(recipe_name: str, num_ranks: int, num_micro_batches: int) -> int:
+    """Return the micro-batches after which `moments_in_flight` of a schedule repeats itself, or all of them."""
+    if not recipe_of(recipe_name).repeats_by_rounds:
+        return num_micro_batches
+    return min(num_micro_batches, _NUM_ROUNDS * max(interleaved_rounds(num_ranks, num_micro_batches)))
 
 
 def held_along(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import cluster_of, parse_cluster
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.search import least_states_bytes
 from shardwise.verify.finalists import peak_of
@@ -51,6 +53,18 @@ def test_the_most_experts_within_a_node_are_tried_first_and_legal() -> None:
     assert {each.mesh.ep for each in candidates(dense, space)} == {1}
     compiled = changed(BASE, {"compile.enabled": True})
     assert {(each.mesh.tp, each.mesh.ep) for each in candidates(job, space, compiled)} == {(1, 1)}
+
+
+def test_a_candidate_has_the_same_price_whatever_was_priced_before_it() -> None:
+    job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
+    drawn, known, pins = random.Random(0), Pricer(job), {"mesh.pp": (1, 2), "mesh.cp": (1,), "batch.micro_size": (1,)}
+    for config in drawn.sample([*candidates(job, SearchSpace(pins=pins))], 5):
+        for one in (changed(config, {"mesh.ep": ep}) for ep in (1, 8)):
+            for values in drawn.sample([*placements(job, SearchSpace(offloads=True), one)], 2):
+                fresh, placed = Pricer(job), changed(one, values)
+                assert known.price(placed) == fresh.price(placed)
+                assert known.time.estimate(placed, is_quick=True) == fresh.time.estimate(placed, is_quick=True)
+                assert known.time.stages_s(placed) == fresh.time.stages_s(placed)
 
 
 def test_a_shard_group_is_a_multiple_of_the_ranks_that_divide_experts() -> None:
