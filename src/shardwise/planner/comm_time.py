@@ -151,11 +151,7 @@ def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
 
 
 class CommTimeModel:
-    """Price what the candidates of a job exchange, and keep what several of them share.
-
-    Args:
-        layouts: the job's folded layouts, where others have them too; None builds them.
-    """
+    """Price what the candidates of a job exchange, by folded layouts that others may have too."""
 
     def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
         self.job = job
@@ -182,11 +178,9 @@ class CommTimeModel:
 
     def embedding(self, config: ResolvedConfig) -> BlockComm:
         """Price the embedding: each tp rank looks up its part of the vocabulary, and the results are summed."""
-        op: Op = "reduce_scatter" if config.tensor.sequence_parallel else "all_reduce"
-        back_s = self._tensor_s("all_gather", config) if config.tensor.sequence_parallel else 0.0
-        return BlockComm(
-            forward=TokenExchange(tensor_s=self._tensor_s(op, config)), backward=TokenExchange(tensor_s=back_s)
-        )
+        if config.tensor.sequence_parallel:
+            return _of_end(self._tensor_s("reduce_scatter", config), self._tensor_s("all_gather", config))
+        return _of_end(self._tensor_s("all_reduce", config), 0.0)
 
     def head(self, config: ResolvedConfig) -> BlockComm:
         """Price the head and the loss: the input is gathered, its gradient summed; between, three numbers a token."""
@@ -197,7 +191,7 @@ class CommTimeModel:
         if s.tensor.sequence_parallel:
             forward_s += self._tensor_s("all_gather", s)
             backward_s = self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s)
-        return BlockComm(forward=TokenExchange(tensor_s=forward_s), backward=TokenExchange(tensor_s=backward_s))
+        return _of_end(forward_s, backward_s)
 
     def transfer_s(self, config: ResolvedConfig) -> float:
         """Return the seconds of one micro-batch's activation from a stage to the next, or of its gradient back."""
@@ -393,6 +387,10 @@ class CommTimeModel:
 
     def _activation_bytes(self, s: ResolvedConfig) -> float:
         return DTYPE_BYTES[param_of(s)] * self._tokens(s) * self.job.shape.hidden_size
+
+
+def _of_end(forward_s: float, backward_s: float) -> BlockComm:
+    return BlockComm(forward=TokenExchange(tensor_s=forward_s), backward=TokenExchange(tensor_s=backward_s))
 
 
 def _heads_over(s: ResolvedConfig) -> int:
