@@ -22,7 +22,6 @@ from shardwise.attention.structures import (
 from shardwise.config.resolve import ContextConfig
 from shardwise.context.load_balance import choose_split, work_per_rank
 from shardwise.context.plan import RingStep, find_moves, plan_steps
-from shardwise.context.traffic import AttentionSizes, ContextTraffic, bytes_of_heads
 from shardwise.context.visibility import VisibilityIndex
 from shardwise.dropout import probability_hashes
 from shardwise.layout.token_ranges import Runs, TokenSplit, count_tokens
@@ -132,6 +131,45 @@ def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list
         remote = teams.degree * (teams.num_tokens - teams.own_size)
         rows.append(Balance(name, max(work) * len(work) / sum(work), received / remote if remote else 0.0))
     return rows
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Gives the sizes of one attention on a rank, before any heads are exchanged.
+
+    Attributes:
+        element_bytes: of q, k, v and the output.
+        wide_bytes: of log-sum-exps, and of gradients that are summed.
+    """
+
+    samples: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_bytes: int = 2
+    wide_bytes: int = 4
+
+
+class ContextTraffic(NamedTuple):
+    """Counts the bytes that a rank sends."""
+
+    forward: int
+    backward: int
+
+
+def bytes_of_heads(num_tokens: int, team_size: int, sizes: AttentionSizes) -> ContextTraffic:
+    """Count the bytes that a rank sends to exchange heads for tokens and back: q, k, v and then the output in the
+    forward; the output's gradient and then theirs in the backward.
+
+    Args:
+        team_size: ranks that exchange heads; 1 where none do.
+    """
+    query_heads, kv_heads = sizes.num_heads // team_size, max(1, sizes.num_kv_heads // team_size)
+    of_head = (team_size - 1) * num_tokens * sizes.samples * sizes.head_dim
+    kv_bytes = sizes.wide_bytes if sizes.num_kv_heads < team_size else sizes.element_bytes
+    queries = 2 * query_heads * of_head * sizes.element_bytes
+    keys = 2 * kv_heads * of_head
+    return ContextTraffic(queries + keys * sizes.element_bytes, queries + keys * kv_bytes)
 
 
 def bytes_of_attention(

@@ -18,6 +18,7 @@ from harness.context import (
     SAMPLES,
     TOKENS,
     TRANSPORTS,
+    AttentionSizes,
     bytes_of_attention,
     expected,
     inputs_of,
@@ -38,7 +39,6 @@ from shardwise.context import plan_cache as kept_plans
 from shardwise.context import ring as loop
 from shardwise.context.attention import ContextAttention
 from shardwise.context.load_balance import choose_split
-from shardwise.context.traffic import AttentionSizes
 from shardwise.context.ulysses import team_size
 from shardwise.layout.token_ranges import TokenSplit, contiguous
 from shardwise.runtime.recompute import run_forward

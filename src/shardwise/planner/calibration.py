@@ -1,4 +1,4 @@
-"""Scale the prices of blocks and heads by the measured time of whole units on a machine.
+"""Read a machine's profile as functions of shape: rates of products and attention, corrections of blocks and heads.
 
 Tables of products, attention and streams leave out what no table has: autograd's own work, caches that one kernel
 leaves warm or cold for the next, memory that is allocated and returned. A block and a head, measured whole at a few
@@ -8,13 +8,14 @@ shapes, say how much that is; between those shapes it is interpolated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 from shardwise.config.resolve import Dtype, ResolvedConfig
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, param_of, product_dtype
-from shardwise.planner.profile import BlockTime, HeadTime
+from shardwise.planner.profile import AttentionTime, MatmulTime
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class PassTimes:
 
 Price = Callable[[PlanJob, ResolvedConfig], PassTimes]
 Point = tuple[tuple[float, ...], tuple[float, ...]]
+_Unit = Literal["dense", "head"]
+
+_SMALLEST = ModelShape(
+    num_layers=1, hidden_size=1, num_heads=1, num_kv_heads=1, head_dim=1, ffn_size=1, vocab_size=1
+)  # fmt: skip
 
 
 class Corrections:
@@ -63,85 +69,64 @@ class Corrections:
     """
 
     def __init__(self, job: PlanJob, price_block: Price, price_head: Price) -> None:
-        profile = job.cluster.profile
         self._job = job
-        self._profile = profile
-        self._price_block, self._price_head = price_block, price_head
-        self._block_factors, self._head_factors = cache(self._of_blocks), cache(self._of_heads)
+        self._prices: dict[_Unit, Price] = {"dense": price_block, "head": price_head}
+        self._factors = cache(self._measured_factors)
 
     def block(self, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
         """Return the corrected `times` of a block under a candidate, for `tokens` of a micro-batch on a rank."""
-        shape, dtype = self._job.shape, param_of(config)
-        # What is compiled has other kernels than those that were measured.
-        is_other = config.compile.enabled or shape.experts is not None or product_dtype(config) != dtype
-        if self._profile is None or is_other:
-            return times
-        return _scaled(times, self._block_factors(dtype), tokens, shape.matmul_numel("dense") / config.mesh.tp)
+        is_other = self._job.shape.experts is not None or product_dtype(config) != param_of(config)
+        return times if is_other else self._scaled("dense", times, config, tokens)
 
     def head(self, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
         """Return the corrected `times` of the last norm, the head and the loss; the arguments are those of `block`."""
-        if self._profile is None or config.compile.enabled:
+        return self._scaled("head", times, config, tokens)
+
+    def _scaled(self, unit: _Unit, times: PassTimes, config: ResolvedConfig, tokens: float) -> PassTimes:
+        # What is compiled has other kernels than those that were measured.
+        factors = None if config.compile.enabled else self._factors(unit, param_of(config))
+        if factors is None:
             return times
-        width = self._job.shape.vocab_size * self._job.shape.hidden_size / config.mesh.tp
-        return _scaled(times, self._head_factors(param_of(config)), tokens, width)
+        width = self._job.shape.matmul_numel(unit) / config.mesh.tp
+        forward, backward = factors.at(tokens, width**0.5)
+        return PassTimes(
+            times.forward_s * forward, times.backward_input_s * backward, times.backward_weight_s * backward,
+            times.recompute_s,
+        )  # fmt: skip
 
-    def _of_blocks(self, dtype: Dtype) -> LogInterpolator | None:
-        points = []
-        for block in () if self._profile is None else self._profile.blocks:
-            if block.dtype == dtype:
-                shape = _shape(block, block.num_heads, block.num_kv_heads, block.head_dim, block.ffn_size)
-                priced = self._price_block(
-                    self._measured_job(shape, block.seq_len), changed(BASE, {"precision.param": dtype})
-                )
-                points.append(_point(block, priced, block.seq_len, shape.matmul_numel("dense")))
+    def _measured_factors(self, unit: _Unit, dtype: Dtype) -> LogInterpolator | None:
+        """Fit measured over priced seconds of each pass, over tokens and the side of a square of as many weights."""
+        profile, points = self._job.cluster.profile, []
+        if profile is None:
+            return None
+        cluster = replace(self._job.cluster, profile=replace(profile, blocks=(), heads=()))  # priced by kernels alone
+        for row in profile.blocks if unit == "dense" else profile.heads:
+            if row.dtype == dtype:
+                sizes = {name: size for name, size in vars(row).items() if hasattr(_SMALLEST, name)}
+                shape, tokens = replace(_SMALLEST, **sizes), row.num_tokens
+                job = replace(self._job, shape=shape, seq_len=tokens, global_batch=1, cluster=cluster)
+                priced = self._prices[unit](job, changed(BASE, {"precision.param": dtype}))
+                over = row.forward_s / priced.forward_s, row.backward_s / priced.backward_s
+                points.append(((tokens, shape.matmul_numel(unit) ** 0.5), over))
         return LogInterpolator(points) if points else None
 
-    def _of_heads(self, dtype: Dtype) -> LogInterpolator | None:
-        points = []
-        for head in () if self._profile is None else self._profile.heads:
-            if head.dtype == dtype:
-                shape = _shape(head, 1, 1, head.hidden_size, head.hidden_size, head.vocab_size)
-                priced = self._price_head(
-                    self._measured_job(shape, head.num_tokens), changed(BASE, {"precision.param": dtype})
-                )
-                points.append(_point(head, priced, head.num_tokens, head.hidden_size * head.vocab_size))
-        return LogInterpolator(points) if points else None
 
-    def _measured_job(self, shape: ModelShape, seq_len: int) -> PlanJob:
-        """Return the job that was measured, to be priced by kernels alone."""
-        profile = self._job.cluster.profile
-        kernels = None if profile is None else replace(profile, blocks=(), heads=())
-        cluster = replace(self._job.cluster, profile=kernels)
-        return replace(self._job, shape=shape, seq_len=seq_len, global_batch=1, cluster=cluster)
+def matmul_rates(table: Iterable[MatmulTime], dtype: str) -> LogInterpolator | None:
+    """Fit FLOPs a second over m, n and k; None where the table has no row of this dtype."""
+    rows = [row for row in table if row.dtype == dtype]
+    points = [((row.m, row.n, row.k), (2.0 * row.m * row.n * row.k / row.seconds,)) for row in rows]
+    return LogInterpolator(points) if points else None
 
 
-def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width: float) -> Point:
-    """Return (tokens, side of a square of as many weights), and measured over priced seconds of each pass."""
-    return (tokens, width**0.5), (measured.forward_s / priced.forward_s, measured.backward_s / priced.backward_s)
-
-
-def _scaled(times: PassTimes, factors: LogInterpolator | None, tokens: float, width: float) -> PassTimes:
-    if factors is None:
-        return times
-    forward, backward = factors.at(tokens, width**0.5)
-    return PassTimes(
-        times.forward_s * forward, times.backward_input_s * backward, times.backward_weight_s * backward,
-        times.recompute_s,
-    )  # fmt: skip
-
-
-def _shape(
-    each: BlockTime | HeadTime, num_heads: int, num_kv_heads: int, head_dim: int, ffn_size: int, vocab_size: int = 1
-) -> ModelShape:
-    return ModelShape(
-        num_layers=1,
-        hidden_size=each.hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        ffn_size=ffn_size,
-        vocab_size=vocab_size,
-    )
+def attention_rates(table: Iterable[AttentionTime], dtype: str) -> LogInterpolator | None:
+    """Fit the forward's FLOPs by the seconds of each pass, over keys, and tokens times the heads' elements."""
+    points = []
+    for row in table:
+        if row.dtype == dtype:
+            width = row.seq_len * row.num_heads * row.head_dim
+            flops = 4.0 * width * row.seq_len
+            points.append(((row.seq_len, width), (flops / row.forward_s, flops / row.backward_s)))
+    return LogInterpolator(points) if points else None
 
 
 class LogInterpolator:

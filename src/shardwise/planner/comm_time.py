@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.context.traffic import AttentionSizes, bytes_of_heads, bytes_of_ring
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.collectives import NetworkModel, Op
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
-from shardwise.planner.job import PlanJob, expert_skew, param_of, world_size
+from shardwise.planner.job import ModelShape, PlanJob, expert_skew, param_of, world_size
 
 OVERLAP_SLOWDOWN: Final = 0.25
 """How much longer kernels take beside a collective, which takes cores and memory bandwidth from them: 38 % at most in
@@ -152,11 +151,7 @@ def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
 
 
 class CommTimeModel:
-    """Price what the candidates of a job exchange, and keep what several of them share.
-
-    Args:
-        layouts: the job's folded layouts, where others have them too; None builds them.
-    """
+    """Price what the candidates of a job exchange, by folded layouts that others may have too."""
 
     def __init__(self, job: PlanJob, layouts: FoldedLayouts | None = None) -> None:
         self.job = job
@@ -172,8 +167,8 @@ class CommTimeModel:
     def block(self, config: ResolvedConfig) -> BlockComm:
         """Price the collectives of one block on one rank, in one micro-batch.
 
-        Collectives are those of `shardwise.tensor.mappings` and `shardwise.context.traffic`; dispatching to experts and
-        back are two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
+        Collectives are those of `shardwise.tensor.mappings` and of `context_bytes`; dispatching to experts and back are
+        two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
         """
         s = config
         split = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.batch.micro_size, s.tensor, param_of(s))
@@ -184,11 +179,9 @@ class CommTimeModel:
 
     def embedding(self, config: ResolvedConfig) -> BlockComm:
         """Price the embedding: each tp rank looks up its part of the vocabulary, and the results are summed."""
-        op: Op = "reduce_scatter" if config.tensor.sequence_parallel else "all_reduce"
-        back_s = self._tensor_s("all_gather", config) if config.tensor.sequence_parallel else 0.0
-        return BlockComm(
-            forward=TokenExchange(tensor_s=self._tensor_s(op, config)), backward=TokenExchange(tensor_s=back_s)
-        )
+        if config.tensor.sequence_parallel:
+            return _of_end(self._tensor_s("reduce_scatter", config), self._tensor_s("all_gather", config))
+        return _of_end(self._tensor_s("all_reduce", config), 0.0)
 
     def head(self, config: ResolvedConfig) -> BlockComm:
         """Price the head and the loss: the input is gathered, its gradient summed; between, three numbers a token."""
@@ -199,7 +192,7 @@ class CommTimeModel:
         if s.tensor.sequence_parallel:
             forward_s += self._tensor_s("all_gather", s)
             backward_s = self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s)
-        return BlockComm(forward=TokenExchange(tensor_s=forward_s), backward=TokenExchange(tensor_s=backward_s))
+        return _of_end(forward_s, backward_s)
 
     def transfer_s(self, config: ResolvedConfig) -> float:
         """Return the seconds of one micro-batch's activation from a stage to the next, or of its gradient back."""
@@ -361,26 +354,19 @@ class CommTimeModel:
         """Return the seconds of the exchange forward and backward."""
         if s.mesh.cp == 1:
             return 0.0, 0.0
-        shape, over = self.job.shape, s.mesh.cp if s.context.transport == "ulysses" else s.context.heads_over or 1
-        num_tokens, heads = self.job.seq_len // s.mesh.cp, shape.num_heads // s.mesh.tp
-        kv_heads = max(1, shape.num_kv_heads // s.mesh.tp)
-        element_bytes = DTYPE_BYTES[param_of(s)]
-        sizes = AttentionSizes(s.batch.micro_size, heads, kv_heads, shape.head_dim, element_bytes)
-        forward_s = backward_s = 0.0
-        if over > 1:
-            sent = bytes_of_heads(num_tokens, over, sizes)
-            to_whole = over / (over - 1)
-            forward_s += 2 * self.network.collective_s("all_to_all", sent.forward * to_whole / 2, over, s.mesh.tp)
-            backward_s += 2 * self.network.collective_s("all_to_all", sent.backward * to_whole / 2, over, s.mesh.tp)
-        ring = s.mesh.cp // over
-        if ring > 1:
-            head_sizes = AttentionSizes(
-                s.batch.micro_size, heads // over, max(1, kv_heads // over), shape.head_dim, element_bytes
-            )
-            sent = bytes_of_ring(num_tokens * over, ring, head_sizes)
-            forward_s += self._around_s(s, sent.forward, ring, s.mesh.tp * over)
-            backward_s += self._around_s(s, sent.backward, ring, s.mesh.tp * over)
-        return forward_s, backward_s
+        over = _heads_over(s)
+        heads, keys = context_bytes(self.job.shape, s, self.job.seq_len)
+
+        def pass_s(sent_for_heads: int, sent_for_keys: int) -> float:
+            seconds, ring = 0.0, s.mesh.cp // over
+            if over > 1:
+                num_bytes = sent_for_heads * (over / (over - 1)) / 2  # an all-to-all keeps its n-th at home
+                seconds += 2 * self.network.collective_s("all_to_all", num_bytes, over, s.mesh.tp)
+            if ring > 1:
+                seconds += self._around_s(s, sent_for_keys, ring, s.mesh.tp * over)
+            return seconds
+
+        return pass_s(heads[0], keys[0]), pass_s(heads[1], keys[1])
 
     def _around_s(self, s: ResolvedConfig, sent_bytes: float, num_ranks: int, stride: int) -> float:
         """Return the seconds until keys and values reach all ranks, each having sent `sent_bytes`."""
@@ -408,3 +394,37 @@ class CommTimeModel:
 
     def _activation_bytes(self, s: ResolvedConfig) -> float:
         return DTYPE_BYTES[param_of(s)] * self._tokens(s) * self.job.shape.hidden_size
+
+
+def _of_end(forward_s: float, backward_s: float) -> BlockComm:
+    return BlockComm(forward=TokenExchange(tensor_s=forward_s), backward=TokenExchange(tensor_s=backward_s))
+
+
+def _heads_over(s: ResolvedConfig) -> int:
+    """Return how many ranks exchange heads for tokens."""
+    return s.mesh.cp if s.context.transport == "ulysses" else s.context.heads_over or 1
+
+
+def context_bytes(shape: ModelShape, s: ResolvedConfig, seq_len: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Count what a rank sends in a block's attention over all keys, forward and backward: heads, then keys and values.
+
+    Of n tokens a rank, B samples, H query and K key heads of D in e bytes, u ranks that exchange heads, and c ranks
+    that have the same heads then:
+
+    | | forward | backward |
+    |---|---|---|
+    | heads for tokens (Jacobs et al. 2023, arXiv 2309.14509) | (u - 1) / u  n B (2 H + 2 K) D e | the same |
+    | ring, all-gather (Liu et al. 2023, arXiv 2310.01889) | (c - 1) 2 u n B K / u D e | the same with (e + 4) for e |
+
+    Each rank has at least one KV head, though u be more; then several sum its gradients, in fp32. The backward of a
+    ring moves keys and values again, and their gradients in fp32. Causal attention over a zigzag split moves 3/4 of it
+    in the mean; the rank that sends most, for which the others wait, sends as much.
+    """
+    over, width, wide = _heads_over(s), DTYPE_BYTES[param_of(s)], DTYPE_BYTES["fp32"]
+    of_head = s.batch.micro_size * (seq_len // s.mesh.cp) * shape.head_dim
+    kv_heads = max(1, shape.num_kv_heads // s.mesh.tp)
+    own_heads, own_kv_heads = shape.num_heads // s.mesh.tp // over, max(1, kv_heads // over)
+    exchanged, around = 2 * (over - 1) * of_head, 2 * (s.mesh.cp // over - 1) * over * of_head * own_kv_heads
+    kv_width = wide if kv_heads < over else width
+    heads = tuple(exchanged * (own_heads * width + own_kv_heads * each) for each in (width, kv_width))
+    return (heads[0], heads[1]), (around * width, around * (width + wide))

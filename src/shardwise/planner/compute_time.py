@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.optim.rules import NUM_ITERATIONS, num_states
-from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
+from shardwise.planner.calibration import Corrections, PassTimes, attention_rates, matmul_rates
 from shardwise.planner.host_time import (
     ADAPTER_LAUNCHES,
     BACKWARD_LAUNCH_S,
@@ -42,7 +43,6 @@ from shardwise.planner.job import (
     trains_all,
     with_adapters,
 )
-from shardwise.planner.profile import AttentionTime, MatmulTime
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -121,17 +121,18 @@ class ComputeTimeModel:
     def __init__(self, job: PlanJob) -> None:
         self.job = job
         self._products: dict[tuple[float, float, float, float, str, bool, bool], float] = {}
-        self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         self._numbers = SectionNumbers()
         self._adapters_by_lora: dict[tuple[int, bool], list[SkeletonParam]] = {}
-        gpu = job.cluster.gpu
+        profile, gpu = job.cluster.profile, job.cluster.gpu
+        self._matmul_rates = cache(partial(matmul_rates, () if profile is None else profile.matmuls))
+        self._attention_rates = cache(partial(attention_rates, () if profile is None else profile.attentions))
         self._corrections = Corrections(
             job, lambda job, s: ComputeTimeModel(job).block(s), lambda job, s: ComputeTimeModel(job).head(s)
         )
         self._bandwidth = gpu.memory_bytes_per_s * gpu.fitted.memory_share
-        if job.cluster.profile is not None and job.cluster.profile.stream_bytes_per_s:
-            self._bandwidth = job.cluster.profile.stream_bytes_per_s
+        if profile is not None and profile.stream_bytes_per_s:
+            self._bandwidth = profile.stream_bytes_per_s
 
     def block(self, config: ResolvedConfig) -> PassTimes:
         """Price one micro-batch of one block: the mean over blocks where only some have experts."""
@@ -384,12 +385,6 @@ class ComputeTimeModel:
             self._products[key] = self._roofline_s(*key) if measured_s is None else measured_s
         return self._products[key]
 
-    def _matmul_rates(self, dtype: str) -> LogInterpolator | None:
-        if dtype not in self._rates:
-            profile = self.job.cluster.profile
-            self._rates[dtype] = None if profile is None else _matmul_rates(profile.matmuls, dtype)
-        return self._rates[dtype]
-
     def _roofline_s(
         self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool, is_routed: bool
     ) -> float:
@@ -412,10 +407,10 @@ class ComputeTimeModel:
 
     def attention(self, s: ResolvedConfig) -> PassTimes:
         """Price the attention of one block alone, without its linear layers; it is part of `block`."""
-        shape, profile, keys = self.job.shape, self.job.cluster.profile, self._num_keys
+        shape, keys = self.job.shape, self._num_keys
         heads = shape.num_heads / s.mesh.tp
         forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim
-        rates = None if profile is None else _attention_rates(profile.attentions, param_of(s))
+        rates = self._attention_rates(param_of(s))
         if rates is not None:
             forward_rate, backward_rate = rates.at(keys, self._tokens(s) * heads * shape.head_dim)
             return PassTimes(forward / forward_rate, forward / backward_rate)
@@ -528,21 +523,3 @@ def alignment_share(n: float, k: float, width: float) -> float:
         unaligned = _OFF_LINE_SHARE if num_bytes % _VECTOR_BYTES == 0 else _OFF_VECTOR_SHARE
         share = min(share, 1.0 if num_bytes % _LINE_BYTES == 0 else unaligned)
     return share
-
-
-def _matmul_rates(table: Iterable[MatmulTime], dtype: str) -> LogInterpolator | None:
-    """Fit FLOPs a second over m, n and k; None where the table has no row of this dtype."""
-    rows = [row for row in table if row.dtype == dtype]
-    points = [((row.m, row.n, row.k), (2.0 * row.m * row.n * row.k / row.seconds,)) for row in rows]
-    return LogInterpolator(points) if points else None
-
-
-def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> LogInterpolator | None:
-    """Fit the forward's FLOPs by the seconds of each pass, over keys, and tokens times the heads' elements."""
-    points = []
-    for row in table:
-        if row.dtype == dtype:
-            width = row.seq_len * row.num_heads * row.head_dim
-            flops = 4.0 * width * row.seq_len
-            points.append(((row.seq_len, width), (flops / row.forward_s, flops / row.backward_s)))
-    return LogInterpolator(points) if points else None

@@ -22,9 +22,8 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, StageLayouts
 from shardwise.planner.hardware import FittedConstants
-from shardwise.planner.host_time import HostTimes, queued_s
+from shardwise.planner.host_time import HostTimes, OffloadTimeModel, queued_s
 from shardwise.planner.job import PlanJob, SectionNumbers, product_dtype, trains_all
-from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s, least_bubble_share
@@ -147,15 +146,12 @@ class TimeModel:
         """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
         if s.mesh.pp > 1:
             return 0.0
-        host = self._host(s)
+        host, device, count = self._host(s), (forward_s, backward_s), s.batch.accumulation
+        alone_s = self.job.shape.num_layers * host.alone_s
         span_s = queued_s(
-            (forward_s, backward_s),
-            self._launches_s(s),
-            num_micro_batches=s.batch.accumulation,
-            alone_s=self.job.shape.num_layers * host.alone_s,
-            reads_loss=host.reads_loss,
+            device, self._launches_s(s), num_micro_batches=count, alone_s=alone_s, reads_loss=host.reads_loss
         )
-        return max(0.0, span_s - s.batch.accumulation * (forward_s + backward_s))
+        return max(0.0, span_s - count * (forward_s + backward_s))
 
     def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
         """Return what the host takes for a micro-batch of a rank, forward and backward."""
@@ -175,12 +171,8 @@ class TimeModel:
     def op_times(self, config: ResolvedConfig) -> OpTimes:
         """Return the mean times of one micro-batch on a rank, from which the bubble of equal stages follows."""
         stages = self._stages(config, self.layouts.stages.of(config))
-        return OpTimes(
-            forward_s=sum(stage.times.forward_s for stage in stages) / config.mesh.pp,
-            backward_input_s=sum(stage.times.backward_input_s for stage in stages) / config.mesh.pp,
-            backward_weight_s=sum(stage.times.backward_weight_s for stage in stages) / config.mesh.pp,
-            transfer_s=self.communication.transfer_s(config),
-        )
+        means_s = _means_of_ranks([stage.times for stage in stages], config.mesh.pp)
+        return OpTimes(*means_s, transfer_s=self.communication.transfer_s(config))
 
     def _stages(self, s: ResolvedConfig, cut: StageLayouts) -> list[_Stage]:
         """Return the stages of a config; equal ones are one object, shared by configs that compute the same in them."""
@@ -199,12 +191,14 @@ class TimeModel:
         return *mesh, *batch, s.zero.stage, *sections
 
     def _stage(self, s: ResolvedConfig, num_blocks: int, is_first: bool, is_last: bool) -> _Stage:
-        first, last = self._ends(s)
-        stage = _joined(self._block(s), num_blocks, [first] * is_first + [last] * is_last)
-        if s.mesh.pp == 1:
-            return stage
-        host = self._host(s)
-        return replace(stage, launching_s=(num_blocks * host.forward_s, num_blocks * host.backward_s))
+        block, (first, last), host = self._block(s), self._ends(s), self._host(s)
+        ends = [first] * is_first + [last] * is_last
+        return _Stage(
+            _added(block.forward, num_blocks, [unit.forward for unit in ends]),
+            _added(block.backward_input, num_blocks, [unit.backward_input for unit in ends]),
+            sum((unit.backward_weight_s for unit in ends), block.backward_weight_s * num_blocks),
+            (num_blocks * host.forward_s, num_blocks * host.backward_s) if s.mesh.pp > 1 else (0.0, 0.0),
+        )
 
     def _block(self, s: ResolvedConfig) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
@@ -301,38 +295,26 @@ def quick_bubble_s(s: ResolvedConfig, stages: Sequence[OpTimes]) -> float | None
     Where a formula needs W <= F <= B, as ZB-V's, a B that is shorter than F waits until F would end, and the part of W
     that is longer fills no more.
     """
-    forward_s, backward_s, weight_s = (
-        sum(each) / s.mesh.pp
-        for each in zip(*[(t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages], strict=True)
-    )
+    forward_s, backward_s, weight_s = _means_of_ranks(stages, s.mesh.pp)
     bubble = recipe_of(s.pipeline.schedule).bubble
     if bubble is not None and bubble.needs_ordered_costs:
         backward_s, weight_s = max(backward_s, forward_s), min(weight_s, forward_s)
+    shape = s.pipeline.schedule, s.mesh.pp, s.batch.accumulation, s.pipeline.virtual_stages
     try:
-        return bubble_s(
-            s.pipeline.schedule,
-            s.mesh.pp,
-            s.batch.accumulation,
-            s.pipeline.virtual_stages,
-            forward_s,
-            backward_s,
-            weight_s,
-        )
+        return bubble_s(*shape, forward_s, backward_s, weight_s)
     except ScheduleError:
         return None
 
 
-def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
-    forward = {part: seconds * num_blocks for part, seconds in block.forward.items()}
-    backward = {part: seconds * num_blocks for part, seconds in block.backward_input.items()}
-    weight_s = block.backward_weight_s * num_blocks
-    for unit in extra:
-        for part, seconds in unit.forward.items():
-            forward[part] += seconds
-        for part, seconds in unit.backward_input.items():
-            backward[part] += seconds
-        weight_s += unit.backward_weight_s
-    return _Stage(forward, backward, weight_s)
+def _means_of_ranks(stages: Sequence[OpTimes], num_ranks: int) -> tuple[float, float, float]:
+    """Return a rank's mean times of forward, and of backward by inputs and by weights, over all its stages."""
+    times = [(stage.forward_s, stage.backward_input_s, stage.backward_weight_s) for stage in stages]
+    forward_s, backward_s, weight_s = (sum(each) / num_ranks for each in zip(*times, strict=True))
+    return forward_s, backward_s, weight_s
+
+
+def _added(of_block: Mapping[str, float], num_blocks: int, of_ends: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {part: sum((end[part] for end in of_ends), seconds * num_blocks) for part, seconds in of_block.items()}
 
 
 Kind = Literal["measured", "fitted", "unfitted", "adapters", "experts", "launches"]

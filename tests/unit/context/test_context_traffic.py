@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.context import bytes_of_attention, bytes_of_steps
+from harness.context import AttentionSizes, ContextTraffic, bytes_of_attention, bytes_of_heads, bytes_of_steps
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.structures import BSLongformerSparsityConfig, DenseSparsityConfig
 from shardwise.context.plan import plan_steps
-from shardwise.context.traffic import AttentionSizes, ContextTraffic, bytes_of_heads
 from shardwise.layout.token_ranges import contiguous, zigzag
 
 SIZES = AttentionSizes(samples=3, num_heads=8, num_kv_heads=2, head_dim=16)

@@ -9,17 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.context import bytes_of_attention
+from harness.context import AttentionSizes, bytes_of_attention, bytes_of_heads
 from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits, run_by
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.config.resolve import Reduce
 from shardwise.config.sections import Gather
-from shardwise.context.traffic import AttentionSizes, bytes_of_ring
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
-from shardwise.planner.comm_time import CommTimeModel, TokenExchange, exposed_s
+from shardwise.planner.comm_time import CommTimeModel, TokenExchange, context_bytes, exposed_s
 from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, num_data_ranks
 
@@ -78,18 +77,36 @@ def test_a_block_is_the_same_for_every_number_of_data_ranks() -> None:
     )
 
 
+SMALL = ModelShape(
+    num_layers=1, hidden_size=32, num_heads=8, num_kv_heads=4, head_dim=8, ffn_size=32, vocab_size=32
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("split", [zigzag, contiguous])
 def test_a_ring_moves_what_its_plan_says(num_ranks: int, split) -> None:  # type: ignore[no-untyped-def]
     sizes = AttentionSizes(samples=2, num_heads=4, num_kv_heads=2, head_dim=8)
     tokens = split(8 * num_ranks, num_ranks)
+    config = changed(BASE, {"mesh.cp": num_ranks, "mesh.tp": 2, "batch.micro_size": 2})
+    heads, keys = context_bytes(SMALL, config, 8 * num_ranks)
+    assert heads == (0, 0)
     dense = BlockLayout.from_blocks(torch.ones(tokens.num_tokens, tokens.num_tokens), 1)
     for rank in range(num_ranks):
-        sent = bytes_of_attention(dense, tokens, rank, sizes)
-        assert sent == bytes_of_ring(8, num_ranks, sizes)
+        assert bytes_of_attention(dense, tokens, rank, sizes) == keys
     causal = BlockLayout.from_blocks(torch.ones(tokens.num_tokens, tokens.num_tokens), 1, causal=True)
-    most = max(bytes_of_attention(causal, tokens, rank, sizes).forward for rank in range(num_ranks))
-    assert most == bytes_of_ring(8, num_ranks, sizes).forward
+    assert max(bytes_of_attention(causal, tokens, rank, sizes).forward for rank in range(num_ranks)) == keys[0]
+
+
+@pytest.mark.parametrize(("transport", "over"), [("ring", 2), ("ring", 4), ("ulysses", None)])
+def test_heads_move_as_often_as_ranks_exchange_them(transport: str, over: int | None) -> None:
+    # Of four KV heads each of eight ranks has one, whose gradients are summed.
+    config = changed(BASE, {"mesh.cp": 8, "context.transport": transport, "context.heads_over": over})
+    sizes = AttentionSizes(samples=1, num_heads=8, num_kv_heads=4, head_dim=8)
+    heads, keys = context_bytes(SMALL, config, 64)
+    assert heads == bytes_of_heads(8, over or 8, sizes)
+    dense = BlockLayout.from_blocks(torch.ones(64, 64), 1)
+    both = bytes_of_attention(dense, contiguous(64, 8), 0, sizes, heads_over=over or 8)
+    assert (heads[0] + keys[0], heads[1] + keys[1]) == both
 
 
 def test_keys_move_less_where_few_heads_have_them_than_heads_do() -> None:

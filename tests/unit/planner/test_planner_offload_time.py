@@ -11,8 +11,8 @@ import pytest
 from shardwise.models.presets import preset
 from shardwise.planner.comm_time import OverlapTimes
 from shardwise.planner.hardware import Cluster, Host, find_gpu
+from shardwise.planner.host_time import OffloadTimeModel
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
-from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.profile import Profile
 
 HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10)
