@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
@@ -23,20 +22,6 @@ from shardwise.planner.results import (
 from shardwise.planner.search import SearchResult
 from shardwise.runtime.format import format_bytes, format_s
 
-PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "compute": "compute",
-        "recompute": "recomputation",
-        "tensor": "exposed tensor exchange",
-        "context": "exposed context exchange",
-        "experts": "exposed experts' exchange",
-        "bubble": "bubble",
-        "data": "exposed gathers and reductions",
-        "offload": "exposed offload",
-        "step": "optimizer step",
-        "other": "waiting for the slowest",
-    }
-)
 # Share of the difference of two times; smaller parts are left out.
 _LEAST_SHARE: Final = 0.05
 # Less is the same: it would be read as 0.0.
@@ -210,7 +195,8 @@ def _parts_words(one: Estimate, other: Estimate, *, only_more: bool = False) -> 
     least = _LEAST_SHARE * abs(ordered[0][1])
     shown = [(name, seconds) for name, seconds in ordered if abs(seconds) > least][: 1 if only_more else 4]
     return ", ".join(
-        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {PART_WORDS[name]}" for name, seconds in shown
+        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {TIME_PARTS[name].words}"
+        for name, seconds in shown
     )
 
 

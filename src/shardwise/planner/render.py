@@ -16,14 +16,13 @@ from rich.text import Text
 
 from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.planner.configs import SPLITS
-from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
+from shardwise.planner.explain import CHUNK_TOKENS, Reasons, lacks
 from shardwise.planner.finetune import Verdict
 from shardwise.planner.fit import Fit
 from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
 from shardwise.planner.job import ModelShape, PlanJob, product_dtype
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
-    MEMORY_CATEGORIES,
     TIME_PARTS,
     Estimate,
     RankMemory,
@@ -45,14 +44,6 @@ _DAY_S: Final = 86_400.0
 _FEW_SHOWN, _MANY_SHOWN, _MOST_STAGES = 3, 5, 8
 # Shares of a step from which on a part is named, and from which on there is a hint.
 _LEAST_SHARE, _LARGE_SHARE = 0.01, 0.15
-_LIMITS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "compute": ("compute",),
-        "links": ("tensor", "context", "experts", "data"),
-        "memory": ("recompute", "offload", "step"),
-        "pipeline": ("bubble",),
-    }
-)
 _FIXES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "tensor": "try a smaller mesh.tp, or tensor.overlap_chunks",
@@ -71,13 +62,13 @@ MEMORY_MARKS: Final[Marks] = MappingProxyType(
         "params": ("p", "blue"),
         "grads": ("g", "green"),
         "optimizer": ("o", "magenta"),
-        "gathered": ("u", "bright_blue"),
-        "buckets": ("b", "bright_green"),
+        "gathered": ("u", "bright_blue"),  # parameters unsharded for use
+        "buckets": ("b", "bright_green"),  # gradients until they are reduced, and what reductions need
         "activations": ("a", "yellow"),
         "logits": ("l", "red"),
-        "workspace": ("w", "cyan"),
-        "overhead": ("c", "white"),
-        "rounding": ("r", "bright_black"),
+        "workspace": ("w", "cyan"),  # of attention, of the backward's own tensors, of the step
+        "overhead": ("c", "white"),  # the device's context, communicators
+        "rounding": ("r", "bright_black"),  # of the allocator
     }
 )
 Rows = Sequence[tuple[str, RenderableType]]
@@ -159,13 +150,15 @@ class _MemoryBar:
 def _large_parts(rank: RankMemory) -> dict[str, str]:
     """Return in words the size of each part of a rank's peak that is 1 % of it or more."""
     least = _LEAST_SHARE * rank.peak_bytes
-    return {name: format_bytes(rank.peak[name]) for name in MEMORY_CATEGORIES if rank.peak.get(name, 0.0) >= least > 0}
+    return {name: format_bytes(rank.peak[name]) for name in MEMORY_MARKS if rank.peak.get(name, 0.0) >= least > 0}
 
 
 def limit_words(price: Estimate) -> str:
     """Say what limits a step most: computing, links, what memory costs in time, or the pipeline's bubble."""
-    parts = price.time.parts
-    shares = {name: sum(parts.get(limit, 0.0) for limit in of) / price.time.step_s for name, of in _LIMITS.items()}
+    shares = {part.limit: 0.0 for part in TIME_PARTS.values() if part.limit}
+    for name, seconds in price.time.parts.items():
+        if limit := TIME_PARTS[name].limit:
+            shares[limit] += seconds / price.time.step_s
     first, *others = sorted(shares, key=lambda name: -shares[name])
     texts = [f"{name} {100 * shares[name]:.0f} %" for name in others if shares[name] >= _LEAST_SHARE]
     return f"{first}, {100 * shares[first]:.0f} % of a step{'; ' if texts else ''}{', '.join(texts)}"
@@ -550,4 +543,4 @@ def cautions(price: Estimate, pricer: Pricer) -> Iterator[str]:
     for name, fix in _FIXES.items():
         share = price.time.parts.get(name, 0.0) / price.time.step_s
         if share >= _LARGE_SHARE:
-            yield f"{100 * share:.0f} % of a step is {PART_WORDS[name]}; {fix}"
+            yield f"{100 * share:.0f} % of a step is {TIME_PARTS[name].words}; {fix}"

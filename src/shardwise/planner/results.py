@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from shardwise.config.resolve import ResolvedConfig, Tier
 from shardwise.layout.zero_stages import STAGES
@@ -26,42 +26,32 @@ from shardwise.planner.job import PlanJob, product_dtype, trains_all
 from shardwise.runtime.format import format_count, three_digits
 from shardwise.schedule.pipelines import recipe_of
 
-MEMORY_CATEGORIES: Final = (
-    "params",
-    "grads",
-    "optimizer",
-    "gathered",  # parameters unsharded for use
-    "buckets",  # gradients until they are reduced, and what reductions need
-    "activations",
-    "logits",
-    "workspace",  # of attention, of the backward's own tensors, of the step
-    "overhead",  # the device's context, communicators
-    "rounding",  # of the allocator
-)
-TIME_PARTS: Final = (
-    "compute",
-    "recompute",
-    "tensor",  # exposed collectives of tensor and sequence parallelism
-    "context",  # exposed exchange of keys and values, or of heads
-    "experts",  # exposed all-to-alls
-    "bubble",  # a pipeline's, transfers between stages included
-    "data",  # exposed gathers and reductions
-    "offload",  # exposed moves between memories
-    "step",  # the optimizer's
-    "other",
-)
-TIMELINE_PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+
+class TimePart(NamedTuple):
+    """Say of a part of a step what people call it, what limits a step by it, and the part of a timeline it is within."""
+
+    words: str
+    limit: str
+    timeline: str
+
+
+TIME_PARTS: Final[Mapping[str, TimePart]] = MappingProxyType(
     {
-        "compute": ("compute", "recompute", "tensor", "context", "experts"),
-        "bubble": ("bubble",),
-        "data": ("data",),
-        "offload": ("offload",),
-        "step": ("step",),
-        "other": ("other",),
+        "compute": TimePart("compute", "compute", "compute"),
+        "recompute": TimePart("recomputation", "memory", "compute"),
+        "tensor": TimePart("exposed tensor exchange", "links", "compute"),
+        "context": TimePart("exposed context exchange", "links", "compute"),
+        "experts": TimePart("exposed experts' exchange", "links", "compute"),
+        "bubble": TimePart("bubble", "pipeline", "bubble"),  # transfers between stages included
+        "data": TimePart("exposed gathers and reductions", "links", "data"),
+        "offload": TimePart("exposed offload", "memory", "offload"),
+        "step": TimePart("optimizer step", "memory", "step"),
+        "other": TimePart("waiting for the slowest", "", "other"),
     }
 )
-"""The planner's parts, by the part of a timeline that contains them: what a block exchanges is part of its forward."""
+"""The planner's parts of a step; what a block exchanges is part of its forward in a timeline."""
 
+TIMELINE_PARTS: Final = tuple(dict.fromkeys(part.timeline for part in TIME_PARTS.values()))
 
 PEAK_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -215,7 +205,10 @@ def simplest(prices: Iterable[Estimate]) -> Estimate:
 
 def by_timeline_part(parts: Mapping[str, float]) -> dict[str, float]:
     """Sum the planner's parts into those of a timeline."""
-    return {name: sum(parts.get(entry, 0.0) for entry in names) for name, names in TIMELINE_PARTS.items()}
+    sums = dict.fromkeys(TIMELINE_PARTS, 0.0)
+    for name, part in TIME_PARTS.items():
+        sums[part.timeline] += parts.get(name, 0.0)
+    return sums
 
 
 USUAL_MARGIN: Final = 0.06
