@@ -297,9 +297,10 @@ class FoldedLayouts:
         # Of a share, each rank's first blocks stay on the device, so none stands for others.
         is_unfolded = bool(tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device)
         every = range(stages.placement.num_stages)
-        # Muon's matrices are looked for in all blocks, though the rank may have none.
-        is_whole = is_unfolded or not stages.layers_on(pipeline_rank)
-        held = every if is_whole else stages.placement.stages_of(pipeline_rank)
+        held = stages.placement.stages_of(pipeline_rank)
+        # Muon's matrices, and the experts that mesh.ep divides, are looked for in all blocks; the rank may have none.
+        lacks_experts = config.mesh.ep > 1 and not any(stages.kinds[stage][1] for stage in held)
+        held = every if is_unfolded or lacks_experts or not stages.layers_on(pipeline_rank) else held
         counts, members = {ROOT: 1}, list(_root(self.job.shape, stages))
         for stage in held:
             for name, kind, count in _blocks_of(stages, stage, is_alone=config.mesh.pp == 1):

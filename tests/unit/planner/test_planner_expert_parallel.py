@@ -74,6 +74,21 @@ def test_a_shard_group_is_a_multiple_of_the_ranks_that_divide_experts() -> None:
     assert sizes == {8, 16, 32}
 
 
+def test_shard_groups_are_tried_where_a_node_has_fewer_ranks_than_divide_experts() -> None:
+    job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=4096, cluster=parse_cluster("h100:2048"))
+    config = changed(BASE, {"mesh.dp_shard": 2048, "mesh.ep": 64})
+    assert {placed["mesh.dp_shard"] for placed in placements(job, SearchSpace(), config)} == {64, 256, 2048}
+
+
+def test_a_stage_of_dense_layers_alone_holds_what_it_does_where_nothing_divides_experts() -> None:
+    shape = replace(SHAPE, num_layers=8, experts=replace(EXPERTS, num_dense_layers=5))
+    job = PlanJob(shape=shape, seq_len=2048, global_batch=256, cluster=FAST)
+    layouts, one = FoldedLayouts(job), changed(BASE, {"mesh.pp": 2, "mesh.dp_shard": 32, "zero.stage": 1})
+    split = changed(one, {"mesh.ep": 8})
+    assert layouts.at_rest(split, 0) == layouts.at_rest(one, 0)
+    assert sum(layouts.at_rest(split, 1).values()) < sum(layouts.at_rest(one, 1).values())
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_least_states_are_those_of_dense_and_of_divided_parameters(tp: int) -> None:
     job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
