@@ -230,7 +230,6 @@ def is_quick(options: Mapping[str, Any]) -> bool:
     return "nvme" in places or len(places) == 1
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS, quick=is_quick))
 def test_training_goes_on_bitwise_on_the_same_tiers_and_on_others(
     ranks: WorkerPool, tmp_path: Path, options: Mapping[str, Any]
