@@ -169,7 +169,7 @@ def check_any_to_any(ranks: WorkerPool, root: Path, data: st.DataObject) -> None
     assert not swap.exists() or not list(swap.iterdir())
 
 
-@settings(QUICK_TO_FAIL, max_examples=2)
+@settings(QUICK_TO_FAIL, max_examples=1)
 @given(data=st.data())
 def test_any_tiers_load_what_any_others_have_saved(
     ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
