@@ -31,7 +31,7 @@ from shardwise.optim.elementwise import AdEMAMix, Lion
 from shardwise.runtime import kernels, pinned_memory
 from shardwise.train.rank_watch import RankWatch
 
-NUM_WARMUP = 2
+NUM_WARMUP = 1
 BF16 = {"param": "bf16"}
 FP32 = {"param": "fp32"}
 ON_HOST = "batches on the host"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from device.orders import DEVICE, ORDERS
+from device.orders import DEVICE, ORDERS, QUICK_ORDERS
 from device.ranks import TIMEOUT_S, join, start_ranks
 from device.virtual import install
 from device.virtual.streams import Order, Scheduler
@@ -143,13 +143,13 @@ def refuse(scheduler: Scheduler) -> str:
 
 def main() -> int:
     if "RANK" not in os.environ:
-        for process in start_ranks(NUM_RANKS, "device.expert_streams"):
+        for process in start_ranks(NUM_RANKS, "device.expert_streams", sys.argv[1:]):
             print(process.communicate()[0], end="", flush=True)
         return 0
     scheduler = install()
     join()
     assert dist.group.WORLD is not None
-    for order, seed in (("eager", 0), *ORDERS):
+    for order, seed in (("eager", 0), *(QUICK_ORDERS if "--quick" in sys.argv else ORDERS)):
         comm = process_group_comm(dist.group.WORLD, "ep", CommResources.alone(DEVICE, TIMEOUT_S))
         assert isinstance(comm, NcclComm)
         differences, waits = run(comm, scheduler, order, seed)

@@ -128,7 +128,7 @@ def campaign() -> Iterator[Any]:
             yield pytest.param(kill, stage, id=f"{number}-{kill}", marks=marks)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("kill", "stage"), list(campaign()))
 def test_a_killed_run_loses_only_what_came_after_its_last_save(
     ranks: WorkerPool, tmp_path: Path, whole_run: Whole, kill: Kill, stage: Stage

@@ -222,7 +222,7 @@ def test_a_number_in_the_place_of_a_tensor_is_refused(
     check_refused(tmp_path, "optimizer-states-unfit", arguments, tiers=tiers)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", ["I32", "U32"])
 @pytest.mark.parametrize(
     ("arguments", "state", "which", "code"),

@@ -71,7 +71,7 @@ def train(overrides: dict[str, dict[str, Any]]) -> tuple[list[tuple[float, float
         return results, states
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
     ("where", "stage"), [*((where, 3) for where in PLACES), ("optimizer host", 1), ("optimizer host", 2)]

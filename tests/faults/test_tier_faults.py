@@ -96,7 +96,7 @@ def error_of(action: Callable[[], object]) -> Exception | None:
     return None
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("same_engine", [True, False])
 @pytest.mark.parametrize(
     ("call", "nth", "fault"),

@@ -107,7 +107,6 @@ def test_a_block_keeps_what_the_table_says(num_heads: int, num_kv_heads: int, se
     assert kept_bytes(block, block, x, rope) == pytest.approx(tracker, rel=1e-3)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES[1:3])

@@ -148,7 +148,6 @@ def test_training_goes_on_bitwise_on_the_same_layout(
     assert_same_bits(resumed, states)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", FACTORS["layout"], ids=str)
 def test_training_goes_on_within_summation_order_on_another_layout(
     ranks: WorkerPool, tmp_path: Path, layout: LayoutSpec

@@ -51,7 +51,7 @@ def reference(model: str, num_data_ranks: int) -> Trace:
     return train_whole(model, num_data_ranks)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(TRANSPORTS, has_teams))
 def test_every_transport_and_token_layout_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     cp = options["cp"]
@@ -60,7 +60,7 @@ def test_every_transport_and_token_layout_equals_one_process(ranks: WorkerPool, 
     check_parity(merge_ranks(traces), reference(options["model"], 1))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(OTHERS))
 def test_split_sequences_go_with_every_other_split(ranks: WorkerPool, options: dict[str, Any]) -> None:
     axes = AXES[options["axes"]]

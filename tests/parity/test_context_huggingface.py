@@ -356,7 +356,7 @@ def check(ranks: WorkerPool, family: str, kinds: list[tuple[str, str]], options:
             torch.testing.assert_close(found, each, rtol=1e-9, atol=1e-10 * most, msg=f"{kind} {structure} {name}")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", [*CAUSAL, "bert", "opt", "roberta"])
 def test_losses_and_gradients_sum_to_one_process(ranks: WorkerPool, family: str) -> None:
     kinds = [(kind, "dense") for kind in ("plain", "right", "left", "few", "positions")]

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, int, Options]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_transformers_equals_one_process(ranks: WorkerPool, case: str) -> None:
     name, num_ranks, overrides = CASES[case]

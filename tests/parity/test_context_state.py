@@ -53,7 +53,7 @@ def train(rank: int, world_size: int, sections: dict[str, Any]) -> list[float]:
     return trace
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transport", ["ring", "all-gather", "ulysses"])
 def test_hooks_and_counts_of_forwards_are_those_of_one_process(ranks: WorkerPool, transport: str) -> None:
     expected = train(0, 1, {})

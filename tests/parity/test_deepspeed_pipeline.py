@@ -188,7 +188,7 @@ RUNS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_pipeline_equals_plain_torch(ranks: WorkerPool, name: str) -> None:
     model, world_size, stage, own, options = RUNS[name]

@@ -95,7 +95,6 @@ def train(rank: int, world_size: int, stage: int) -> tuple[list[float], list[flo
         return losses, own, {name: engine.inner.read(name) for name, _ in model.named_parameters()}
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 0), (2, 2), (2, 3)])
 def test_shared_sequences_equal_one_process(ranks: WorkerPool, world_size: int, stage: int) -> None:
     losses, parameters = expected(world_size)

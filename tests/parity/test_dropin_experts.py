@@ -121,7 +121,6 @@ def train_arm(rank: int, world_size: int, arm: str, folder: Path) -> list[tuple[
     return found
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("arm", sorted(set(ARMS) - {"whole", "ep 2, stage 3", "tp 2, ep 4"}))
 def test_hf_48516_saved_weights_of_each_arm_are_those_of_one_process(ranks: WorkerPool, tmp_path, arm) -> None:
     """16 experts, 6 steps, clipped in each: the loss, the norm and what is saved."""

@@ -190,7 +190,6 @@ FROZEN_LAYOUTS: Final[list[tuple[int, dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("param", ["fp32", "bf16"])
 @pytest.mark.parametrize(("num_ranks", "sections"), FROZEN_LAYOUTS, ids=range(len(FROZEN_LAYOUTS)))
 def test_frozen_parameters_are_decoded_too_and_stay_exact(
@@ -266,7 +265,6 @@ def write(rank: int, world_size: int, sections: dict[str, Any], frozen: str) -> 
     return found
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("frozen", ["", "up"])
 @pytest.mark.parametrize(
     ("num_ranks", "sections"),

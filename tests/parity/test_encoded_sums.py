@@ -241,7 +241,6 @@ INT8: Final = {"reduce": "int8"}
 FEEDBACK: Final = {"reduce": "int4", "reduce_feedback": True}
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", [INT8, FEEDBACK])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_stage_trains_to_the_same_bits(ranks: WorkerPool, num_ranks: int, precision: dict[str, Any]) -> None:
@@ -301,7 +300,6 @@ def test_a_pipeline_trains_to_the_same_bits(ranks: WorkerPool, stage: int, preci
         assert_equal_bits(actual, expected)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", [INT8, FEEDBACK])
 @pytest.mark.parametrize(("mesh", "node"), [({}, 2), ({"dp_shard": 2}, 0)])
 def test_two_steps_and_replicas_send_what_the_formulas_say(

@@ -17,7 +17,6 @@ CODES: Final[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", CODES, ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_tensor_axis_changes_no_bit(ranks: WorkerPool, precision: dict[str, Any], stage: int) -> None:

@@ -47,7 +47,7 @@ def tiers_of(where: str, folder: Path, **more: Any) -> dict[str, Any]:
     return {**tiers, **path, **more}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -79,7 +79,6 @@ def test_states_and_updates_are_the_bits_of_the_device(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("where", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["sgd", "lion", "adagrad"])
 def test_other_optimizers_step_as_on_the_device(ranks: WorkerPool, tmp_path: Path, name: str, where: str) -> None:
@@ -102,7 +101,6 @@ def test_narrow_parameters_follow_the_masters(ranks: WorkerPool, tmp_path: Path)
         assert_equal_bits(actual, expected)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("states", ["int8", "bf16"])
 @pytest.mark.parametrize(
     ("before", "after"), [("device", "host"), ("host", "all nvme"), ("nvme", "device"), ("all nvme", "apart")]
@@ -139,7 +137,6 @@ def test_fp32_states_go_on_encoded_and_back(ranks: WorkerPool, tmp_path: Path) -
     assert not torch.equal(again["blocks.0.up.weight exp_avg"], exact["blocks.0.up.weight exp_avg"])
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("states", ["int8", "bf16"])
 @pytest.mark.parametrize(
     ("num_ranks", "sections"),

@@ -80,7 +80,6 @@ def loss_of(model: Any) -> float:
         return float(torch.stack([model.eval()(**batch).loss for batch in batches(9)]).mean())
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_of_experts_go_out_and_come_in(ranks: WorkerPool, tmp_path: Path, layout: str) -> None:
     base, (num_ranks, sections) = make_folder("mixtral", tmp_path / "base"), LAYOUTS[layout]

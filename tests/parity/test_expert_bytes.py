@@ -55,7 +55,7 @@ def at_rest(rank: int, world_size: int, ep: int, stage: int) -> tuple[int, int]:
     return found, by_layout
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_a_rank_stores_its_experts_and_its_part_of_the_rest(
@@ -106,7 +106,7 @@ def on_wire(rank: int, world_size: int, mesh: dict[str, int], mode: str) -> tupl
     return sent, counted
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("mode", "num_passes"), [("none", 2), ("full", 3), ("selective", 2)])
 @pytest.mark.parametrize(("num_ranks", "ep"), [(2, 2), (4, 2), (4, 4)])
 def test_a_step_sends_the_rows_of_experts_elsewhere_and_no_others(

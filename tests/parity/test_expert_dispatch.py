@@ -84,7 +84,6 @@ def join(by_rank: Sequence[Found], ep: int) -> Found:
 ALL = [(family, case) for family in sorted(FAMILIES) for case in CASES]
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("num_ranks", WORLD)
 def test_ranks_equal_one_process(ranks: WorkerPool, num_ranks: int) -> None:
     found = ranks(num_ranks).run(run_cases, ALL)

@@ -71,7 +71,7 @@ def reference(family: str, num_data_ranks: int) -> Trace:
     return train_plainly(moe_case(family), num_data_ranks, 1, NUM_STEPS, CLIP_NORM)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("axes", sorted(MESHES))
 @pytest.mark.parametrize("family", sorted(MOE_FAMILIES))
 def test_families_equal_one_process(ranks: WorkerPool, family: str, axes: str) -> None:
@@ -85,7 +85,6 @@ def test_families_equal_one_process(ranks: WorkerPool, family: str, axes: str) -
     check_parity(merge_ranks(traces), reference(family, 2 // mesh.get("tp", 1)))
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("family", WITH_STACKS)
 def test_families_with_a_split_sequence_equal_one_process(ranks: WorkerPool, family: str) -> None:
     check_parity(merge_ranks(ranks(2).run(train, family, SPLIT_SEQUENCE)), reference(family, 1))
@@ -108,7 +107,6 @@ def test_gemma4_may_split_sequences_unless_its_blocks_are_given_numbers_of_each_
         assert "Gemma4ForCausalLM" in message
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", sorted(OTHER_FAMILIES))
 def test_other_families_are_refused_and_train_as_the_refusal_says(ranks: WorkerPool, family: str) -> None:
     with refused("ep-without-experts", "mesh.ep=2", type(build_moe(family)).__name__, "mesh.ep=1", "zero.stage=3"):

@@ -65,7 +65,7 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("family", sorted(MOE_FAMILIES))
 def test_every_layout_reads_and_writes_the_folder_of_transformers(
     ranks: WorkerPool, family: str, tmp_path: Path

@@ -87,7 +87,7 @@ def reference(num_data_ranks: int, num_micro_batches: int) -> Trace:
     return train_plainly(replayed(), num_data_ranks, num_micro_batches, NUM_STEPS, CLIP_NORM, force)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS, fits_ranks, has_pairs=False))
 def test_replay_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = sections_of(options, experts={"replay": True})
@@ -142,7 +142,6 @@ def replay_own(rank: int, world_size: int, overrides: Any) -> bool:
     return all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("recompute", ["full", "none"])
 @pytest.mark.parametrize("mesh", [{"ep": 2}, {"ep": 1}, {"tp": 2}], ids=str)
 def test_what_routers_chose_themselves_changes_no_bit(ranks: WorkerPool, mesh: dict[str, int], recompute: str) -> None:
@@ -176,7 +175,6 @@ def count_reads(rank: int, world_size: int, overrides: Any) -> Counter[str]:
     return reads.num
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("replays", [False, True])
 def test_a_recomputation_reads_nothing_from_the_device(ranks: WorkerPool, replays: bool) -> None:
     counts = {}

@@ -284,7 +284,6 @@ POISONED: Sequence[dict[str, Any]] = (
 )
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("overrides", POISONED, ids=lambda each: str(each["mesh"]))
 def test_memory_that_is_not_written_reaches_no_sum_of_a_step(ranks: WorkerPool, overrides: dict[str, Any]) -> None:
     """MLM#7400: new memory that is full of NaN changes no bit of losses, norms and weights."""

@@ -55,7 +55,7 @@ def reference(scope: str, num_data_ranks: int, num_micro_batches: int) -> Trace:
     return train_plainly(case, num_data_ranks // num_joined, num_micro_batches, NUM_STEPS, CLIP_NORM)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS, fits_ranks, has_pairs=False))
 def test_losses_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = sections_of(options, experts={"aux_loss": AUX, "z_loss": Z, "aux_scope": options["scope"]})
@@ -78,7 +78,7 @@ def moved_plainly(family: str, num_data_ranks: int, num_micro_batches: int) -> T
     return train_with_biases_plainly(case, num_data_ranks, num_micro_batches, NUM_STEPS, RATE)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(BIAS_FACTORS, fits_ranks, has_pairs=False))
 def test_biases_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     """torchtitan#4154, torchtitan#4148: summed once over every axis, and moved by no evaluation."""
@@ -150,7 +150,7 @@ FROZEN = [
 ]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("family", "mesh", "stage", "num_data_ranks"), FROZEN)
 def test_biases_that_are_frozen_parameters_equal_one_process(
     ranks: WorkerPool, family: str, mesh: dict[str, int], stage: int, num_data_ranks: int
@@ -210,7 +210,6 @@ def plain_gradients(rank: int, world_size: int, overrides: dict[str, Any]) -> tu
         return engine.step().loss, gradients
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("mesh", [{"cp": 2, "ep": 2}, {"tp": 2}, {"ep": 4}], ids=str)
 @pytest.mark.parametrize("scope", ["global", "micro-batch"])
 def test_losses_of_routers_join_those_of_plain_mode(ranks: WorkerPool, scope: str, mesh: dict[str, int]) -> None:

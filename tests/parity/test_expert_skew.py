@@ -48,7 +48,6 @@ def verify_job(mesh: dict[str, int], **sections: Any) -> VerifyJob:
     return make_job(Config.from_dict(values), None, huggingface=MIXTRAL, num_steps=2)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "mesh", [{"dp_shard": 8, "ep": 8}, {"dp_shard": 2, "tp": 4, "ep": 8}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str
 )

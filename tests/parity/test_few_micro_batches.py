@@ -45,7 +45,10 @@ def compare_pipeline(schedule: str, num_micro_batches: int, rank: int, overrides
 
 
 @pytest.mark.parametrize("rank", [0, 2, 6])
-@pytest.mark.parametrize("schedule", sorted(RECIPES))
+# The most is reached in another micro-batch by each: of the quick one, soon.
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(each, marks=() if each == "1f1b" else pytest.mark.full) for each in sorted(RECIPES)]
+)
 def test_a_pipeline_holds_most_once_it_is_full(schedule: str, rank: int) -> None:
     figures = compare_pipeline(schedule, 10, rank, {})
     by_hand = {"naive": 3, "1f1b": max(3, 5 - rank // 2), "zb-h1": 5, "zb-h2": 8, "zb-v": 9 - (rank > 0)}
@@ -73,7 +76,7 @@ def test_rounds_of_an_interleaved_schedule_repeat() -> None:
     ("schedule", "rank"), [("1f1b", 2), ("1f1b", 4), ("1f1b", 6), ("zb-v", 2), ("zb-h1", 4), ("interleaved", 2)]
 )
 def test_what_a_pipeline_is_combined_with_repeats_too(schedule: str, rank: int, overrides: Overrides) -> None:
-    num_micro_batches = 16 if schedule == "interleaved" else 10
+    num_micro_batches = {"interleaved": 16, "zb-v": 10}.get(schedule, 6)
     assert compare_pipeline(schedule, num_micro_batches, rank, overrides).num_simulated < num_micro_batches
 
 

@@ -93,7 +93,7 @@ def answer(model: Any) -> list[int]:
 @pytest.mark.parametrize("lora", [0, 4], ids=["plain", "lora"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_a_folder_trains_as_in_transformers_and_is_exported(
     ranks: WorkerPool, tmp_path: Path, family: str, layout: str, lora: int
 ) -> None:

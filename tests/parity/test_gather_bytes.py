@@ -105,7 +105,7 @@ def sent_bytes(group: GroupSpec, codec: str, width: int) -> int:
     return group.shard_numel + group.shard_numel // 256 * 4 if is_encoded else group.shard_numel * width
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", list(PRECISIONS))
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(

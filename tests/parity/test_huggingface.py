@@ -82,7 +82,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("run", cover(FACTORS))
 def test_family_equals_one_process(ranks: WorkerPool, run: Options) -> None:
     # Reentrant checkpointing has no graph inside a block, so there the router's logits give the loss no gradient.

@@ -68,7 +68,6 @@ def train_untidily(rank: int, world_size: int, stage: int, way: str) -> Trace:
     return Trace(losses, norms, {name: gradient * scale for name, gradient in gradients.items()}, parameters)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("way", ["early", "late", "no_sync first", "no_sync"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_may_come_at_any_time(ranks: WorkerPool, stage: int, way: str) -> None:

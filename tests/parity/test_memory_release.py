@@ -107,7 +107,6 @@ def parameter_groups(engine: Engine) -> list[Any]:
     return list(engine.parts.sharding.groups)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover({"stage": STAGES, "param": ["fp32", "bf16"]}))
 def test_training_goes_on_bit_for_bit(ranks: WorkerPool, options: dict[str, Any]) -> None:
     plain, handed_over = (ranks(2).run(train, options["stage"], options["param"], each) for each in (False, True))
@@ -364,7 +363,6 @@ def train_with_tiers(
     return found
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover({"tiers": list(TIERS), "param": ["bf16", "fp32"], "to": ["nvme", "host"]}))
 def test_training_goes_on_bit_for_bit_with_every_tier(
     ranks: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -139,7 +139,7 @@ def split_reference(model: str, num_data_ranks: int) -> Trace:
     return tensor.train_plainly(make_case(model), num_data_ranks, 2, NUM_STEPS, optimizer_of=MuonBesideAdamW)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("model", "mesh", "stage"), SPLITS)
 def test_split_models_equal_one_process(ranks: WorkerPool, model: str, mesh: dict[str, int], stage: int) -> None:
     if model == "gpt2":
@@ -364,7 +364,6 @@ RESUMED: Final = [
 ]
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("second", range(len(RESUMED)))
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_a_checkpoint_goes_on_in_another_layout(ranks: WorkerPool, tmp_path: Path, first: int, second: int) -> None:

@@ -83,7 +83,7 @@ def some_variants(name: str) -> list[str]:
     return [variant for variant in sound_variants(name) if variant in chosen]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", [name for name in CASES if some_variants(name)])
 def test_odd_model_equals_one_process(ranks: WorkerPool, name: str) -> None:
     check(ranks, name, some_variants(name))

@@ -137,7 +137,6 @@ def measure(
             return trained.layout, pages.peak_bytes - stored_bytes, dict(trained.memory.snapshot().peak_live_bytes)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("num_ranks", "where"),
     [(2, where) for where in PLACES]

@@ -154,7 +154,6 @@ def train_own(rank: int, world_size: int, folder: str, num_steps: int, slow: str
     return shown.getvalue(), steps
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("slow", ["data", "forward"])
 def test_a_loop_is_shown_and_kept_and_its_slow_rank_is_named(ranks, tmp_path, slow):
     (shown, steps), (silent, _) = ranks(2).run(train_own, str(tmp_path / "run"), 14, slow)

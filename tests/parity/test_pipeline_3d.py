@@ -61,7 +61,6 @@ def check(ranks: WorkerPool, mesh_name: str, options: Combination, **sections: A
     check_parity(merge_ranks(traces), reference(model, num_data_ranks, num_micro_batches, clip_norm))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover({**FACTORS, "schedule": ["1f1b", "interleaved", "zb-v"]}))
 def test_stages_that_shard_equal_one_process(ranks: WorkerPool, options: Combination) -> None:
     check(ranks, "2x1x2x1", options)

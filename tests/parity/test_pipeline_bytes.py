@@ -79,7 +79,6 @@ def check_trace(planned: list[str], traces: list[Trace]) -> None:
             last_s = start_s if "RECV" in action else end_s  # a receive goes on after the next actions begin
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("schedule", RECIPES)
 def test_what_is_executed_is_what_was_planned(ranks: WorkerPool, schedule: str) -> None:
     sections = {"pipeline": {"schedule": schedule, "virtual_stages": RECIPES[schedule].min_virtual_stages}}
@@ -161,7 +160,6 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
     return Measured(layout, shard, at_rest, dict(sent), ring_equivalent_bytes(wire.calls))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", list(BYTES))
 def test_bytes_are_those_of_the_layout(ranks: WorkerPool, name: str) -> None:
     num_ranks, model, sections = BYTES[name]

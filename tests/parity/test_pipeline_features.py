@@ -109,7 +109,6 @@ def reference(model: str, num_data_ranks: int, clip_norm: float | None) -> Trace
     return train_whole(model, num_data_ranks, NUM_MICRO_BATCHES, NUM_STEPS, clip_norm)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_a_variant_equals_one_process(ranks: WorkerPool, tmp_path: Path, name: str) -> None:
     num_ranks, sections = VARIANTS[name]
@@ -243,7 +242,6 @@ def train_frozen_plainly(name: str, num_data_ranks: int) -> tuple[list[float], l
     return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "num_ranks", "sections"),
     [

@@ -88,7 +88,7 @@ FAMILY_RUNS: dict[str, tuple[str, Options, int, Options]] = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", FAMILY_RUNS)
 def test_a_family_equals_one_process(ranks: WorkerPool, name: str) -> None:
     pytest.importorskip("transformers")

@@ -95,7 +95,7 @@ def run(rank: int, world_size: int, algorithm: str, stage: int) -> dict[str, Any
     return {"losses": losses, "parameters": parameters, "lengths": lengths}
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("algorithm", sorted(LOSSES))
 def test_two_ranks_equal_one_process(ranks: WorkerPool, algorithm: str, stage: int) -> None:

@@ -280,7 +280,7 @@ class ReadsInTraining(nn.Module):
         return x + torch.randn_like(x) * (torch.rand(x.shape[0], 1, 1) < 0.9)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["noise", "length", "mean", "per sample"])
 def test_what_only_training_reads_of_other_tokens_refutes_a_plan_along_the_sequence(kind: str) -> None:
     model, batch = nn.Sequential(ReadsInTraining(kind), nn.LayerNorm(8)), torch.randn(2, 4, 8)

@@ -174,7 +174,7 @@ def train(name: str, sections: dict[str, Any], call: Callable[..., Any]) -> dict
     return found
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", [*ARGUMENTS, "attributes"])
 def test_a_recomputation_reads_what_the_first_pass_has_read(name: str) -> None:
     expected = train(name, {}, plainly)

@@ -103,7 +103,6 @@ def simulate_case(
     )
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -130,7 +129,6 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
         assert simulated(simulate_case(*arguments, rank, world_size)) == real
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("case_name", "overrides"),
     [

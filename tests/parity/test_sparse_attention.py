@@ -46,7 +46,6 @@ def train_compiled(rank: int, world_size: int, backend: str) -> Trace:
     return train_case(rank, world_size, make_case("sparse-fixed"), NUM_MICRO_BATCHES, NUM_STEPS, overrides)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS, fits))
 def test_sparse_attention_equals_one_process_in_every_layout(ranks: WorkerPool, options: dict[str, Any]) -> None:
     num_ranks = max(2, options["tp"] * options["pp"])
@@ -70,7 +69,6 @@ GIVEN_FACTORS = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(GIVEN_FACTORS))
 def test_a_hugging_face_model_given_the_configs_attention_equals_one_process(
     ranks: WorkerPool, options: dict[str, Any]

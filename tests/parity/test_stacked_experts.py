@@ -36,7 +36,6 @@ def train(rank: int, world_size: int, num_micro_batches: int, overrides: Any) ->
     return train_on_mesh(rank, case, overrides, case.loss, num_micro_batches, NUM_STEPS)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stacked_experts_train_as_the_list_in_one_process(ranks: WorkerPool, layout: str) -> None:
     num_ranks, overrides = LAYOUTS[layout]

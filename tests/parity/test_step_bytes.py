@@ -214,7 +214,6 @@ def as_watched(calls: dict[str, int], tp: int, num_scalars: int = 0) -> dict[str
 MESHES = [(2, 1), (2, 2), (4, 1)]  # tp, data ranks
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover(

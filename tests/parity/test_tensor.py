@@ -43,7 +43,7 @@ def reference(model: str, num_data_ranks: int) -> Trace:
     return train_whole(model, num_data_ranks)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS, fits))
 def test_a_split_model_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = {

@@ -282,7 +282,6 @@ def train_plainly(name: str, layout: str, feature: str) -> dict[str, Tensor]:
     return {key: parameter.detach() for key, parameter in model.named_parameters()}
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options", cover({"feature": list(FEATURES), "model": ["decoder", "gpt2"], "layout": ["tp4", "tp2-dp2"]})
 )

@@ -230,7 +230,7 @@ ENCODED = cover(
 )
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", ENCODED)
 def test_bytes_of_encoded_states(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     tiers = dict(zip(("params", "grads", "optimizer"), options["where"], strict=True))

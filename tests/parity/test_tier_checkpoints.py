@@ -169,7 +169,7 @@ def check_any_to_any(ranks: WorkerPool, root: Path, data: st.DataObject) -> None
     assert not swap.exists() or not list(swap.iterdir())
 
 
-@settings(QUICK_TO_FAIL, max_examples=2)
+@settings(QUICK_TO_FAIL, max_examples=1)
 @given(data=st.data())
 def test_any_tiers_load_what_any_others_have_saved(
     ranks: WorkerPool, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -230,7 +230,6 @@ def is_quick(options: Mapping[str, Any]) -> bool:
     return "nvme" in places or len(places) == 1
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover(FACTORS, quick=is_quick))
 def test_training_goes_on_bitwise_on_the_same_tiers_and_on_others(
     ranks: WorkerPool, tmp_path: Path, options: Mapping[str, Any]

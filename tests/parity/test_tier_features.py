@@ -164,7 +164,6 @@ def run(rank: int, world_size: int, name: str, overrides: dict[str, Any]) -> tup
     return seen, states, len(files) - len(expected)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("where", list(TIERS))
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_features_compute_the_same_bits(ranks: WorkerPool, tmp_path: Path, name: str, where: str) -> None:

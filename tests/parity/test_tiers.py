@@ -166,7 +166,6 @@ def train_in_chunks(rank: int, world_size: int, case_name: str, overrides: Mappi
         streamed.CHUNK_NUMEL = numel
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("stage", [2, 3])

@@ -100,7 +100,6 @@ def reference(num_data_ranks: int) -> Trace:
     return train_plainly(CASE, num_data_ranks, 1, NUM_STEPS, CLIP_NORM)
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_qwen3_vl_moe_equals_one_process(ranks: WorkerPool, layout: str) -> None:
     overrides = LAYOUTS[layout]

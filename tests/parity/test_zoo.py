@@ -50,7 +50,7 @@ def problem_of(family: str, name: str, outcomes: list[Outcome]) -> str:
     return f"names none of {', '.join(words(family, name))}: {mute[0]}" if mute else ""
 
 
-@pytest.mark.quick(len(ZOO) // 8)
+@pytest.mark.quick(len(ZOO) // 16)
 @pytest.mark.parametrize("family", ZOO)
 def test_a_family_equals_one_process_or_is_refused(ranks: WorkerPool, family: str, tmp_path: Path) -> None:
     check(ranks, family, quick_cells(family), tmp_path)

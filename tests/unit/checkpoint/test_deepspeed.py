@@ -69,7 +69,7 @@ def test_masters_and_moments_come_back_bit_for_bit(stage: int) -> None:
         assert engine.read("mix.bias", "step") == 4
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_read_their_own_parts(ranks: WorkerPool, mesh: dict[str, int], stage: int) -> None:

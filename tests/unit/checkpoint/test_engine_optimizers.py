@@ -174,7 +174,7 @@ def check_goes_on(
                 assert kinds(engine) == last_kinds
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_given_optimizer_goes_on_bitwise(tmp_path: Path, name: str) -> None:
     check_goes_on(tmp_path, OPTIMIZERS[name])

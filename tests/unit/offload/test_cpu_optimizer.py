@@ -154,7 +154,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[StepThreads | None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])

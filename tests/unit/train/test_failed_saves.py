@@ -30,7 +30,7 @@ def refusing(number, moment):
     return watching(once_at(moment, refuse))
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("background", [True, False], ids=["background", "at once"])
 @pytest.mark.parametrize(
     ("number", "moment"),
