@@ -10,7 +10,8 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import TypeVar
@@ -74,22 +75,27 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
     return found
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Variants that do not run are not made either; those of a test of which none runs are left out afterwards."""
-    if not metafunc.config.getoption("--full"):
-        calls = [each for each in metafunc._calls if not any(mark.name == "full" for mark in each.marks)]
-        mark = metafunc.definition.get_closest_marker("quick")
-        if mark is not None or PARITY in metafunc.definition.path.parents:
-            calls = some_of(calls, metafunc.function.__name__, 1 if mark is None else mark.args[0])
-        metafunc._calls = calls or metafunc._calls
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Variants that do not run are left out of what their module has, so that pytest does not go through them."""
+    report = yield
+    if not collector.config.getoption("--full") and isinstance(collector, pytest.Module | pytest.Class):
+        report.result = list(those_that_run(report.result or []))
+    return report
+
+
+def those_that_run(collected: Sequence[pytest.Item | pytest.Collector]) -> Iterator[pytest.Item | pytest.Collector]:
+    for name, variants in groupby(collected, lambda each: getattr(each, "originalname", None)):
+        kept = [each for each in variants if each.get_closest_marker("full") is None]
+        mark = kept[0].get_closest_marker("quick") if kept else None
+        if name is not None and (mark is not None or (kept and PARITY in kept[0].path.parents)):
+            kept = some_of(kept, name, 1 if mark is None else mark.args[0])
+        yield from kept
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
     if hasattr(config, "workerinput"):
         put_long_files_first(items)
 

@@ -326,7 +326,7 @@ def step_apart(rank: int, world_size: int) -> tuple[list[Refusal], float, float]
     with initialize(Chain(), config_of(), loss_fn=mean_square) as engine:
         before = engine.eval_step(batches).loss
         engine.forward_backward(batches)
-        refusals = [refusal_of(lambda: engine.forward_backward(batches)), refusal_of(lambda: engine.eval_step(batches))]
+        refusals = [refusal_of(lambda: engine.eval_step(batches))]
         engine.zero_grad()
         refusals.append(refusal_of(engine.step))
         engine.forward_backward(batches)
@@ -337,7 +337,7 @@ def step_apart(rank: int, world_size: int) -> tuple[list[Refusal], float, float]
 
 def test_a_pipelines_step_may_come_apart_from_its_backwards(ranks: WorkerPool) -> None:
     for refusals, before, apart in ranks(2).run(step_apart):
-        assert [code for code, _ in refusals] == ["pipeline-awaits-step"] * 2 + ["pipeline-rank-alone"]
+        assert [code for code, _ in refusals] == ["pipeline-awaits-step", "pipeline-rank-alone"]
         assert apart == pytest.approx(before)
 
 

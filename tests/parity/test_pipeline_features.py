@@ -128,6 +128,35 @@ def test_dropout_draws_the_numbers_of_one_process(ranks: WorkerPool, model: str,
     check_parity(merge_ranks(traces), reference(model, 2, 0.05))
 
 
+def train_in_parts(rank: int, world_size: int, model: str, sections: Sections, parts: Sequence[int]) -> list[float]:
+    """Losses and norms of two steps, whose micro-batches come in as many calls as there are parts."""
+    engine = make_engine(rank, sections, model)
+    numbers: list[float] = []
+    for step in range(NUM_STEPS):
+        of_all = step_batches(make_case(model), step, world_size // 2, NUM_MICRO_BATCHES)
+        batches = of_all[rank % (world_size // 2) :: world_size // 2]
+        for num_batches in parts:
+            engine.forward_backward([batches.pop(0) for _ in range(num_batches)])
+        result = engine.step()
+        numbers += result.loss, result.grad_norm
+    engine.close()
+    return numbers
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("name", ["dropout", *VARIANTS])
+def test_micro_batches_that_come_in_parts_count_as_if_they_came_at_once(
+    ranks: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    num_ranks, sections = (4, {"zero": {"stage": 0}}) if name == "dropout" else VARIANTS[name]
+    if "nvme" in sections.get("tiers", {}).values():
+        sections = {**sections, "tiers": {**sections["tiers"], "nvme_path": str(tmp_path)}}
+    model = "gpt2" if name == "dropout" else "deep-tied"
+    sections = {"pipeline": {}, **sections}
+    once, apart = (ranks(num_ranks).run(train_in_parts, model, sections, parts) for parts in ([3], [2, 1]))
+    assert apart == [pytest.approx(numbers, rel=1e-9) for numbers in once]
+
+
 # Beside training steps. Of the deep model stage 0 has the blocks before CUT, or the first quarter of those of a V.
 
 CUT = {"cut": ["blocks.4"]}

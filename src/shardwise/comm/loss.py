@@ -193,11 +193,12 @@ class LossAccumulator:
     Attributes:
         normaliser: 0 before the first loss of a step.
         plain: how losses without a count are taken.
+        adds_up: the losses of a step add up on a rank: what the first one counts is the count of all.
     """
 
     def __init__(self, comms: CommGroups) -> None:
         self.normaliser = 0.0
-        self.plain = PlainMode()
+        self.plain, self.adds_up = PlainMode(), False
         self._comms = comms
         self._has_warned = self._is_plain = False
         self._rows: list[Tensor] = []  # loss and count of each
@@ -226,7 +227,8 @@ class LossAccumulator:
     def add(self, total: LossSum) -> None:
         """Count a loss in."""
         dtype = number_dtype(total.total.device)
-        self._rows.append(torch.stack([total.total.detach().to(dtype), total.count.to(dtype)]))
+        count = total.count * 0 if self.adds_up and self._rows else total.count
+        self._rows.append(torch.stack([total.total.detach().to(dtype), count.to(dtype)]))
 
     def count_error(self, count: float, where: str) -> EngineError | None:
         """Return the error for a sum of counts from `sum_with` with one that no loss can have; None if it has none."""
@@ -331,7 +333,7 @@ class LossAccumulator:
             device = self._comms.all.device
             return torch.zeros(2, dtype=number_dtype(device), device=device)
         rows = torch.stack(self._rows)  # [n, 2]
-        if not self._is_plain:
+        if not (self._is_plain or self.adds_up):
             totals, counts = rows.unbind(1)
             is_nothing = (counts == 0) & ~(totals.abs() > 0)  # NaN is not above 0
             counts = counts.where((counts > 0) | is_nothing, math.nan)

@@ -1,8 +1,8 @@
 """An engine of Shardwise with verl's interface; import it where verl reads `external_lib`, and name it as strategy.
 
-verl's losses are divided by what counts on all data ranks, times their number, and summed over micro-batches: each
-counts as one here, times the number of micro-batches. They read whole sequences, of whose tokens each rank of `mesh.cp`
-has some: the numbers of the others are gathered. Under `mesh.pp` the ranks with the last stage have the loss.
+verl's losses are divided by what counts on all data ranks, times their number, and summed over micro-batches. They read
+whole sequences, of whose tokens each rank of `mesh.cp` has some: the numbers of the others are gathered. Under
+`mesh.pp` the ranks with the last stage have the loss.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from shardwise.tensor.token_log_probs import token_log_probs
 
 STRATEGY: Final = "shardwise"
 _DEVICE: Final = "device"  # any name but "cpu" stands for it: verl knows no machine without an accelerator
-_LATER_COUNT: Final = 2.0**-40  # of what adds to a step's losses, whose count that of the first batch is
 
 
 @dataclass
@@ -117,12 +116,13 @@ class ShardwiseEngine(BaseEngine):
         self.config = Config.from_dict(sections_of(model_config, engine_config, optimizer_config))
         self.mesh = MeshShape.from_config(self.config.resolve(dist.get_world_size()).mesh)
         self._away: frozenset[str] = frozenset()
-        self._changes, self._loss_weight = HeldChanges(), 1
+        self._changes = HeldChanges()
 
     def initialize(self) -> None:
         self.inner = self._make_engine()
         self.module: Any = self.inner.model
         self.optimizer = self.inner.optimizer
+        self.inner.parts.losses.adds_up = True
         parts, alone = self.inner.parts, CommResources.alone(self.inner.device, self.inner.config.run.timeout_s)
         self._data = parts.comm_factory.comm(DATA_AXES, "verl", alone, "data")
         if not self.engine_config.forward_only:
@@ -192,8 +192,6 @@ class ShardwiseEngine(BaseEngine):
         batches = [batch.to(inner.device) for batch in batches]
         multiple = 2 * self.mesh.cp * self.mesh.tp  # by which whole sequences can be cut
         padded = [PaddedTokens.of(batch["input_ids"], multiple) for batch in batches]
-        if is_first := inner.parts.state.num_backwards == 0:
-            self._loss_weight = len(batches)
         outputs: list[dict[str, Any]] = []  # of the ranks that have the last stage
 
         def loss_fn(output: Any, batch: Any) -> tuple[Tensor, float]:
@@ -204,7 +202,7 @@ class ShardwiseEngine(BaseEngine):
                 loss, metrics = loss_function(model_output=values, data=data, dp_group=comm.process_group)
             detached = {name: value.detach() for name, value in values.items()} if keeps_output else {}
             outputs.append({"model_output": detached, "loss": loss.item(), "metrics": metrics})
-            return loss * self._loss_weight, 1.0 if is_first else _LATER_COUNT
+            return loss, 1.0
 
         to_compute = [(sequences.inputs, number, sequences.places) for number, sequences in enumerate(padded)]
         with inner.parts.state.with_own_loss(loss_fn):

@@ -201,8 +201,8 @@ class Engine:
         """Run forwards and backwards of this data rank's micro-batches in any layout; `step(partial=True)` follows.
 
         Args:
-            batches: of any number, the same on all ranks, each as for `engine(batch)`. A pipeline takes those of a step
-                at once.
+            batches: of any number, the same on all ranks, each as for `engine(batch)`. Those of several calls add up;
+                a pipeline fills and drains in each.
         """
         self.parts.status.check()
         with self.parts.failures_explained():

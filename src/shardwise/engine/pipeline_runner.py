@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class PipelineRunner:
         self._is_out_of_step = False
         self._accumulated: _Execution | None = None  # whose gradients await the step
 
-    def check_direct(self, call: str) -> None:
+    def check_direct(self, call: str) -> NoReturn:
         """Raise, because a rank has some of the layers only.
 
         Raises:
@@ -106,7 +106,7 @@ class PipelineRunner:
 
     def accumulate(self, batches: Sequence[Any]) -> None:
         parts = self._parts
-        self._check_in_step()
+        self._check_in_step(may_add=True)
         before_model(parts)  # here: after the first stage's forward has begun, a rank would wait in vain
         row = self._row_of(len(batches))
         execution = self._prepare(row, batches, parts.losses)
@@ -126,7 +126,6 @@ class PipelineRunner:
         execution, self._accumulated = self._accumulated, None
         if execution is None or self._parts.state.num_backwards == 0:
             self.check_direct("engine.step")
-            raise AssertionError("it refuses")
         try:
             self._perform(execution, execution.row[_first_step(execution.row) :], {}, is_last=True)
         finally:
@@ -169,9 +168,12 @@ class PipelineRunner:
         """Close the channels."""
         self._compute.close()
 
-    def _check_in_step(self) -> None:
-        """Forget gradients that `zero_grad` has dropped; raise where a schedule has not reached its end, and messages
-        between stages may be left over.
+    def _check_in_step(self, may_add: bool = False) -> None:
+        """End the schedule whose gradients `zero_grad` has dropped, or to which others are added; raise where one has
+        not reached its end, and messages between stages may be left over.
+
+        Args:
+            may_add: the micro-batches to come add to the gradients of those before, if there are any.
 
         Raises:
             EngineError: it has not.
@@ -184,7 +186,7 @@ class PipelineRunner:
             )
         if self._accumulated is None:
             return
-        if self._parts.state.num_backwards > 0:
+        if self._parts.state.num_backwards > 0 and not may_add:
             raise EngineError(
                 "pipeline-awaits-step",
                 "the stages have run the micro-batches of a step, whose update is missing; call engine.step(), or "
@@ -198,10 +200,10 @@ class PipelineRunner:
     def _prepare(self, row: Sequence[Action], batches: Sequence[Any], losses: LossAccumulator) -> _Execution:
         self._forward.begin_step()
         taken: list[RankBatch] = []
-        num_samples = 0
-        for number, batch in enumerate(batches):
-            taken.append(RankBatch.of(self._parts, batch, num_samples, number))
-            num_samples += taken[-1].num_samples
+        state = self._parts.state
+        for batch in batches:
+            taken.append(RankBatch.of(self._parts, batch, state.num_samples, state.num_forwards))
+            state.take_forward(taken[-1].num_samples, self._parts.model.training)
         means = self._parts, self._forward, self._groups, self._compute
         return _Execution(*means, row, taken, losses, self.forward)
 
@@ -432,6 +434,7 @@ class PipelineAdapter:
         """Forget what was under way."""
         self._records.clear()
         self._reduced_stages.clear()
+        self._sharding.reductions.final.clear()
         self._kept_for.clear()
         self._sharding.units[0].stage = None
 

@@ -5,7 +5,7 @@ scores of the wanted experts, and their indices. So the weights are what the mod
 their gradient reaches the router. A choice comes from a batch, or from the first pass of a forward that is computed
 again, whose rows would otherwise not fit those that were sent.
 
->>> router = Router("layer", 3, lambda: torch.tensor([[[2, 0]]]))
+>>> router = RouterReplay("layer", 3, lambda: torch.tensor([[[2, 0]]]))
 >>> with router.choosing():
 ...     torch.tensor([[0.5, 0.3, 0.2]]).topk(2)
 torch.return_types.topk(
@@ -41,7 +41,7 @@ _ROUTER: Final = "_shardwise_router"
 Compute = Callable[..., Tensor]
 
 
-class Router(TorchFunctionMode):
+class RouterReplay(TorchFunctionMode):
     """Answers each `topk` among a layer's experts, or groups of them, inside `choosing`; a second pass repeats it.
 
     Args:
@@ -169,7 +169,7 @@ class Routers:
             compute = computes.get(experts.name)
             scorer, wanted = router_of(experts.parent, experts.module), partial(self._of_layer, number)
             has_scorer = scorer is not None and scorer is not experts.parent
-            router = Router(experts.name, experts.num_experts, wanted, part, compute, has_scorer)
+            router = RouterReplay(experts.name, experts.num_experts, wanted, part, compute, has_scorer)
             if scorer is not None and has_scorer:
                 undo.callback(answer_calls(scorer, router.note_call))
             # Of two layers in one module the second has no choice, as no `topk` is known to be its own.
@@ -249,7 +249,7 @@ class _Chooses(nn.Module):
     """Is joined with the class of the module around experts, which calls their router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        router: Router = getattr(self, _ROUTER)
+        router: RouterReplay = getattr(self, _ROUTER)
         with router.choosing():
             return super().forward(*args, **kwargs)
 
@@ -258,7 +258,7 @@ class _Follows(nn.Module):
     """Is joined with the class of a module of experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        router: Router = getattr(self, _ROUTER)
+        router: RouterReplay = getattr(self, _ROUTER)
         router.check(top_k_index)
         tensors = hidden_states, top_k_index, top_k_weights
         if router.compute is None:

@@ -16,7 +16,7 @@ from harness.moe import HIDDEN, make_experts
 from harness.moe_models import MOE_FAMILIES, build_moe, moe_case
 from harness.refusals import refusal_of
 from shardwise.construction.experts import is_experts, router_of
-from shardwise.experts.routers import Router, Routers
+from shardwise.experts.routers import RouterReplay, Routers
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.recompute import recompute_forward
 
@@ -170,7 +170,7 @@ def test_a_rank_of_a_split_sequence_takes_its_part() -> None:
     routing = torch.arange(24).view(2, 4, 3) % NUM_EXPERTS
     scores = torch.rand(4, NUM_EXPERTS)
     for rank in range(2):
-        router = Router("layer", NUM_EXPERTS, lambda: routing, (rank, 2))
+        router = RouterReplay("layer", NUM_EXPERTS, lambda: routing, (rank, 2))
         with router.choosing():
             index = scores.topk(3).indices
             whole = torch.rand(8, NUM_EXPERTS).topk(3).indices  # as in what is computed whole on every rank
@@ -181,7 +181,7 @@ def test_a_rank_of_a_split_sequence_takes_its_part() -> None:
 @pytest.mark.parametrize("take", [torch.topk, Tensor.topk], ids=["function", "method"])
 def test_only_the_best_along_the_last_dim_are_a_choice(take: Any) -> None:
     routing, scores = torch.tensor([[[5, 1], [0, 7]]]), torch.rand(2, NUM_EXPERTS)
-    with Router("layer", NUM_EXPERTS, lambda: routing).choosing():
+    with RouterReplay("layer", NUM_EXPERTS, lambda: routing).choosing():
         assert torch.equal(take(scores, k=2, dim=1, sorted=False)[1], routing[0])
         assert torch.equal(take(scores, 2, -1, True, True).values, scores.gather(1, routing[0]))
         assert torch.equal(take(scores, 2, largest=False)[1], scores.argsort(1)[:, :2])
@@ -200,7 +200,7 @@ class Changing(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         scores = scores.roll(3 * next(self.numbers), -1)
-        with Router("layer", NUM_EXPERTS, lambda: None).choosing():
+        with RouterReplay("layer", NUM_EXPERTS, lambda: None).choosing():
             groups = scores.view(-1, 2, 4).topk(2)[0].sum(-1).topk(1)[1]
             values, index = scores.topk(2)
         self.note(torch.cat([groups, index], 1))
