@@ -83,6 +83,8 @@ class PublishedTraits:
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
         holds_inputs: whether blocks' inputs that are kept, and their gradients, stay until the backward ends.
+        shards_at_rest: whether parameters are sharded but from the first forward to the last backward, as FSDP's
+            `SHARD_GRAD_OP` does.
         packs_experts: whether experts are linear layers that are packed as the others are.
         fetches_experts: whether experts wait in the host's memory, where each pass fetches a block's.
         unpacks_by_ops: whether packed layers are GPTQ's, which unpack a weight operator by operator.
@@ -138,6 +140,7 @@ class PublishedTraits:
     widens_stream: bool = False
     widens_all: bool = False
     holds_inputs: bool = False
+    shards_at_rest: bool = False
     packs_experts: bool = False
     fetches_experts: bool = False
     unpacks_by_ops: bool = False
@@ -312,6 +315,7 @@ def _named_code(
         casts_unpacked=code.name == "engine" and codes.is_packed(p),
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
         holds_inputs=codes.holds_inputs(p, code) and config.zero.stage > 1 and not trains_all(config),
+        shards_at_rest=config.zero.stage == 2 and "fsdp" in str(p.get("sharding")).lower(),
         packs_experts=code.name in ("hf", "deepspeed", "engine") and config.lora.base == "nf4",
         fetches_experts="expert" in str(p.get("offload")).lower(),
         logits_bytes=codes.loss_of(p, code),

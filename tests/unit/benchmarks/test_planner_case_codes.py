@@ -48,8 +48,10 @@ def price_of(*args: Any, **parallel: Any) -> Estimate:
 @pytest.mark.parametrize(
     ("framework", "facts", "logits_bytes"),
     [
-        (HUGGING_FACE, {}, 10.0),
-        (HUGGING_FACE, {"precision": "bf16 autocast"}, 14.0),
+        (HUGGING_FACE, {}, 12.0),
+        (HUGGING_FACE, {"precision": "bf16 autocast"}, 12.0),
+        ("peft's own loop, transformers 4.57", {}, 14.0),
+        ("fsdp_qlora train.py (2024-03)", {}, 16.0),
         ("HF Trainer, transformers 4.44", {}, 12.0),
         (HUGGING_FACE, {"loss": "Liger fused linear cross-entropy"}, 0.0),
         (HUGGING_FACE, {"loss": "cut-cross-entropy"}, 0.0),
@@ -188,6 +190,23 @@ def test_loops_over_experts_wait_for_the_host_and_grouped_products_do_not() -> N
         price_of("Megatron-LM", LLAMA | {"seq": 128}, cuda_graphs=each, **short).time.parts for each in (True, False)
     )
     assert eager["compute"] > graphed["compute"]
+
+
+def test_llama_4_linearized_adds_the_gradients_of_each_expert_to_those_of_all() -> None:
+    lora = {"rank": 8, "base": "nf4 (linearized experts)"}
+    forward, backward = traits_of("axolotl (2025-04)", MIXTURE, lora=lora).permutation or (0.0, 0.0)
+    assert (forward, backward) == (10.0, 8.0 + 6.0 * 128)
+
+
+def test_fsdp_steps_where_it_stores_parameters_and_shards_them_between_steps() -> None:
+    offloaded = case_of(HUGGING_FACE, sharding="FSDP full_shard", offload="parameters to CPU").config
+    assert offloaded is not None
+    assert (offloaded.tiers.params, offloaded.tiers.grads, offloaded.tiers.optimizer) == ("host", "host", "host")
+    held = [
+        price_of(HUGGING_FACE, zero_stage=2, sharding=sharding).memory.worst.peak["params"]
+        for sharding in ("FSDP shard_grad_op", "ZeRO-2")
+    ]
+    assert held[0] == pytest.approx(held[1] * (1 + 1 / 8))
 
 
 SUROGATE = "Surogate (2026-02), C++ engine"

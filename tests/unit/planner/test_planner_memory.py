@@ -135,6 +135,14 @@ def test_each_axis_has_a_communicator_and_all_ranks_another(config: ResolvedConf
     assert overhead == CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
 
 
+def test_communicators_of_devices_without_links_have_few_channels() -> None:
+    config = changed(BASE, {"mesh.dp_shard": 2})
+    linked, unlinked = (
+        MemoryModel(job(name)).estimate(config).worst.peak["overhead"] - CONTEXT_BYTES for name in ("h100", "rtx-4090")
+    )
+    assert linked == 12 * unlinked > 0
+
+
 def test_first_ranks_of_a_pipeline_hold_more_micro_batches() -> None:
     ranks = (
         MemoryModel(job("h100", num_layers=16)).estimate(changed(BASE, {"mesh.pp": 4, "batch.accumulation": 8})).ranks
