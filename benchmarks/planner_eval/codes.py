@@ -346,8 +346,8 @@ def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tu
     and DeepEP copy less, as Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2
     each), and sort the chunks of several experts once more each way after an all-to-all (token_dispatcher.py,
     `sort_chunks_by_idxs`); DeepEP writes them in order. Axolotl's Llama 4 gathers and weighs (2 each), writes each
-    expert's result into a part of a tensor of zeros (3), whose backward clones all of it for each, and sums (3). Each reads
-    its part, whose backward fills a tensor as large as all with zeros and adds it to the others' (4 for each).
+    expert's result into a part of a tensor of zeros (3), whose backward clones all of it for each, and sums (3). Each
+    reads its part, whose backward fills a tensor as large as all with zeros and adds it to the others' (4 for each).
     """
     if "linearized" in str((p.get("lora") or {}).get("base")):
         return (10.0, 8.0 + 6.0 * num_experts)
