@@ -154,6 +154,11 @@ MECHANISMS = (
         "measured; AnswerDotAI/fsdp_qlora's train.py",
     ),
     (
+        "Liger's head in chunks, each of which reads the weight, and casts it where it is frozen in fp32",
+        "loss, adapters and states",
+        "linkedin/Liger-Kernel's ops/fused_linear_cross_entropy.py; torch's autocast caches what trains alone",
+    ),
+    (
         "gradients of what each of Llama 4's experts reads, each as large as all of them",
         "experts",
         "Axolotl's monkeypatch/models/llama4/modeling.py; counted in torch's dispatcher",

@@ -98,6 +98,7 @@ class PublishedTraits:
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
         experts_dtype: of experts' products; None for that of the others.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
+        chunks_head: whether the head is Liger's, which multiplies chunk by chunk.
         runs_head_again: whether the head and the loss run once more in the backward.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
@@ -153,6 +154,7 @@ class PublishedTraits:
     grouped_share: float = 1.0
     experts_dtype: MatmulDtype | None = None
     logs_entropy: bool = False
+    chunks_head: bool = False
     runs_head_again: bool = False
     casts_weights: bool = False
     scales_dynamically: bool = False
@@ -307,6 +309,7 @@ def _named_code(
         grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
         experts_dtype=experts_dtype,
         logs_entropy=(codes.trl_release(written) or (0, 0)) >= (0, 22) and codes.loss_of(p, code) != 0,
+        chunks_head="liger" in str(p.get("loss")).lower() and codes.loss_of(p, code) == 0,
         runs_head_again=codes.runs_head_again(p),
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",

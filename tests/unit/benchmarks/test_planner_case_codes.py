@@ -192,6 +192,22 @@ def test_loops_over_experts_wait_for_the_host_and_grouped_products_do_not() -> N
     assert eager["compute"] > graphed["compute"]
 
 
+def test_chunks_of_ligers_head_read_and_cast_a_frozen_weight_each() -> None:
+    def head_s(loss: str, base: str) -> float:
+        lora = {"rank": 8, "base": base}
+        case = case_of(HUGGING_FACE, loss=loss, lora=lora, zero_stage=0)
+        assert case.job is not None
+        assert case.config is not None
+        times = PublishedTimeModel(case.job).compute.head(case.config)
+        return times.forward_s + times.backward_input_s
+
+    liger, cut = "Liger fused linear cross-entropy", "cut-cross-entropy"
+    numel, num_chunks, bandwidth = 128256 * 4096, 32, 3.35e12  # bytes a second of an H100
+    assert head_s(liger, "bf16") > head_s(cut, "bf16")
+    casts_s = (num_chunks - 1) * 2 * 6 * numel / bandwidth
+    assert head_s(liger, "fp32") - head_s(cut, "fp32") > casts_s
+
+
 def test_llama_4_linearized_adds_the_gradients_of_each_expert_to_those_of_all() -> None:
     lora = {"rank": 8, "base": "nf4 (linearized experts)"}
     forward, backward = traits_of("axolotl (2025-04)", MIXTURE, lora=lora).permutation or (0.0, 0.0)
