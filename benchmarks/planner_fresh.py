@@ -149,6 +149,26 @@ MECHANISMS = (
         "invergent-ai/surogate: sft_config.py, fp8_hybrid_recipe.cpp, moe_kernels.cu, generic_qlora_provider.cpp",
     ),
     (
+        "three copies of the logits in fp32 in the backward, and those that a loop of its own has not let go",
+        "loss",
+        "measured; AnswerDotAI/fsdp_qlora's train.py",
+    ),
+    (
+        "Liger's head in chunks, each of which reads the weight, and casts it where it is frozen in fp32",
+        "loss, adapters and states",
+        "linkedin/Liger-Kernel's ops/fused_linear_cross_entropy.py; torch's autocast caches what trains alone",
+    ),
+    (
+        "gradients of what each of Llama 4's experts reads, each as large as all of them",
+        "experts",
+        "Axolotl's monkeypatch/models/llama4/modeling.py; counted in torch's dispatcher",
+    ),
+    (
+        "FSDP's offload of the step, its `SHARD_GRAD_OP`; two channels of NCCL without links",
+        "adapters and states",
+        "torch's `CPUOffload` and `ShardingStrategy`; tinygrad/open-gpu-kernel-modules#17",
+    ),
+    (
         "inputs of blocks and their gradients, which FSDP1 holds beside frozen parameters; inputs that PEFT drops out",
         "adapters and states",
         "torch's fsdp/_runtime_utils.py, peft's tuners/lora/layer.py",

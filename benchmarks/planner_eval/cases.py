@@ -459,6 +459,8 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     text = text.replace("master", "master params")  # which are LLMQ's parameters
     text = re.sub("residual|checkpoints", "activations", re.sub("master|opt-[mv]|states|ds_z[23]", "optimizer", text))
+    if "param" in text and "fsdp" in str(p.get("sharding")).lower():  # its gradients go, too, and its step runs there
+        text += " grads optimizer"
     if "_offload.json" in str(p.get("offload")):  # DeepSpeed's optimizer takes the gradients with it
         text += " grads params" if "_z3_" in str(p.get("offload")) else " grads"
     tier = "nvme" if "nvme" in text else "host"

@@ -164,11 +164,12 @@ def recompute_words(p: Mapping[str, Any]) -> str | None:
 def loss_of(p: Mapping[str, Any], code: Code) -> float:
     """Return the bytes of each logit at the peak of the loss, by what a row says of it.
 
-    Losses that are fused with the head have none: Liger's and cut cross-entropy work in blocks. Torch's in fp32 has
-    the widened logits, their log-softmax and its gradient, and the narrow ones or a shifted copy (transformers'
-    `loss_utils.py`; before 4.46 the model widened and copied them itself). Accelerate's mixed precision widens what a
-    model returns, the logits too (`convert_outputs_to_fp32`). A compiled loss keeps the narrow logits and writes their
-    gradient. Transformer Engine's writes it over the logits; Megatron's own over the fp32 softmax.
+    Losses that are fused with the head have none: Liger's and cut cross-entropy work in blocks. Torch's backward in
+    fp32 has the log-softmax, the gradient that the mean gives it, and that of the logits, which we measure; Trainers
+    have let the model's logits go by then, loops of their own have not (narrow ones; before transformers 4.46 wide
+    ones). Of Triton's, accelerate's mixed precision widens what a model returns, the logits too
+    (`convert_outputs_to_fp32`). A compiled loss keeps the narrow logits and writes their gradient. Transformer Engine's
+    writes it over the logits; Megatron's own over the fp32 softmax.
     """
     text, framework = str(p.get("loss") or "").lower(), str(p.get("framework") or "").lower()
     if re.search(r"cut.cross|\bcce\b|with lm_head|fused[ _]linear", text) or ("liger" in text and "only" not in text):
@@ -198,8 +199,11 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
         return NARROW + (NARROW + 2 * WIDE) / 8 if p.get("compile") else code.logits_bytes
     if "chunk" in text:
         return 4 * NARROW if code.name == "litgpt" else 2 * NARROW
-    if "fp32" in text or "plain" in text or code.name in ("hf", "deepspeed"):
-        return (3 * WIDE if is_early else NARROW + 2 * WIDE) + widened
+    if code.name in ("hf", "deepspeed"):
+        is_kept = re.search(r"fsdp_qlora|own loop", framework) is not None
+        return 3 * WIDE + is_kept * (WIDE if is_early else NARROW)
+    if "fp32" in text or "plain" in text:
+        return NARROW + 2 * WIDE
     # Torchtitan compiles its loss with the model, and in its configs of mixtures the loss alone.
     return NARROW + 2 * WIDE if code.name == "torchtitan" and p.get("compile") is False else code.logits_bytes
 
@@ -342,10 +346,11 @@ def permutation_of(p: Mapping[str, Any], code: Code, num_experts: int = 0) -> tu
     and DeepEP copy less, as Hugging Face's grouped product does. Megatron's fused kernels permute and unpermute (2
     each), and sort the chunks of several experts once more each way after an all-to-all (token_dispatcher.py,
     `sort_chunks_by_idxs`); DeepEP writes them in order. Axolotl's Llama 4 gathers and weighs (2 each), writes each
-    expert's result into a part of a tensor of zeros (3), whose backward clones all of it for each, and sums (3).
+    expert's result into a part of a tensor of zeros (3), whose backward clones all of it for each, and sums (3). Each
+    reads its part, whose backward fills a tensor as large as all with zeros and adds it to the others' (4 for each).
     """
     if "linearized" in str((p.get("lora") or {}).get("base")):
-        return (10.0, 9.0 + 2.0 * num_experts)
+        return (10.0, 8.0 + 6.0 * num_experts)
     if code.name in ("hf", "deepspeed", "litgpt", "unsloth"):
         return (11.0, 15.0) if code.groups_experts else (7.0, 11.0)
     has_deepep = bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower()))

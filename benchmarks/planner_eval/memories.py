@@ -294,6 +294,8 @@ class PublishedMemoryModel(MemoryModel):
         numel, shape = self.layouts.rank(config, rank).numel, self.job.shape
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
+        if traits.shards_at_rest:
+            states["params"] = states["params"] / config.mesh.dp_shard + DTYPE_BYTES[param_of(config)] * numel
         if trains_all(config) and traits.unsharded_grad_bytes:
             waits = traits.reduces_once and config.zero.stage >= 2  # until the last micro-batch there are no others
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -252,7 +253,7 @@ class PublishedComputeModel(ComputeTimeModel):
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Pass over the logits for what TRL logs of each step, too."""
-        found = super().head(config)
+        found = super().head(config).plus(self._in_chunks(config))
         if published_traits(self.job).saves_tables:
             linear = GemmShape(self._tokens(config), self.job.shape.vocab_size, self.job.shape.hidden_size)
             weight_s = self._linears([linear], config, param_of(config)).backward_weight_s
@@ -263,6 +264,26 @@ class PublishedComputeModel(ComputeTimeModel):
             return found
         logits = self._tokens(config) * self.job.shape.vocab_size
         return found.plus(PassTimes(self._stream_s(ENTROPY_BYTES * logits)))
+
+    def _in_chunks(self, s: ResolvedConfig) -> PassTimes:
+        """Return by how much Liger's head takes longer than a whole one: each chunk reads the weight.
+
+        There are as many as the vocabulary is wider than the model (its ops/fused_linear_cross_entropy.py). Autocast
+        keeps no copy of a frozen weight, so that both products of a chunk cast it anew.
+        """
+        shape, traits, tokens = self.job.shape, published_traits(self.job), self._tokens(s)
+        if not traits.chunks_head:
+            return PassTimes()
+        chunk = 2 ** math.ceil(math.log2(max(1, tokens / math.ceil(shape.vocab_size / shape.hidden_size))))
+        count = math.ceil(tokens / chunk)
+        linear = GemmShape(tokens, shape.vocab_size, shape.hidden_size, is_frozen=not trains_all(s))
+        whole, parts = (
+            self._linears([dataclasses.replace(linear, m=m)], s, param_of(s)).times(times)
+            for m, times in ((tokens, 1), (chunk, count))
+        )
+        numel = shape.vocab_size * shape.hidden_size
+        casts_s = count * traits.casts_weights * self._stream_s(numel * (FP32_BYTES + DTYPE_BYTES[param_of(s)]))
+        return parts.plus(whole.times(-1)).plus(PassTimes(casts_s))
 
     def _narrow_bytes(self, s: ResolvedConfig, dtype: str) -> float:
         """Read a factor once more where its largest element must be known before it is cast."""

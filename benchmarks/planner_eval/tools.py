@@ -98,6 +98,7 @@ _TOOLS: Final = (
         lora={"rank": 64, "targets": _ALL, "dropout": 0.05},
         shards=0,
     ),
+    Tool(marks=r"fsdp qlora", framework="fsdp_qlora train.py, FSDP1", lora={"rank": 64, "dropout": 0.1}),
     Tool(marks=r"peft", framework="PEFT (HF Trainer)", engine="", lora={"rank": 8}),
     Tool(marks=r"megatron moe|moe model ?zoo|model ?zoo", framework="Megatron-LM", shards=1),
     Tool(marks=r"gpu recipes", framework="NVIDIA NeMo", shards=1),

@@ -83,6 +83,8 @@ class PublishedTraits:
         widens_stream: whether tables, norms and the residual stream are fp32 around products in bf16.
         widens_all: whether all that layers of bitsandbytes read and write is fp32 too, as they return what they get.
         holds_inputs: whether blocks' inputs that are kept, and their gradients, stay until the backward ends.
+        shards_at_rest: whether parameters are sharded but from the first forward to the last backward, as FSDP's
+            `SHARD_GRAD_OP` does.
         packs_experts: whether experts are linear layers that are packed as the others are.
         fetches_experts: whether experts wait in the host's memory, where each pass fetches a block's.
         unpacks_by_ops: whether packed layers are GPTQ's, which unpack a weight operator by operator.
@@ -96,6 +98,7 @@ class PublishedTraits:
         grouped_share: rate of experts' grouped products over that of the same rows in one product.
         experts_dtype: of experts' products; None for that of the others.
         logs_entropy: whether each step logs entropy and accuracy of all logits.
+        chunks_head: whether the head is Liger's, which multiplies chunk by chunk.
         runs_head_again: whether the head and the loss run once more in the backward.
         casts_weights: whether weights are fp32, and autocast makes each product's a copy in bf16, which it saves.
         scales_dynamically: whether a tensor's or row's scale in fp8 comes from itself, not from earlier steps.
@@ -138,6 +141,7 @@ class PublishedTraits:
     widens_stream: bool = False
     widens_all: bool = False
     holds_inputs: bool = False
+    shards_at_rest: bool = False
     packs_experts: bool = False
     fetches_experts: bool = False
     unpacks_by_ops: bool = False
@@ -150,6 +154,7 @@ class PublishedTraits:
     grouped_share: float = 1.0
     experts_dtype: MatmulDtype | None = None
     logs_entropy: bool = False
+    chunks_head: bool = False
     runs_head_again: bool = False
     casts_weights: bool = False
     scales_dynamically: bool = False
@@ -304,6 +309,7 @@ def _named_code(
         grouped_share=TORCHS_GROUPED_SHARE if is_slow_grouped else 1.0,
         experts_dtype=experts_dtype,
         logs_entropy=(codes.trl_release(written) or (0, 0)) >= (0, 22) and codes.loss_of(p, code) != 0,
+        chunks_head="liger" in str(p.get("loss")).lower() and codes.loss_of(p, code) == 0,
         runs_head_again=codes.runs_head_again(p),
         casts_weights=codes.is_wide(p),
         scales_dynamically=bool(re.search(r"tensorwise|rowwise", precision)) and code.name != "megatron",
@@ -312,6 +318,7 @@ def _named_code(
         casts_unpacked=code.name == "engine" and codes.is_packed(p),
         keeps_frozen_inputs=config.lora.base == "nf4" and codes.is_of_early_2024(written),
         holds_inputs=codes.holds_inputs(p, code) and config.zero.stage > 1 and not trains_all(config),
+        shards_at_rest=config.zero.stage == 2 and "fsdp" in str(p.get("sharding")).lower(),
         packs_experts=code.name in ("hf", "deepspeed", "engine") and config.lora.base == "nf4",
         fetches_experts="expert" in str(p.get("offload")).lower(),
         logits_bytes=codes.loss_of(p, code),

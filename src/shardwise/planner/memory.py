@@ -66,6 +66,10 @@ training/performance)."""
 COMMUNICATOR_BYTES: Final = 688 * 2**20
 """Bytes of the channels' buffers of one NCCL communicator, as measured on A100s (github.com/NVIDIA/nccl, issue 964)."""
 
+UNLINKED_SHARE: Final = 2 / 24
+"""Share of these where no links join devices: NCCL opens 2 channels then (tinygrad/open-gpu-kernel-modules, issue 17),
+and 24 on a node of A100s."""
+
 UNUSED_SHARE: Final = 0.04
 """Share of what comes and goes that the allocator holds and cannot use at the peak."""
 
@@ -234,7 +238,8 @@ class MemoryModel:
         axes = (config.mesh.tp, config.mesh.cp, config.mesh.pp, num_data_ranks(config))
         num_split = sum(size > 1 for size in axes)
         num_communicators = num_split + (num_split > 1)  # of several axes, that of all ranks
-        overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators
+        channels_share = 1.0 if self.job.cluster.gpu.link_bytes_per_s else UNLINKED_SHARE
+        overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators * channels_share
         return {"overhead": overhead, "rounding": UNUSED_SHARE * moving_bytes}
 
     def _moments(

@@ -48,8 +48,10 @@ def price_of(*args: Any, **parallel: Any) -> Estimate:
 @pytest.mark.parametrize(
     ("framework", "facts", "logits_bytes"),
     [
-        (HUGGING_FACE, {}, 10.0),
-        (HUGGING_FACE, {"precision": "bf16 autocast"}, 14.0),
+        (HUGGING_FACE, {}, 12.0),
+        (HUGGING_FACE, {"precision": "bf16 autocast"}, 12.0),
+        ("peft's own loop, transformers 4.57", {}, 14.0),
+        ("fsdp_qlora train.py (2024-03)", {}, 16.0),
         ("HF Trainer, transformers 4.44", {}, 12.0),
         (HUGGING_FACE, {"loss": "Liger fused linear cross-entropy"}, 0.0),
         (HUGGING_FACE, {"loss": "cut-cross-entropy"}, 0.0),
@@ -188,6 +190,39 @@ def test_loops_over_experts_wait_for_the_host_and_grouped_products_do_not() -> N
         price_of("Megatron-LM", LLAMA | {"seq": 128}, cuda_graphs=each, **short).time.parts for each in (True, False)
     )
     assert eager["compute"] > graphed["compute"]
+
+
+def test_chunks_of_ligers_head_read_and_cast_a_frozen_weight_each() -> None:
+    def head_s(loss: str, base: str) -> float:
+        lora = {"rank": 8, "base": base}
+        case = case_of(HUGGING_FACE, loss=loss, lora=lora, zero_stage=0)
+        assert case.job is not None
+        assert case.config is not None
+        times = PublishedTimeModel(case.job).compute.head(case.config)
+        return times.forward_s + times.backward_input_s
+
+    liger, cut = "Liger fused linear cross-entropy", "cut-cross-entropy"
+    numel, num_chunks, bandwidth = 128256 * 4096, 32, 3.35e12  # bytes a second of an H100
+    assert head_s(liger, "bf16") > head_s(cut, "bf16")
+    casts_s = (num_chunks - 1) * 2 * 6 * numel / bandwidth
+    assert head_s(liger, "fp32") - head_s(cut, "fp32") > casts_s
+
+
+def test_llama_4_linearized_adds_the_gradients_of_each_expert_to_those_of_all() -> None:
+    lora = {"rank": 8, "base": "nf4 (linearized experts)"}
+    forward, backward = traits_of("axolotl (2025-04)", MIXTURE, lora=lora).permutation or (0.0, 0.0)
+    assert (forward, backward) == (10.0, 8.0 + 6.0 * 128)
+
+
+def test_fsdp_steps_where_it_stores_parameters_and_shards_them_between_steps() -> None:
+    offloaded = case_of(HUGGING_FACE, sharding="FSDP full_shard", offload="parameters to CPU").config
+    assert offloaded is not None
+    assert (offloaded.tiers.params, offloaded.tiers.grads, offloaded.tiers.optimizer) == ("host", "host", "host")
+    held = [
+        price_of(HUGGING_FACE, zero_stage=2, sharding=sharding).memory.worst.peak["params"]
+        for sharding in ("FSDP shard_grad_op", "ZeRO-2")
+    ]
+    assert held[0] == pytest.approx(held[1] * (1 + 1 / 8))
 
 
 SUROGATE = "Surogate (2026-02), C++ engine"

@@ -230,10 +230,10 @@ def test_gptq_unpacks_operator_by_operator_and_bitsandbytes_takes_the_host_longe
 @pytest.mark.parametrize(
     ("framework", "loss", "logits_bytes", "logs", "again"),
     [
-        ("TRL 0.21", None, 10.0, False, False),
-        ("TRL 0.24", None, 10.0, True, False),
+        ("TRL 0.21", None, 12.0, False, False),
+        ("TRL 0.24", None, 12.0, True, False),
         ("TRL 1.8", None, 0.0, False, True),
-        ("TRL 1.8", "nll", 10.0, True, False),
+        ("TRL 1.8", "nll", 12.0, True, False),
         ("TRL 1.5", "chunked_nll", 0.0, False, True),
     ],
 )

@@ -17,8 +17,9 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.models import DecoderConfig
+from shardwise.planner.hardware import find_gpu
 from shardwise.planner.job import BASE, PlanJob, changed
-from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, MemoryModel
+from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, UNLINKED_SHARE, MemoryModel
 from shardwise.planner.results import RankMemory
 
 SHAPE = DecoderConfig(
@@ -132,7 +133,17 @@ def test_a_step_that_reads_narrow_gradients_widens_none() -> None:
 )
 def test_each_axis_has_a_communicator_and_all_ranks_another(config: ResolvedConfig, num_communicators: int) -> None:
     overhead = MemoryModel(job("h100")).estimate(config).worst.peak["overhead"]
-    assert overhead == CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES
+    assert overhead == CONTEXT_BYTES + num_communicators * COMMUNICATOR_BYTES * UNLINKED_SHARE
+
+
+def test_communicators_of_devices_without_links_have_few_channels() -> None:
+    config, plain = changed(BASE, {"mesh.dp_shard": 2}), job("h100")
+    linked, unlinked = (
+        MemoryModel(replace(plain, cluster=replace(plain.cluster, gpu=find_gpu(name)))).estimate(config)
+        for name in ("h100", "rtx-4090")
+    )
+    assert linked.worst.peak["overhead"] == CONTEXT_BYTES + COMMUNICATOR_BYTES
+    assert unlinked.worst.peak["overhead"] == CONTEXT_BYTES + COMMUNICATOR_BYTES / 12
 
 
 def test_first_ranks_of_a_pipeline_hold_more_micro_batches() -> None:
