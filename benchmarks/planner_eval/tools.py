@@ -4,9 +4,10 @@ A row that names no `framework` may still name its tool elsewhere. What a tool d
 of its public code.
 
 >>> row = {"group": "ms_swift_docs", "parallel": {"train_type": "lora", "deepspeed": "zero2"}}
+>>> row["hardware"] = {"num_gpus": 8}
 >>> said = in_our_words(row)["parallel"]
 >>> said["framework"], said["zero_stage"], said["recompute"], said["lora"]["rank"], said["lora"]["targets"]
-('ms-swift', 2, 'full', 8, 'all-linear')
+('ms-swift, DeepSpeed', 2, 'full', 8, 'all-linear')
 """
 
 from __future__ import annotations

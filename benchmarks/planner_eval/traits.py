@@ -1,6 +1,7 @@
 """Infer how the code of a published run worked: from what a row says of its kernels, and what code of its time did.
 
 >>> from planner_eval.words import gpu_of
+>>> from shardwise.planner.job import BASE, changed
 >>> shape = ModelShape(
 ...     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=512
 ... )
