@@ -81,6 +81,8 @@ def measured_tokens_per_s(outputs: Row, case: Case) -> float | None:
     peak = job.cluster.gpu.peak_flops_per_s.get(dtype, 0.0)
     flops_per_s = (outputs.get("tflops_per_gpu") or 0.0) * 1e12 or (outputs.get("mfu") or 0.0) * peak
     convention = convention_of(outputs.get("flops_convention") or "model", case)
+    if not flops_per_s and outputs.get("hfu"):  # which counts what runs again
+        flops_per_s, convention = outputs["hfu"] * peak, "hardware"
     each = flops_per_token(job, case.config, convention) * case.trained_share
     return flops_per_s / each if flops_per_s else None
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from planner_eval.rows import flag
 from shardwise.planner.hardware import GpuSpec
 
 NARROW, WIDE = 2.0, 4.0
@@ -59,7 +60,10 @@ _CODES: Final = (
     (r"automodel", Code(name="automodel", is_fused=True, is_tuned=True)),
     (r"torchtitan|pithtrain", Code(name="torchtitan", is_tuned=True, logits_bytes=2 * NARROW)),
     # XLA fuses what is element-wise and launches a step at once; its loss widens the logits, and its attention is TE's.
-    (r"maxtext", Code(name="maxtext", is_fused=True, is_graphed=True, is_tuned=True, groups_experts=True)),
+    (
+        r"maxtext|paxml|\bjax\b|levanter|easydel|axlearn",
+        Code(name="maxtext", is_fused=True, is_graphed=True, is_tuned=True, groups_experts=True),
+    ),
     # An eighth of the logits at a time, whose log-softmax waits for the backward (LinearCrossEntropyLoss).
     (r"torchtune", Code(name="torchtune", logits_bytes=WIDE + (NARROW + 2 * WIDE) / 8)),
     (r"prime-rl", Code(name="prime-rl", is_tuned=True, groups_experts=True)),
@@ -67,6 +71,8 @@ _CODES: Final = (
         r"megatron|nemo|primus",
         Code(name="megatron", is_fused=True, is_tuned=True, logits_bytes=2 * NARROW + WIDE, splits_logits=True),
     ),
+    # Its own layers in a loop of their own: those of Megatron without its loss.
+    (r"transformer ?engine", Code(name="te", is_fused=True, is_tuned=True, logits_bytes=NARROW + 2 * WIDE)),
     (r"litgpt", Code(name="litgpt", logits_bytes=4 * NARROW)),
     (r"deepspeed", Code(name="deepspeed")),
 )
@@ -187,7 +193,7 @@ def loss_of(p: Mapping[str, Any], code: Code) -> float:
         "triton" in text
     ):  # over the fp32 copy; the model's own is gone by the backward, which pads the shifted one again
         return 2 * WIDE if is_early else NARROW + WIDE + NARROW + widened
-    if "no fp32 upcast" in text:
+    if re.search(r"no (fp32 )?upcast|without upcast|(on|of|in) (whole )?bf16 logits|bf16 logits kept", text):
         return 3 * NARROW
     if re.search(r"\bte\b", text):
         return 2 * NARROW
@@ -246,12 +252,24 @@ def is_narrow(p: Mapping[str, Any]) -> bool:
         return "torch.optim" in str(p.get("optimizer"))
     if name == "torchtune":  # `dtype` is that of all it holds
         return "fp32" not in str(p.get("precision")).lower()
-    words = f"{p.get('precision')} {p.get('optimizer')}".lower()
-    return bool(
-        re.search(
-            r"gradients and states bf16|bf16 parameters|bf16 whole|bf16-true|pure bf16|bf16 m and v|\(bf16\)", words
-        )
+    words, optimizer = f"{p.get('precision')} {p.get('optimizer')}".lower(), str(p.get("optimizer")).lower()
+    whole = (
+        r"gradients and states bf16|bf16 parameters|bf16 whole|bf16-true|pure[ _-]?bf16|(all|fully) (in )?bf16"
+        r"|bf16 m and v"
     )
+    # Of a precision, `amp (bf16)` names the products' dtype alone.
+    return bool(flag(p.get("pure_bf16")) or re.search(whole, words) or re.search(r"\(bf16\)", optimizer))
+
+
+def overlaps_tensor(p: Mapping[str, Any]) -> bool:
+    """Say whether tensor-parallel collectives overlap with products where sequences are split.
+
+    Recipes of NeMo and Megatron Bridge turn Transformer Engine's `tp_comm_overlap` on; Megatron-LM's own default is off
+    (megatron/training/arguments.py).
+    """
+    code, written = code_of(str(p.get("framework"))), flag(p.get("tp_comm_overlap"))
+    is_on = re.search(r"nemo|bridge|mlperf", str(p.get("framework")).lower()) is not None
+    return code.name == "megatron" and (is_on if p.get("tp_comm_overlap") is None else bool(written))
 
 
 def left_open(p: Mapping[str, Any]) -> list[str]:
@@ -259,7 +277,7 @@ def left_open(p: Mapping[str, Any]) -> list[str]:
     if not p.get("framework") or code_of(str(p["framework"])).name not in ("hf", "deepspeed", "unsloth"):
         return []
     words = f"{p.get('precision')} {p.get('optimizer')}".lower()
-    is_said = re.search(r"fp32|master|gradients|states|whole|-true|8-bit|4-bit|pure|autocast", words)
+    is_said = re.search(r"fp32|master|gradients|states|whole|-true|8-bit|4-bit|pure|autocast(?! of the trainer)", words)
     return ["loss"] * (not p.get("loss")) + ["states"] * (not is_said and not p.get("lora"))
 
 

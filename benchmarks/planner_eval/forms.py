@@ -100,12 +100,60 @@ _PARALLEL: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "interconnect": ("network",),
     }
 )
+# Of what was measured: the key, and by what a value of that name is multiplied, or -1 where it is one over the key.
+_OUTPUTS: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("step_time_s", "step_time", "iteration_time", "s_per_it", "s_per_step"), ("iteration_time_s", 1.0)
+        ),
+        **dict.fromkeys(("step_time_ms", "iteration_time_ms", "ms_per_step"), ("iteration_time_s", 1e-3)),
+        **dict.fromkeys(("it_per_s", "steps_per_s", "train_steps_per_second"), ("iteration_time_s", -1.0)),
+        **dict.fromkeys(("tokens_per_s", "tokens_per_second", "tok_per_s"), ("tokens_per_s_total", 1.0)),
+        **dict.fromkeys(("tokens_per_second_per_gpu", "tokens_per_gpu_per_s", "tgs"), ("tokens_per_s_per_gpu", 1.0)),
+        **dict.fromkeys(("samples_per_s", "train_samples_per_second"), ("samples_per_s_total", 1.0)),
+        **dict.fromkeys(("tflops", "tflops_per_s_per_gpu"), ("tflops_per_gpu", 1.0)),
+        **dict.fromkeys(("peak_memory_gib", "memory_gib", "peak_memory_gib_per_gpu"), ("memory_gib_per_gpu", 1.0)),
+        **dict.fromkeys(("peak_memory_gb", "memory_gb", "memory_gb_per_gpu"), ("memory_gib_per_gpu", 1.0)),
+        **dict.fromkeys(("peak_memory_mib", "memory_mib"), ("memory_gib_per_gpu", 1 / 1024)),
+    }
+)
+_SECONDS: Final = MappingProxyType(
+    {"seconds": 1.0, "runtime_s": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
+)
+_STEPS: Final = ("num_steps", "steps", "max_steps", "iterations")
 _STAGE_WORDS: Final = re.compile(r"(?:zero|stage|\bz)[ _-]*([0-3])\b")
 # A count before or after a device's name: `8x`, `2x8`, `x 16`, but not that of `RTX 4090`.
 _BEFORE: Final = re.compile(
     r"^\s*(?:(\d+)\s*(?:nodes?\s*)?[x×*]\s*)?(\d+)\s*[x×*]?\s+(?=[a-z])|^\s*(\d+)[x×*]\s*(?=[a-z])", re.I
 )
 _AFTER: Final = re.compile(r"(?<![a-z])[x×*]\s*(\d+)\s*(?:gpus?)?\s*$|\(\s*(\d+)\s*gpus?\s*\)\s*$", re.I)
+
+
+def usual_outputs(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was measured under the keys and in the units that are read.
+
+    >>> usual_outputs({"it_per_s": 4, "mfu": 41.5})
+    {'mfu': 0.415, 'iteration_time_s': 0.25}
+    >>> usual_outputs({"hours": 2, "num_steps": 1000})["iteration_time_s"]
+    7.2
+    """
+    found = {key: each for key, each in outputs.items() if str(key).lower() not in _OUTPUTS}
+    for name, value in outputs.items():
+        key, factor = _OUTPUTS.get(str(name).lower(), ("", 1.0))
+        if key and found.get(key) is None and _is_number(value):
+            found[key] = 1 / value if factor < 0 else value if factor == 1 else factor * value
+    for share in ("mfu", "hfu"):  # in per cent
+        if _is_number(found.get(share)) and found[share] > 1:
+            found[share] = found[share] / 100
+    steps = next((outputs[name] for name in _STEPS if _is_number(outputs.get(name))), None)
+    unit = next((name for name in _SECONDS if _is_number(outputs.get(name))), None)
+    if steps and unit and found.get("iteration_time_s") is None:
+        found["iteration_time_s"] = _SECONDS[unit] * outputs[unit] / steps
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def usual_form(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +163,8 @@ def usual_form(row: Mapping[str, Any]) -> dict[str, Any]:
     found["hardware"] = {"gpu": hardware} if isinstance(hardware, str) and hardware else hardware
     found["model"] = {"name": model} if isinstance(model, str) and model else model
     found["parallel"] = dict(_flags(parallel)) if isinstance(parallel, str) and "--" in parallel else parallel
+    if isinstance(found.get("outputs"), Mapping):
+        found["outputs"] = usual_outputs(found["outputs"])
     sections = {name: _flat(found[name]) for name in _SECTIONS if isinstance(found.get(name), Mapping)}
     if len(sections) < 2:
         return found

@@ -33,6 +33,9 @@ from shardwise.planner.step_time import TimeModel
 
 FIRST_FLASH_SHARE: Final = 0.5
 """The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
+WIDE_MASKED_SHARE: Final = 1 / 3
+"""Rate of torch's memory-efficient attention in fp32 over that of TF32: it multiplies three times (CUTLASS,
+`OpMultiplyAddFastF32`)."""
 GRAPHED_KERNEL_S: Final = 1.5e-6
 """Seconds that a kernel of a graph takes on a device beyond its work."""
 ROWWISE_SHARE: Final = 0.9
@@ -95,7 +98,8 @@ class PublishedComputeModel(ComputeTimeModel):
         """Price scores that are stored: batched products, and what passes over the scores."""
         shape, traits = self.job.shape, published_traits(self.job)
         if traits.attention == "flash":
-            return super().attention(s).times(LATENT_FLOPS if traits.is_latent else 1.0)
+            found = super().attention(s).times(LATENT_FLOPS if traits.is_latent else 1.0)
+            return self._masked(found, s) if traits.masks_attention else found
         scores = self._tokens(s) * self._num_keys * shape.num_heads / s.mesh.tp
         width, forward = DTYPE_BYTES[param_of(s)], 4.0 * scores * shape.head_dim
         written_out = WIDE_SOFTMAX if param_of(s) == "fp32" else SOFTMAX
@@ -108,6 +112,19 @@ class PublishedComputeModel(ComputeTimeModel):
         rate *= alignment_share(shape.head_dim, shape.head_dim, width)
         around = self._streamed(scores * width, [each + DROPOUT * traits.has_dropout for each in passes])
         return PassTimes(forward / rate, 2 * forward / rate).plus(around)
+
+    def _masked(self, found: PassTimes, s: ResolvedConfig) -> PassTimes:
+        """Multiply all keys, as torch's memory-efficient kernel does with a mask, in fp32 where all is.
+
+        Its deterministic backward has one block of threads a head (torch's `attention_backward.cu`, `num_splits_key`).
+        """
+        traits, cores = published_traits(self.job), self.job.cluster.gpu.num_cores
+        times, heads = 2.0, s.batch.micro_size * self.job.shape.num_heads / s.mesh.tp
+        if traits.widens_all:
+            times *= self._rate("bf16") / (WIDE_MASKED_SHARE * self._rate("tf32"))
+        found = found.times(times)
+        is_slow = traits.is_deterministic and 0 < heads < cores
+        return dataclasses.replace(found, backward_input_s=found.backward_input_s * (cores / heads if is_slow else 1.0))
 
     def _block(self, s: ResolvedConfig) -> PassTimes:
         found, traits = super()._block(s), published_traits(self.job)
@@ -337,7 +354,8 @@ class PublishedComputeModel(ComputeTimeModel):
         return GRAPHED_KERNEL_S if published_traits(self.job).is_graphed else super()._kernel_s
 
     def _flash_rates(self, rate: float) -> tuple[float, float]:
-        share = FIRST_FLASH_SHARE if published_traits(self.job).has_first_flash else 1.0
+        traits = published_traits(self.job)
+        share = FIRST_FLASH_SHARE if traits.has_first_flash or traits.masks_attention else 1.0
         forward_rate, backward_rate = super()._flash_rates(rate)
         return forward_rate * share, backward_rate * share
 

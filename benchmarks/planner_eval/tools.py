@@ -4,9 +4,10 @@ A row that names no `framework` may still name its tool elsewhere. What a tool d
 of its public code.
 
 >>> row = {"group": "ms_swift_docs", "parallel": {"train_type": "lora", "deepspeed": "zero2"}}
+>>> row["hardware"] = {"num_gpus": 8}
 >>> said = in_our_words(row)["parallel"]
 >>> said["framework"], said["zero_stage"], said["recompute"], said["lora"]["rank"], said["lora"]["targets"]
-('ms-swift', 2, 'full', 8, 'all-linear')
+('ms-swift, DeepSpeed', 2, 'full', 8, 'all-linear')
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ _TOOLS: Final = (
     Tool(marks=r"fms (hf )?(acceleration|tuning)", framework="HF Trainer"),
     Tool(marks=r"torch ?titan", framework="torchtitan", shards=3, is_early=True),
     Tool(marks=r"auto ?model", framework="NeMo Automodel", shards=3, is_early=True),
-    Tool(marks=r"megatron bridge|nemo|megatron( lm| core)?", framework="Megatron-LM", shards=1, is_early=True),
+    Tool(marks=r"megatron bridge|nemo", framework="NVIDIA NeMo", shards=1, is_early=True),
+    Tool(marks=r"megatron( lm| core)?", framework="Megatron-LM", shards=1, is_early=True),
     Tool(
         marks=r"(hf|hugging ?face)( trainer)?|transformers|accelerate", framework="HF Trainer", engine="", is_early=True
     ),
@@ -182,9 +184,15 @@ def in_our_words(row: Mapping[str, Any]) -> dict[str, Any]:
         if is_own and p.get(key) is None:
             p[key] = value
     is_plain = re.fullmatch(r"bf16|bfloat16|none", str(p.get("precision")).lower()) is not None
+    if is_plain and flag(p.get("bf16")) and _is_trainers(p["framework"]):
+        p["precision"] = "bf16, autocast of the Trainer"  # which its argument `bf16` asks for
     if is_own and is_plain and tool.framework == "ms-swift" and not re.search("zero", _plain(p.get("sharding"))):
         p["precision"] = "bf16 parameters, autocast"  # models are loaded in their own dtype
     return {**row, "parallel": p}
+
+
+def _is_trainers(framework: str) -> bool:
+    return re.search(r"trainer|axolotl|factory|swift|\btrl\b|peft", framework.lower()) is not None
 
 
 def _words(value: Any) -> str:
@@ -313,6 +321,8 @@ def _stage(p: Mapping[str, Any]) -> int | None:
     text = f"{p.get('sharding')} {p.get('framework')} {p.get('offload')}".lower()
     if match := re.search(r"(?:zero|stage|\bz|ds_z)[ _-]*([0-3])\b", text):
         return int(match.group(1))
-    if re.search(r"fsdp|full shard|fully_shard|hsdp", text):
+    if re.search(r"distributed.optimizer", text):
+        return 1
+    if re.search(r"fsdp|full.shard|fully_shard|hsdp", text):
         return 3
     return 0 if re.search(r"\bddp\b", text) else None

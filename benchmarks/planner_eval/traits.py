@@ -1,6 +1,7 @@
 """Infer how the code of a published run worked: from what a row says of its kernels, and what code of its time did.
 
 >>> from planner_eval.words import gpu_of
+>>> from shardwise.planner.job import BASE, changed
 >>> shape = ModelShape(
 ...     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=512
 ... )
@@ -72,6 +73,8 @@ class PublishedTraits:
         defers_gathers: whether parameters that a step leaves sharded are gathered while the next forward runs.
         has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
         has_first_flash: whether it is the first FlashAttention.
+        masks_attention: whether SDPA gets a mask of padding, with which torch takes its memory-efficient kernel.
+        is_deterministic: whether torch is told to take deterministic algorithms alone.
         widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
             reads them as they are.
         code: the code that ran it, where the row names one.
@@ -130,6 +133,8 @@ class PublishedTraits:
     defers_gathers: bool = True
     has_tuned_attention: bool = False
     has_first_flash: bool = False
+    masks_attention: bool = False
+    is_deterministic: bool = False
     widens_grads: bool = True
     permutation: tuple[float, float] | None = None
     code: codes.Code | None = None
@@ -211,9 +216,8 @@ def overlaps_of(row: Mapping[str, Any], shape: ModelShape, config: ResolvedConfi
     """
     p = row.get("parallel") or {}
     if p.get("framework"):
-        code = codes.code_of(str(p["framework"]))
         is_compiled, overlaps_data = _is_fused(p), True
-        overlaps_tensor = code.name == "megatron" and config.tensor.sequence_parallel
+        overlaps_tensor = codes.overlaps_tensor(p) and config.tensor.sequence_parallel
     else:
         kernel = str(p.get("attention_kernel") or "").lower()
         is_new = config.precision.linears in ("fp8", "fp4")
@@ -343,6 +347,8 @@ def _named_code(
         dedups_tokens=bool(re.search("deepep|hybridep", str(p.get("dispatcher")).lower())),
         permutation=codes.permutation_of(p, codes.dated(code, p), shape.experts.num_experts if shape.experts else 0),
         has_tuned_attention=codes.is_tuned_on(gpu, p, code, model),
+        masks_attention=words.is_masked(p.get("attention_kernel")),
+        is_deterministic=bool(p.get("deterministic")),
     )
 
 

@@ -190,6 +190,15 @@ def is_first_flash(written: str | None) -> bool:
     return bool(re.search(r"\bfa1\b|flash[ _-]?(attention|attn)?[ _-]?v?1|^\s*flash[ _-]?(attention|attn)?\s*$", text))
 
 
+def is_masked(written: str | None) -> bool:
+    """Say whether scaled dot-product attention gets a mask of padding, or the kernel that it then takes is named.
+
+    >>> is_masked("SDPA with a padding mask"), is_masked("SDPA (memory-efficient)"), is_masked("SDPA"), is_masked(None)
+    (True, True, False, False)
+    """
+    return bool(re.search(r"(padding|4d|additive|explicit) mask|mem(ory)?[- _]?eff", (written or "").lower()))
+
+
 def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
     """Return our name of a pipeline schedule, or of the nearest; 1f1b where none is written, or there is no pipeline.
 

@@ -53,6 +53,9 @@ def price_of(*args: Any, **parallel: Any) -> Estimate:
         ("peft's own loop, transformers 4.57", {}, 14.0),
         ("fsdp_qlora train.py (2024-03)", {}, 16.0),
         ("HF Trainer, transformers 4.44", {}, 12.0),
+        (HUGGING_FACE, {"bf16": True}, 14.0),
+        (HUGGING_FACE, {"loss": "nn.CrossEntropyLoss on bf16 logits"}, 6.0),
+        ("Transformer Engine's layers in a loop", {}, 10.0),
         (HUGGING_FACE, {"loss": "Liger fused linear cross-entropy"}, 0.0),
         (HUGGING_FACE, {"loss": "cut-cross-entropy"}, 0.0),
         ("torchtitan 2025-06", {"loss": "compiled cross-entropy"}, 4.0),
@@ -92,6 +95,51 @@ def test_attention_is_the_kernel_that_a_code_took_at_its_date(
     assert traits_of(framework, LLAMA | model, gpu).has_tuned_attention == is_tuned
 
 
+def test_a_mask_of_padding_takes_torchs_slow_kernel_over_all_keys() -> None:
+    plain, masked, alone = (
+        price_of(HUGGING_FACE, attention_kernel=kernel, deterministic=is_alone, micro_batch=2)
+        for kernel, is_alone in (
+            ("SDPA", True),
+            ("SDPA with a padding mask", False),
+            ("SDPA with a padding mask", True),
+        )
+    )
+    attention = [PublishedTimeModel(each.job).compute.attention(each.config) for each in (plain, masked, alone)]
+    assert attention[1].forward_s == pytest.approx(4 * attention[0].forward_s)
+    assert attention[2].forward_s == attention[1].forward_s
+    # Of 132 cores each of 64 heads has one.
+    assert attention[2].backward_input_s == pytest.approx(132 / 64 * attention[1].backward_input_s)
+    assert masked.time.step_s > plain.time.step_s
+
+
+@pytest.mark.parametrize(
+    ("framework", "facts", "overlaps"),
+    [
+        ("Megatron-LM core 0.6", {}, False),
+        ("Megatron-LM core 0.6", {"tp_comm_overlap": True}, True),
+        ("NVIDIA NeMo 25.09", {}, True),
+        ("Megatron-Bridge", {"tp_comm_overlap": False}, False),
+        ("torchtitan", {}, False),
+    ],
+)
+def test_tensor_parallel_collectives_overlap_where_a_code_turns_it_on(
+    framework: str, facts: dict[str, bool], overlaps: bool
+) -> None:
+    config = case_of(framework, tp=2, dp=4, sequence_parallel=True, zero_stage=1, **facts).config
+    assert config is not None
+    assert (config.tensor.overlap_chunks > 1) == overlaps
+
+
+@pytest.mark.parametrize(
+    ("sharding", "stage"),
+    [("distributed optimizer", 1), ("FULL_SHARD", 3), ("FSDP2", 3), ("ZeRO-2", 2), ("DDP", 0)],
+)
+def test_words_of_sharding_mean_a_stage(sharding: str, stage: int) -> None:
+    config = case_of("Megatron-LM", zero_stage=None, sharding=sharding).config
+    assert config is not None
+    assert config.zero.stage == stage
+
+
 def test_adapters_in_fp32_pass_more_often_over_what_they_read_where_nothing_fuses_them() -> None:
     lora = {"rank": 16, "targets": "q,k,v and o", "base": "bf16", "dropout": 0.1}
     said: dict[str, Any] = {"lora": lora, "zero_stage": 0, "micro_batch": 4}
@@ -128,6 +176,8 @@ def test_streams_of_fp32_around_packed_layers_take_longer() -> None:
     [
         ("AdamW", "bf16, fp32 masters", 12.0),
         ("AdamW", "bf16 parameters, gradients and states", 4.0),
+        ("AdamW", "amp (bf16)", 12.0),
+        ("AdamW", "pure bf16", 4.0),
         ("AdamW torchao 8-bit", "bf16", 2 * (1 + 4 / 256)),
     ],
 )

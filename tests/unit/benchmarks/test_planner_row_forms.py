@@ -246,6 +246,24 @@ def test_any_of_a_keys_names_reads_as_the_usual_one(data: st.DataObject) -> None
     assert read(PLAIN_TUNED | written) == read(PLAIN_TUNED)
 
 
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ({"step_time_ms": 250}, "iteration_time_s", 0.25),
+        ({"train_steps_per_second": 0.5}, "iteration_time_s", 2.0),
+        ({"hours": 1, "steps": 100}, "iteration_time_s", 36.0),
+        ({"samples_per_s": 3}, "samples_per_s_total", 3),
+        ({"tokens_per_second": 1000}, "tokens_per_s_total", 1000),
+        ({"TGS": 800}, "tokens_per_s_per_gpu", 800),
+        ({"mfu": 41.0}, "mfu", 0.41),
+        ({"memory_mib": 2048}, "memory_gib_per_gpu", 2.0),
+        ({"step_time_s": 3, "iteration_time_s": 2}, "iteration_time_s", 2),
+    ],
+)
+def test_figures_are_read_in_the_units_that_people_write(written: dict[str, float], key: str, value: float) -> None:
+    assert tidied(row(LLAMA_8B, EIGHT, TUNED, outputs=written))["outputs"][key] == pytest.approx(value)
+
+
 def test_a_row_in_its_usual_form_stays_as_it_is() -> None:
     assert (
         tidied(usual_form(PLAIN_MEGATRON))
