@@ -296,10 +296,12 @@ class FoldedLayouts:
         stages, tiers = self.stages.of(config), config.tiers
         # Of a share, each rank's first blocks stay on the device, so none stands for others.
         is_unfolded = bool(tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device)
-        every = range(stages.placement.num_stages)
-        # Muon's matrices are looked for in all blocks, though the rank may have none.
-        is_whole = is_unfolded or not stages.layers_on(pipeline_rank)
-        held = every if is_whole else stages.placement.stages_of(pipeline_rank)
+        every, held = range(stages.placement.num_stages), stages.placement.stages_of(pipeline_rank)
+        if is_unfolded:
+            held = tuple(every)
+        elif not stages.layers_on(pipeline_rank):  # experts and Muon's matrices are looked for, though others have them
+            blocks = [[stage for stage in every if stages.kinds[stage][kind]][:1] for kind in (0, 1)]
+            held = tuple(sorted({*held, *blocks[0], *blocks[1]}))
         counts, members = {ROOT: 1}, list(_root(self.job.shape, stages))
         for stage in held:
             for name, kind, count in _blocks_of(stages, stage, is_alone=config.mesh.pp == 1):
