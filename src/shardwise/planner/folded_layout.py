@@ -176,14 +176,15 @@ def _own_name(name: str) -> str:
 
 def _stage_units(shape: ModelShape, of_kind: Mapping[UnitKind, tuple[ParamEntry, ...]]) -> Iterator[StageUnit]:
     """Yield the units between which a pipeline may be cut, with the FLOPs of their products for a token."""
+    flops = {kind: 2.0 * shape.matmul_numel(kind) for kind in (*shape.blocks, "head")}
     yield StageUnit("embed", ("embed",), of_kind["tokens"] + of_kind["positions"], is_cut_allowed_before=True)
     for index in range(shape.num_layers):
         of_block: UnitKind = "dense" if index < shape.num_layers - shape.num_expert_layers else "experts"
         is_allowed = index > 0 or not shape.num_positions
-        name, flops = f"blocks.{index}", 2.0 * shape.matmul_numel(of_block)
-        yield StageUnit(name, (name,), of_kind[of_block], is_allowed, flops)
+        name = f"blocks.{index}"
+        yield StageUnit(name, (name,), of_kind[of_block], is_allowed, flops[of_block])
     yield StageUnit("norm", ("norm",), of_kind["norm"], is_cut_allowed_before=True)
-    yield StageUnit("head", ("head",), of_kind["head"], True, 2.0 * shape.matmul_numel("head"))
+    yield StageUnit("head", ("head",), of_kind["head"], True, flops["head"])
 
 
 def unit_params(shape: ModelShape, config: ResolvedConfig, kind: UnitKind) -> tuple[SkeletonParam, ...]:
