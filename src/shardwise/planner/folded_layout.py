@@ -176,14 +176,15 @@ def _own_name(name: str) -> str:
 
 def _stage_units(shape: ModelShape, of_kind: Mapping[UnitKind, tuple[ParamEntry, ...]]) -> Iterator[StageUnit]:
     """Yield the units between which a pipeline may be cut, with the FLOPs of their products for a token."""
+    flops = {kind: 2.0 * shape.matmul_numel(kind) for kind in (*shape.blocks, "head")}
     yield StageUnit("embed", ("embed",), of_kind["tokens"] + of_kind["positions"], is_cut_allowed_before=True)
     for index in range(shape.num_layers):
         of_block: UnitKind = "dense" if index < shape.num_layers - shape.num_expert_layers else "experts"
         is_allowed = index > 0 or not shape.num_positions
-        name, flops = f"blocks.{index}", 2.0 * shape.matmul_numel(of_block)
-        yield StageUnit(name, (name,), of_kind[of_block], is_allowed, flops)
+        name = f"blocks.{index}"
+        yield StageUnit(name, (name,), of_kind[of_block], is_allowed, flops[of_block])
     yield StageUnit("norm", ("norm",), of_kind["norm"], is_cut_allowed_before=True)
-    yield StageUnit("head", ("head",), of_kind["head"], True, 2.0 * shape.matmul_numel("head"))
+    yield StageUnit("head", ("head",), of_kind["head"], True, flops["head"])
 
 
 def unit_params(shape: ModelShape, config: ResolvedConfig, kind: UnitKind) -> tuple[SkeletonParam, ...]:
@@ -296,11 +297,14 @@ class FoldedLayouts:
         stages, tiers = self.stages.of(config), config.tiers
         # Of a share, each rank's first blocks stay on the device, so none stands for others.
         is_unfolded = bool(tiers.params_on_device or tiers.grads_on_device or tiers.optimizer_on_device)
-        every = range(stages.placement.num_stages)
-        held = stages.placement.stages_of(pipeline_rank)
+        every, held = range(stages.placement.num_stages), stages.placement.stages_of(pipeline_rank)
         # Muon's matrices, and the experts that mesh.ep divides, are looked for in all blocks; the rank may have none.
         lacks_experts = config.mesh.ep > 1 and not any(stages.kinds[stage][1] for stage in held)
-        held = every if is_unfolded or lacks_experts or not stages.layers_on(pipeline_rank) else held
+        if is_unfolded:
+            held = tuple(every)
+        elif lacks_experts or not stages.layers_on(pipeline_rank):
+            blocks = [[stage for stage in every if stages.kinds[stage][kind]][:1] for kind in (0, 1)]
+            held = tuple(sorted({*held, *blocks[0], *blocks[1]}))
         counts, members = {ROOT: 1}, list(_root(self.job.shape, stages))
         for stage in held:
             for name, kind, count in _blocks_of(stages, stage, is_alone=config.mesh.pp == 1):

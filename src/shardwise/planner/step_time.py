@@ -241,7 +241,7 @@ class TimeModel:
 
     def _host(self, s: ResolvedConfig) -> HostTimes:
         number = self._numbers.of
-        key = (s.zero.stage, s.mesh.ep > 1, number(s.recompute), number(s.compile), number(s.lora))
+        key = (s.zero.stage, s.mesh.ep, s.batch.accumulation, number(s.recompute), number(s.compile), number(s.lora))
         if key not in self._hosts:
             self._hosts[key] = self.compute.host(s)
         return self._hosts[key]

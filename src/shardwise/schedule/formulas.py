@@ -144,7 +144,7 @@ def moments_in_flight(
     number = num_distinct_micro_batches(recipe_name, num_ranks, num_micro_batches)
     index_of, num_stages = {stage: index for index, stage in enumerate(stages)}, len(stages)
     counts, moments = [0] * (2 * num_stages), dict[tuple[int, ...], None]()
-    for kind, stage, _ in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).of(rank):
+    for kind, stage in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).row(rank):
         index = index_of[stage]
         if kind is ActionKind.FORWARD:
             counts[index] += 1

@@ -25,7 +25,7 @@ rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, starmap
@@ -61,8 +61,21 @@ class ScheduleRows:
 
     def of(self, rank: int) -> list[tuple[ActionKind, int, int]]:
         """Return (kind, stage, micro-batch) of each computation of a rank, up to the last micro-batch."""
-        numbers, most = defaultdict[tuple[ActionKind, int], Iterator[int]](count), self.num_micro_batches
-        return [(*key, number) for key in self.pattern(rank) if (number := next(numbers[key])) < most]
+        numbers = defaultdict[tuple[ActionKind, int], Iterator[int]](count)
+        return [(*key, next(numbers[key])) for key in self.row(rank)]
+
+    def row(self, rank: int) -> list[tuple[ActionKind, int]]:
+        """Return `of` without the micro-batches, which ascend from 0 for each kind and stage."""
+        row = list(self.pattern(rank))
+        beyond = {key: number - self.num_micro_batches for key, number in Counter(row).items()}
+        num_left, index = sum(number for number in beyond.values() if number > 0), len(row)
+        while num_left:  # those beyond the last micro-batch are the last of their kind and stage
+            index -= 1
+            if beyond[row[index]] > 0:
+                beyond[row[index]] -= 1
+                num_left -= 1
+                del row[index]
+        return row
 
     def schedule(self) -> Schedule:
         """Return the actions of all ranks as a schedule."""

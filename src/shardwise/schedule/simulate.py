@@ -19,7 +19,6 @@ micro-batches `PipelineSimulator` runs a few: what repeats itself is counted, an
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -44,7 +43,6 @@ _COMPUTE: Final = STREAMS[ActionKind.FORWARD]
 Cost = Callable[[int, Action], float]
 """Returns the seconds of an action on a rank; those of a transfer belong to SEND, whose end its RECEIVE follows."""
 
-_Computation = tuple[ActionKind, int, int]
 _Key = tuple[str, int, int, int]
 """The arguments of `pipeline_rows`."""
 _KINDS: Final = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -180,43 +178,44 @@ class _Program:
     before it on its rank. There are numbers only, since garbage collection looks through all other objects.
     """
 
-    def __init__(self, rows: Sequence[Sequence[_Computation]], sources: Mapping[int, int]) -> None:
+    def __init__(self, rows: Sequence[Sequence[int]], sources: Mapping[int, int]) -> None:
         """Merge the rows: walk each as far as what it waits for is already in the program.
 
         Args:
-            rows: of each rank; the micro-batches of a kind and stage ascend.
-            sources: of a slot (see `_slot`), the one on another rank whose result it needs.
+            rows: the slots (see `_slot`) of each rank; the micro-batches of a slot ascend.
+            sources: of a slot, the one on another rank whose result it needs.
         """
         self.slots: list[int] = []
         self.before: list[int] = []  # the one before on its rank; -1 is none
         self.arrivals: list[int] = []  # the one on another rank whose result it needs
         self.numbers: list[list[int]] = [[] for _ in rows]
-        made: dict[int, list[int]] = defaultdict(list)
-        waiting: dict[tuple[int, int], int] = {}
-        ready = list(range(len(rows)))
+        made: list[list[int]] = [[] for _ in range(1 + max(map(max, rows)))]
+        waiting: dict[int, int] = {}
+        most, ready = max(map(len, rows)), list(range(len(rows)))
         while ready:
             rank = ready.pop()
-            row, numbers = rows[rank], self.numbers[rank]
-            for kind, stage, micro_batch in islice(row, len(numbers), None):
-                slot = stage * len(_KINDS) + _INDEX_OF_KIND[kind]
-                source = sources.get(slot)
-                if source is None:
-                    self.arrivals.append(-1)
-                elif micro_batch < len(made[source]):
-                    self.arrivals.append(made[source][micro_batch])
-                else:
-                    waiting[source, micro_batch] = rank
-                    break
-                number = len(self.slots)
+            numbers = self.numbers[rank]
+            before = numbers[-1] if numbers else -1
+            for slot in islice(rows[rank], len(numbers), None):
+                number, arrival, micro_batch = len(self.slots), -1, len(made[slot])
+                if slot in sources:
+                    source = sources[slot]
+                    if micro_batch >= len(made[source]):
+                        waiting[source * most + micro_batch] = rank
+                        break
+                    arrival = made[source][micro_batch]
                 self.slots.append(slot)
-                self.before.append(numbers[-1] if numbers else -1)
+                self.arrivals.append(arrival)
+                self.before.append(before)
                 numbers.append(number)
                 made[slot].append(number)
-                if (slot, micro_batch) in waiting:
-                    ready.append(waiting.pop((slot, micro_batch)))
+                before = number
+                if (awaited := slot * most + micro_batch) in waiting:
+                    ready.append(waiting.pop(awaited))
         for rank, (row, numbers) in enumerate(zip(rows, self.numbers, strict=True)):
             if len(numbers) < len(row):
-                raise _circle(Action(*row[len(numbers)]), rank)
+                stage, kind = divmod(row[len(numbers)], len(_KINDS))
+                raise _circle(Action(_KINDS[kind], stage, row[: len(numbers)].count(row[len(numbers)])), rank)
 
     def run(self, stages: Sequence[OpTimes]) -> tuple[list[float], list[list[float]]]:
         """Return the first start of each rank, and the ends of its computations."""
@@ -362,18 +361,19 @@ class PipelineSimulator:
         """Return `_rounds_end` of each rank; nothing where a round more is not one more of them on each."""
         if key not in self._rounds:
             name, num_ranks, num_micro_batches, virtual_stages = key
-            longer = _rows((name, num_ranks, num_micro_batches + num_ranks, virtual_stages))
+            long_rows = _rows((name, num_ranks, num_micro_batches + num_ranks, virtual_stages))
             program = self._program(key)
             rows = [[program.slots[number] for number in numbers] for numbers in program.numbers]
-            long_rows = [[_slot(kind, stage) for kind, stage, _ in row] for row in longer]
             ends_of_rounds = [_rounds_end(row, long_row) for row, long_row in zip(rows, long_rows, strict=True)]
             self._rounds[key] = [end for end in ends_of_rounds if end] if all(ends_of_rounds) else []
         return self._rounds[key]
 
 
-def _rows(key: _Key) -> list[list[_Computation]]:
+def _rows(key: _Key) -> list[list[int]]:
+    """Return the slots of each rank's computations."""
     rows = pipeline_rows(*key)
-    return [rows.of(rank) for rank in range(rows.placement.num_ranks)]
+    slots = {(kind, stage): _slot(kind, stage) for kind in _KINDS for stage in range(rows.placement.num_stages)}
+    return [[slots[each] for each in rows.row(rank)] for rank in range(rows.placement.num_ranks)]
 
 
 def _span(first: Sequence[float], last: Sequence[float], busy: Sequence[float]) -> PipelineSpan:
