@@ -136,7 +136,7 @@ class TimeModel:
         if s.mesh.pp > 1:
             return 0.0
         host, device, count = self.compute.host(s), (forward_s, backward_s), s.batch.accumulation
-        alone_s = self.job.shape.num_layers * host.alone_s
+        alone_s = self.job.shape.num_layers * (host.slowness * host.alone_s)
         span_s = queued_s(
             device, self._launches_s(s), num_micro_batches=count, alone_s=alone_s, reads_loss=host.reads_loss
         )
@@ -145,10 +145,7 @@ class TimeModel:
     def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
         """Return what the host takes for a micro-batch of a rank, forward and backward."""
         host, num_blocks = self.compute.host(s), self.job.shape.num_layers / s.mesh.pp
-        return (
-            num_blocks * host.forward_s + host.ends_forward_s,
-            num_blocks * host.backward_s + host.ends_backward_s,
-        )
+        return num_blocks * host.forward_s + host.ends_s[0], num_blocks * host.backward_s + host.ends_s[1]
 
     def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
@@ -237,7 +234,8 @@ class TimeModel:
             if is_near or fold.group.tiers.optimizer == "device"
         )
         num_params = sum(fold.count * len(fold.group.params) for fold in trained)
-        launching_s = self.compute.host(s).param_s * num_params * (numel > 0)
+        host = self.compute.host(s)
+        launching_s = host.slowness * host.param_s * num_params * (numel > 0)
         on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
         return max(launching_s, on_device_s) + self._matrices_s(s, pipeline_rank)
 
