@@ -28,7 +28,7 @@ from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s, least_bubble_share
 from shardwise.schedule.pipelines import recipe_of
-from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 
 _NO_TIME: Final = PassTimes()
 _Bubble = Literal["least", "quick", "exact"]
@@ -213,15 +213,14 @@ class TimeModel:
         timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
         times = [timed[id(stage)] for stage in stages]
         name, v, count = s.pipeline.schedule, s.pipeline.virtual_stages, s.batch.accumulation
+        mean_s = sum(busy) / len(busy)
         quick_s = None if bubble == "exact" else quick_bubble_s(s, times)
         if quick_s is not None:
             span_s = max(busy) + quick_s + 2 * (len(stages) - 1) * transfer_s
-            span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
-        elif bubble == "least":
-            mean_s = sum(busy) / len(busy)
+            return span_s, 1.0 - mean_s / span_s
+        if bubble == "least":
             return max(*busy, mean_s * (1 + least_bubble_share(name, s.mesh.pp, count, v))), None
-        else:
-            span = self.pipelines.span(name, s.mesh.pp, v, count, times)
+        span = self.pipelines.span(name, s.mesh.pp, v, count, times)
         return span.step_s, span.bubble_rate
 
     def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
