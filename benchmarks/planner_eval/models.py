@@ -24,9 +24,9 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
-from shardwise.planner.compute_time import ComputeTimeModel, GemmShape, alignment_share
+from shardwise.planner.compute_time import FLASH_SHARES, ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
-from shardwise.planner.host_time import HostCosts, HostTimes
+from shardwise.planner.host_time import NO_HOST, HostCosts
 from shardwise.planner.job import PlanJob, expert_skew, packed_params, param_of, product_dtype, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.step_time import TimeModel
@@ -337,12 +337,13 @@ class PublishedComputeModel(ComputeTimeModel):
         width = DTYPE_BYTES["bf16"] if published_traits(self.job).optimizer_share < NARROW_SHARE else FP32_BYTES
         return self._stream_s(FOREACH_PASSES * width * numel)
 
-    def _permutation_passes(self, s: ResolvedConfig) -> tuple[float, float]:
-        return published_traits(self.job).permutation or (FUSED_EXPERTS if s.compile.enabled else EXPERTS)
+    def _permutation(self, s: ResolvedConfig, passes: tuple[float, float] | None = None) -> PassTimes:
+        usual = FUSED_EXPERTS if s.compile.enabled else EXPERTS
+        return super()._permutation(s, passes or published_traits(self.job).permutation or usual)
 
-    def host(self, config: ResolvedConfig) -> HostTimes:
+    def host(self, config: ResolvedConfig) -> HostCosts:
         """Take nothing for what a graph launches."""
-        return HostTimes() if published_traits(self.job).is_graphed else super().host(config)
+        return NO_HOST if published_traits(self.job).is_graphed else super().host(config)
 
     def _host_costs(self, s: ResolvedConfig) -> HostCosts:
         traits, found = published_traits(self.job), super()._host_costs(s)
@@ -356,12 +357,9 @@ class PublishedComputeModel(ComputeTimeModel):
     def _flash_rates(self, rate: float) -> tuple[float, float]:
         traits = published_traits(self.job)
         share = FIRST_FLASH_SHARE if traits.has_first_flash or traits.masks_attention else 1.0
-        forward_rate, backward_rate = super()._flash_rates(rate)
+        of_product = FLASH_SHARES[0] * rate, FLASH_SHARES[1] * rate
+        forward_rate, backward_rate = of_product if traits.has_tuned_attention else super()._flash_rates(rate)
         return forward_rate * share, backward_rate * share
-
-    @property
-    def _has_plain_attention(self) -> bool:
-        return not published_traits(self.job).has_tuned_attention
 
 
 class PublishedCommModel(CommTimeModel):

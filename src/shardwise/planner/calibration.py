@@ -15,7 +15,7 @@ from typing import Literal
 
 from shardwise.config.resolve import Dtype, ResolvedConfig
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, param_of, product_dtype
-from shardwise.planner.profile import AttentionTime, MatmulTime
+from shardwise.planner.profile import AttentionTime, BlockTime, MatmulTime
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class Corrections:
         for row in profile.blocks if unit == "dense" else profile.heads:
             if row.dtype == dtype:
                 sizes = {name: size for name, size in vars(row).items() if hasattr(_SMALLEST, name)}
-                shape, tokens = replace(_SMALLEST, **sizes), row.num_tokens
+                tokens = row.seq_len if isinstance(row, BlockTime) else row.num_tokens
+                shape = replace(_SMALLEST, **sizes)
                 job = replace(self._job, shape=shape, seq_len=tokens, global_batch=1, cluster=cluster)
                 priced = self._prices[unit](job, changed(BASE, {"precision.param": dtype}))
                 over = row.forward_s / priced.forward_s, row.backward_s / priced.backward_s

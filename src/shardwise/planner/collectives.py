@@ -11,7 +11,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
@@ -39,7 +38,7 @@ PLAIN_HOST_BYTES_PER_S: Final = 16e9
 
 _TRAVERSALS: Final[Mapping[str, int]] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
 
-_Table = tuple[tuple[float, float], ...]  # bytes and seconds, ascending
+_Table = list[tuple[float, float]]  # bytes and seconds, ascending
 
 
 @dataclass(frozen=True)
@@ -102,18 +101,15 @@ class NetworkModel:
             return 0.0
         key = (op, num_bytes, num_ranks, stride)
         if key not in self._known:
-            measured = self._measured_s(op, num_bytes, num_ranks, stride)
+            measured = self._measured_s(*key)
             self._known[key] = self._modelled_s(*key) if measured is None else measured
         return self._known[key]
 
     def levels(self, num_ranks: int, stride: int) -> tuple[NetworkLevel, ...]:
         """Return the levels that a group spans, the innermost first, without those that join nothing."""
         key = (num_ranks, stride)
-        if key not in self._levels:
-            self._levels[key] = tuple(self._find_levels(num_ranks, stride))
-        return self._levels[key]
-
-    def _find_levels(self, num_ranks: int, stride: int) -> list[NetworkLevel]:
+        if key in self._levels:
+            return self._levels[key]
         levels, left, width = [], num_ranks, stride
         for index, (size, bytes_per_s, hop_s) in enumerate(self._tiers):
             most = left if math.isinf(size) else max(1, int(size) // width)
@@ -122,7 +118,8 @@ class NetworkModel:
             if joined > 1:
                 levels.append(NetworkLevel(joined, bytes_per_s * self._reached_share(index, joined), hop_s))
             left, width = num_groups, width * joined
-        return levels
+        self._levels[key] = tuple(levels)
+        return self._levels[key]
 
     def _reached_share(self, tier: int, num_ranks: int) -> float:
         """Return the share of a device's links that leads to ranks of the group, or that collisions leave."""
@@ -169,17 +166,13 @@ class NetworkModel:
 
 def _read_tables(cluster: Cluster) -> dict[str, dict[int, _Table]]:
     """Return the measured tables by op and number of ranks; a larger buffer is never faster, whatever was measured."""
+    tables: dict[str, dict[int, _Table]] = {}
     rows = () if cluster.profile is None else cluster.profile.collectives
-    points: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.num_bytes, row.seconds)):
         if row.num_ranks > 1 and row.num_bytes > 0:
-            points.setdefault(row.op, {}).setdefault(row.num_ranks, []).append((row.num_bytes, row.seconds))
-    return {op: {n: _ascending(sorted(table)) for n, table in of_op.items()} for op, of_op in points.items()}
-
-
-def _ascending(points: list[tuple[float, float]]) -> _Table:
-    sizes, seconds = zip(*points, strict=True)
-    return tuple(zip(sizes, accumulate(seconds, max), strict=True))
+            table = tables.setdefault(row.op, {}).setdefault(row.num_ranks, [])
+            table.append((row.num_bytes, max(row.seconds, table[-1][1] if table else 0.0)))
+    return tables
 
 
 def _interpolated(table: _Table, num_bytes: float) -> float:

@@ -17,19 +17,7 @@ from typing import Final
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.optim.rules import NUM_ITERATIONS, num_states
 from shardwise.planner.calibration import Corrections, PassTimes, attention_rates, matmul_rates
-from shardwise.planner.host_time import (
-    ADAPTER_LAUNCHES,
-    BACKWARD_LAUNCH_S,
-    COMPILED_LAUNCH_S,
-    COMPILED_LAUNCHES,
-    EAGER_LAUNCHES,
-    GRACE_SHARE,
-    LAUNCH_S,
-    NUM_PRODUCTS,
-    HostCosts,
-    HostTimes,
-    host_times,
-)
+from shardwise.planner.host_time import GRACE_SHARE, NO_HOST, HostCosts, own_costs
 from shardwise.planner.job import (
     PACKED_BYTES,
     PlanJob,
@@ -60,7 +48,7 @@ _OFF_LINE_SHARE, _OFF_VECTOR_SHARE = 0.9, 0.1
 # Share of a large product's rate that flash attention reaches forward and backward over long sequences, and the keys
 # at which it loses half of that: Dao 2023 (arXiv 2307.08691), figures 4 to 6; Shah et al. 2024 (arXiv 2407.08608),
 # figures 5 and 6.
-_FLASH_SHARES, _FLASH_RAMPS = (0.97, 0.86), (600.0, 1000.0)
+FLASH_SHARES, _FLASH_RAMPS = (0.97, 0.86), (600.0, 1000.0)
 # Elements of a head from which on attention reaches its full rate, and its least share: heads of 64 reach 0.8.
 _FULL_HEAD_DIM, _LEAST_FLASH_SHARE = 128, 0.6
 # FLOPs a second that a core does at most in a kernel that does not use what came with Hopper: FlashAttention-2 reaches
@@ -93,11 +81,6 @@ _FUSED_ADAPTER = (3.0, 0.0)  # of the output; of the input backward
 _EXPERTS_ADAPTER = 1.5  # of the experts' weights, to which the adapters' product is added
 # Bytes of the cast of an element that is stepped in fp32.
 _STEP_CAST_BYTES = 2.0
-# Seconds of our own code around a block in stages 0 to 3, forward and backward together, and in stages 2 and 3 for each
-# parameter (docs/benchmarks.md, `benchmarks/hook_overhead.py`: 62 and 102 us with 2 and 9 parameters, 94 and 141), of
-# which a forward has a third, and for each parameter in a step (`benchmarks/host_time.py`: 2,366 to 3,178 us for 146).
-_BLOCK_S, _PARAM_S, _FORWARD_PART, _STEP_PARAM_S = (51e-6, 51e-6, 51e-6, 81e-6), 6e-6, 1 / 3, 7e-6
-_NUM_BLOCK_PARAMS: Final = 9
 
 
 @dataclass(frozen=True)
@@ -120,13 +103,13 @@ class ComputeTimeModel:
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
-        self._products: dict[tuple[float, float, float, float, str, bool, bool], float] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         self._numbers = SectionNumbers()
         self._adapters_by_lora: dict[tuple[int, bool], list[SkeletonParam]] = {}
         profile, gpu = job.cluster.profile, job.cluster.gpu
         self._matmul_rates = cache(partial(matmul_rates, () if profile is None else profile.matmuls))
         self._attention_rates = cache(partial(attention_rates, () if profile is None else profile.attentions))
+        self._product_s = cache(self._priced_product_s)
         self._corrections = Corrections(
             job, lambda job, s: ComputeTimeModel(job).block(s), lambda job, s: ComputeTimeModel(job).head(s)
         )
@@ -134,9 +117,8 @@ class ComputeTimeModel:
         if profile is not None and profile.stream_bytes_per_s:
             self._bandwidth = profile.stream_bytes_per_s
 
-    def block(self, config: ResolvedConfig) -> PassTimes:
+    def block(self, s: ResolvedConfig) -> PassTimes:
         """Price one micro-batch of one block: the mean over blocks where only some have experts."""
-        s = config
         linears = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.batch.micro_size, s.batch.accumulation > 1)
         number = self._numbers.of
         sections = number(s.recompute), number(s.precision), number(s.lora)
@@ -149,38 +131,22 @@ class ComputeTimeModel:
         """Say whether the kernels of a block's forward are shorter than the host takes to launch them."""
         return self.block(config).forward_s <= self.host(config).forward_s
 
-    def host(self, config: ResolvedConfig) -> HostTimes:
+    def host(self, config: ResolvedConfig) -> HostCosts:
         """Return what the host takes for a block of a micro-batch and for the ends; 0 where it is the device itself."""
-        shape, cluster = self.job.shape, self.job.cluster
-        if cluster.gpu.is_cpu:
-            return HostTimes()
-        return host_times(
+        shape, gpu = self.job.shape, self.job.cluster.gpu
+        if gpu.is_cpu:
+            return NO_HOST
+        return replace(
             self._host_costs(config),
             experts_share=shape.num_expert_layers / shape.num_layers,
             again_share=(config.recompute.mode == "full") / config.recompute.every,
-            speed_share=GRACE_SHARE if cluster.gpu.name.startswith(("gh", "gb")) else 1.0,
+            slowness=GRACE_SHARE if gpu.name.startswith(("gh", "gb")) else 1.0,
         )
 
     def _host_costs(self, s: ResolvedConfig) -> HostCosts:
-        """Return the costs of our own code."""
-        is_compiled, num_adapted = s.compile.enabled, len(self._adapters_of(s.lora, has_experts=False)) // 2
-        forward, backward = COMPILED_LAUNCHES if is_compiled else EAGER_LAUNCHES
-        launches = (
-            forward + num_adapted * ADAPTER_LAUNCHES[0],
-            backward + num_adapted * ADAPTER_LAUNCHES[1] - (0 if trains_all(s) else NUM_PRODUCTS),
-        )
         profile = self.job.cluster.profile
-        # What `doctor` measures of a product without work is its launch.
-        speed_share = (profile.call_s / LAUNCH_S if profile is not None else 0.0) or 1.0
-        engine_s = _BLOCK_S[s.zero.stage] + _PARAM_S * _NUM_BLOCK_PARAMS * (s.zero.stage > 1)
-        return HostCosts(
-            launches=launches,
-            launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else LAUNCH_S),
-            backward_launch_s=speed_share * (COMPILED_LAUNCH_S if is_compiled else BACKWARD_LAUNCH_S),
-            block_s=(_FORWARD_PART * engine_s, (1 - _FORWARD_PART) * engine_s),
-            param_s=_STEP_PARAM_S,
-            num_syncs=float(s.mesh.ep > 1),  # the numbers of tokens that ranks exchange
-        )
+        num_adapted = len(self._adapters_of(s.lora, has_experts=False)) // 2
+        return own_costs(s, num_adapted, 0.0 if profile is None else profile.call_s)
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
@@ -236,11 +202,7 @@ class ComputeTimeModel:
         kernels = products.plus(attention).plus(streams)
         corrected = self._corrections.block(kernels, s, self._tokens(s))
         streamed_s = max(0.0, streams.forward_s + corrected.forward_s - kernels.forward_s)
-        again = {
-            "none": 0.0,
-            "full": corrected.forward_s,
-            "selective": streamed_s,
-        }[s.recompute.mode]
+        again = {"none": 0.0, "full": corrected.forward_s, "selective": streamed_s}[s.recompute.mode]
         return replace(corrected, recompute_s=again / s.recompute.every)
 
     # --- matrix products -------------------------------------------------------------------------------------------
@@ -259,12 +221,9 @@ class ComputeTimeModel:
     ) -> list[GemmShape]:
         """Return the layers of a rank's feed-forward, or of `count` experts side by side, each over so many tokens."""
         shape = self.job.shape
-        is_frozen, is_routed = not trains_all(s) if is_frozen is None else is_frozen, count > 0
-        wide = inner * (shape.num_ffn_matrices - 1)
-        return [
-            GemmShape(tokens, wide, shape.hidden_size, count or 1.0, is_frozen, is_routed),
-            GemmShape(tokens, shape.hidden_size, inner, count or 1.0, is_frozen, is_routed),
-        ]
+        kind = count or 1.0, not trains_all(s) if is_frozen is None else is_frozen, count > 0
+        wide = GemmShape(tokens, inner * (shape.num_ffn_matrices - 1), shape.hidden_size, *kind)
+        return [wide, GemmShape(tokens, shape.hidden_size, inner, *kind)]
 
     def _expert_linears(self, s: ResolvedConfig) -> list[GemmShape]:
         """Return the router and the experts; those of the fullest rank count, as the others wait for it."""
@@ -325,14 +284,11 @@ class ComputeTimeModel:
         experts = self.job.shape.experts
         return 0 if experts is None else experts.num_experts * experts.ffn_size * self.job.shape.hidden_size
 
-    def _permutation(self, s: ResolvedConfig) -> PassTimes:
+    def _permutation(self, s: ResolvedConfig, passes: tuple[float, float] = _EXPERTS) -> PassTimes:
         """Price the copies of tokens for each of their experts, and the weighted sum of the results."""
         experts = self.job.shape.experts
         copies = self._tokens(s) / s.mesh.tp * (0 if experts is None else experts.num_chosen)
-        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], self._permutation_passes(s))
-
-    def _permutation_passes(self, s: ResolvedConfig) -> tuple[float, float]:
-        return _EXPERTS
+        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[param_of(s)], passes)
 
     def _linears(self, linears: Iterable[GemmShape], s: ResolvedConfig, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
@@ -367,7 +323,7 @@ class ComputeTimeModel:
             return 0.0
         return 2 * _WIDTHS["fp32" if s.precision.accumulate == "fp32" else param_of(s)]
 
-    def _product_s(
+    def _priced_product_s(
         self,
         m: float,
         n: float,
@@ -378,16 +334,9 @@ class ComputeTimeModel:
         is_weight: bool = False,
         is_routed: bool = False,
     ) -> float:
-        key = (m, n, k, count, dtype, is_weight, is_routed)
-        if key not in self._products:
-            rates = self._matmul_rates(dtype)
-            measured_s = None if rates is None else count * 2.0 * m * n * k / rates.at(m, n, k)[0]
-            self._products[key] = self._roofline_s(*key) if measured_s is None else measured_s
-        return self._products[key]
-
-    def _roofline_s(
-        self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool, is_routed: bool
-    ) -> float:
+        rates = self._matmul_rates(dtype)
+        if rates is not None:
+            return count * 2.0 * m * n * k / rates.at(m, n, k)[0]
         features = (m, n) if is_weight else (n, k)  # rows run along them, not along the tokens
         share = shape_share(m, n, k, self.job.cluster.gpu.num_cores, count, is_routed=is_routed)
         share *= alignment_share(*features, _WIDTHS[dtype])
@@ -428,19 +377,16 @@ class ComputeTimeModel:
         return self.job.seq_len if window is None else min(self.job.seq_len, 2 * window)
 
     def _flash_rates(self, rate: float) -> tuple[float, float]:
-        """Return the FLOPs a second of flash attention at its best, where products reach `rate`, in both passes."""
-        gpu, (forward_share, backward_share) = self.job.cluster.gpu, _FLASH_SHARES
-        if self._has_plain_attention:
-            rate = min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
-            if gpu.name.startswith("mi"):
-                peak = gpu.peak_flops_per_s["bf16"]
-                return min(rate * forward_share, peak * _AMD_FLASH_SHARES[0]), peak * _AMD_FLASH_SHARES[1]
-        return rate * forward_share, rate * backward_share
+        """Return the FLOPs a second of flash attention at its best, where products reach `rate`, in both passes.
 
-    @property
-    def _has_plain_attention(self) -> bool:
-        """Say whether attention's kernel does without what came with Hopper, and on AMD is the open one."""
-        return True
+        Its kernel does without what came with Hopper, and on AMD is the open one.
+        """
+        gpu, (forward_share, backward_share) = self.job.cluster.gpu, FLASH_SHARES
+        rate = min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
+        if gpu.name.startswith("mi"):
+            peak = gpu.peak_flops_per_s["bf16"]
+            return min(rate * forward_share, peak * _AMD_FLASH_SHARES[0]), peak * _AMD_FLASH_SHARES[1]
+        return rate * forward_share, rate * backward_share
 
     # --- element-wise ----------------------------------------------------------------------------------------------
 
@@ -477,14 +423,11 @@ class ComputeTimeModel:
 
 def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
     """Return the rate of the best measured product of that dtype, or the share of the peak that another reached."""
-    gpu = job.cluster.gpu
-    if dtype in gpu.ceiling_flops_per_s:
-        return gpu.ceiling_flops_per_s[dtype]
-    shares = [
-        reached / gpu.peak_flops_per_s[dtype_reached] for dtype_reached, reached in gpu.ceiling_flops_per_s.items()
-    ]
-    peak = gpu.peak_flops_per_s.get(dtype) or max(gpu.peak_flops_per_s.values())
-    return peak * (min(shares) if shares else _USUAL_CEILING_SHARE)
+    ceilings, peaks = job.cluster.gpu.ceiling_flops_per_s, job.cluster.gpu.peak_flops_per_s
+    if dtype in ceilings:
+        return ceilings[dtype]
+    shares = (reached / peaks[other] for other, reached in ceilings.items())
+    return (peaks.get(dtype) or max(peaks.values())) * min(shares, default=_USUAL_CEILING_SHARE)
 
 
 def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0, *, is_routed: bool = False) -> float:

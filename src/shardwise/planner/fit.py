@@ -111,15 +111,13 @@ def fit(
 def _largest_of(
     setup: Fit, holds: Callable[[ModelShape, int, int], bool], seq_len: int, shape: ModelShape | None
 ) -> Fit:
-    heads = _HEADS_STEP * largest(
-        lambda count: holds(family_shape(_HEADS_STEP * count), seq_len, 1), _MOST_HEADS // _HEADS_STEP
-    )
-    family_setup = replace(setup, shape=family_shape(heads) if heads else None)
+    fours = largest(lambda count: holds(family_shape(_HEADS_STEP * count), seq_len, 1), _MOST_HEADS // _HEADS_STEP)
+    setup = replace(setup, shape=family_shape(_HEADS_STEP * fours) if fours else None)
     if shape is None or shape.num_heads % setup.config.mesh.tp:
-        return family_setup
+        return setup
     samples = largest(lambda size: holds(shape, seq_len, size), _MOST_SAMPLES)
     length = _LENGTH_STEP * largest(lambda count: holds(shape, _LENGTH_STEP * count, 1), _MOST_LENGTHS)
-    return replace(family_setup, micro_size=samples or None, seq_len=length or None)
+    return replace(setup, micro_size=samples or None, seq_len=length or None)
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:

@@ -142,7 +142,6 @@ class CatalogueEntry:
         sold_gb: the memory that its name gives.
         forms: words that distinguish it from others of its model.
         host: the machine around it, with the memory for one device.
-        sources: for each figure, where it is from.
     """
 
     gpu: GpuSpec
@@ -150,7 +149,6 @@ class CatalogueEntry:
     sold_gb: int
     forms: frozenset[str]
     host: Host
-    sources: Mapping[str, str]
 
 
 def find_gpu(name: str) -> GpuSpec:
@@ -165,10 +163,8 @@ def find_gpu(name: str) -> GpuSpec:
     if gpu is not None:
         return gpu
     if _APPLE.fullmatch(name.lower().strip()):
-        raise ConfigError(
-            "apple-device",
-            f"{name} is Apple's, of which no speeds in training are known; plan for another device",
-        )
+        reason = "is Apple's, of which no speeds in training are known"
+        raise ConfigError("apple-device", f"{name} {reason}; plan for another device")
     close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
     fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"
     raise ConfigError("unknown-device", f"{name} is no device that the planner knows; {fix}")
@@ -200,26 +196,19 @@ def known_gpu(name: str) -> GpuSpec | None:
 
 
 def _read_entries(path: Path) -> Mapping[str, CatalogueEntry]:
-    """Read all devices of a file, in its order."""
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    sources, hosts = tables.pop("sources"), tables.pop("hosts")
-    return MappingProxyType({name: _entry(name, table, sources, hosts) for name, table in tables.items()})
-
-
-def _entry(
-    name: str, table: dict[str, Any], sources: Mapping[str, str], hosts: Mapping[str, Mapping[str, Any]]
-) -> CatalogueEntry:
-    model, sold_gb, forms, source = (table.pop(key) for key in ("model", "sold_gb", "forms", "source"))
-    host = {key: value for key, value in hosts[table.pop("host")].items() if key != "source"} if "host" in table else {}
-    fitted = FittedConstants(**table.pop("fitted", {}))
-    return CatalogueEntry(
-        gpu=GpuSpec(name=name, fitted=fitted, **{"link_domain": 1, **_in_si(table)}),
-        model=frozenset(model.split()),
-        sold_gb=sold_gb,
-        forms=frozenset(forms),
-        host=Host(**_in_si(host)),
-        sources=MappingProxyType({figure: sources[key] for figure, key in source.items()}),
-    )
+    """Read all devices of a file, in its order; where each figure is from is for people."""
+    tables, entries = tomllib.loads(path.read_text(encoding="utf-8")), {}
+    del tables["sources"]
+    machines = tables.pop("hosts")
+    for table in (*machines.values(), *tables.values()):
+        del table["source"]
+    for name, table in tables.items():
+        model, sold_gb, forms = (table.pop(key) for key in ("model", "sold_gb", "forms"))
+        host = Host(**_in_si(machines[table.pop("host")])) if "host" in table else Host()
+        fitted = FittedConstants(**table.pop("fitted", {}))
+        gpu = GpuSpec(name=name, fitted=fitted, **{"link_domain": 1, **_in_si(table)})
+        entries[name] = CatalogueEntry(gpu, frozenset(model.split()), sold_gb, frozenset(forms), host)
+    return MappingProxyType(entries)
 
 
 def _in_si(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,21 +313,21 @@ def _cluster(device: GpuSpec, num_gpus: int, gpus_per_node: int, source: str) ->
 
 
 def _read_cluster(path: Path) -> Cluster:
-    file = _read_file(path)
+    try:
+        file = _ClusterFile(**read_toml(path)).model_dump(exclude_none=True)
+    except ValidationError as error:
+        fix = f'keys are {", ".join(KEYS)}, and gpu = "h100" or another device is needed'
+        raise ConfigError("cluster-value", f"{path.name}: {mismatch(error)}; {fix}") from None
     device = find_gpu(file["gpu"])
-    per_node = file.get("gpus_per_node", usual_node(device))
-    num_nodes = file.get("num_nodes", 0)
-    num_gpus = file.get("num_gpus", num_nodes * per_node)
+    per_node, num_nodes = file.get("gpus_per_node", usual_node(device)), file.get("num_nodes", 0)
+    whole = num_nodes * per_node
+    num_gpus = file.get("num_gpus", whole)
     if not num_gpus and per_node:
-        raise ConfigError(
-            "gpu-count-missing", f"{path.name} names no number of GPUs; add num_gpus = 512, or num_nodes = 64"
-        )
-    if num_nodes and num_gpus != num_nodes * per_node:
-        raise ConfigError(
-            "gpu-count-of-nodes",
-            f"{path.name}: num_gpus={num_gpus} is not num_nodes {num_nodes} x gpus_per_node {per_node} = "
-            f"{num_nodes * per_node}; leave one of them out",
-        )
+        fix = "add num_gpus = 512, or num_nodes = 64"
+        raise ConfigError("gpu-count-missing", f"{path.name} names no number of GPUs; {fix}")
+    if num_nodes and num_gpus != whole:
+        counts = f"num_gpus={num_gpus} is not num_nodes {num_nodes} x gpus_per_node {per_node} = {whole}"
+        raise ConfigError("gpu-count-of-nodes", f"{path.name}: {counts}; leave one of them out")
     if "gpus_per_node" not in file:
         per_node = min(per_node, num_gpus)
     elif "link_domain" not in file:
@@ -350,14 +339,6 @@ def _read_cluster(path: Path) -> Cluster:
     cluster = _cluster(replace(device, **of_gpu), num_gpus, per_node, path.name)
     nic = file["nic_gbps"] * 1e9 / 8 if "nic_gbps" in file else cluster.nic_bytes_per_s
     return replace(cluster, nic_bytes_per_s=nic, host=replace(cluster.host, **of_host))
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        return _ClusterFile(**read_toml(path)).model_dump(exclude_none=True)
-    except ValidationError as error:
-        fix = f'keys are {", ".join(KEYS)}, and gpu = "h100" or another device is needed'
-        raise ConfigError("cluster-value", f"{path.name}: {mismatch(error)}; {fix}") from None
 
 
 def cluster_words(cluster: Cluster) -> str:
@@ -387,10 +368,10 @@ def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
     """
     ranks = num_ranks or profile.num_ranks
     gpu = _cpu(profile, ranks) if profile.device == CPU else _gpu(profile)
+    copied = 2 * profile.copy_bytes_per_s("host", "host") * profile.num_ranks
     host = Host(
         memory_bytes=profile.host_memory_bytes or profile.memory_bytes,
-        memory_bytes_per_s=2 * profile.copy_bytes_per_s("host", "host") * profile.num_ranks
-        or Host().memory_bytes_per_s,
+        memory_bytes_per_s=copied or Host().memory_bytes_per_s,
         num_cores=profile.num_threads * profile.num_ranks,
         nvme_read_bytes_per_s=profile.disk_read_bytes_per_s * profile.num_ranks,
         nvme_write_bytes_per_s=profile.disk_write_bytes_per_s * profile.num_ranks,
@@ -402,10 +383,8 @@ def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
 def reached_flops_per_s(profile: Profile) -> Mapping[str, float]:
     """Return the rate of the best product that was measured, by dtype."""
     reached: dict[str, float] = {}
-    for matmul in profile.matmuls:
-        reached[matmul.dtype] = max(
-            reached.get(matmul.dtype, 0.0), 2.0 * matmul.m * matmul.n * matmul.k / matmul.seconds
-        )
+    for row in profile.matmuls:
+        reached[row.dtype] = max(reached.get(row.dtype, 0.0), 2.0 * row.m * row.n * row.k / row.seconds)
     return reached
 
 
@@ -435,10 +414,8 @@ def _gpu(profile: Profile) -> GpuSpec:
     reached = reached_flops_per_s(profile)
     gpu = known_gpu(profile.device)
     if gpu is None and not reached:
-        raise ConfigError(
-            "device-not-measured",
-            f"{profile.device} is not known and was not measured; run shardwise doctor --calibrate",
-        )
+        fix = "run shardwise doctor --calibrate"
+        raise ConfigError("device-not-measured", f"{profile.device} is not known and was not measured; {fix}")
     gpu = gpu or GpuSpec(
         name=profile.device,
         memory_bytes=profile.memory_bytes,
@@ -458,9 +435,6 @@ def _gpu(profile: Profile) -> GpuSpec:
 
 def _link_bytes_per_s(profile: Profile) -> float:
     """Return what each rank sends a second, as a ring, in the best all-gather; else the speed of a copy."""
-    rates = [
-        row.num_bytes * (row.num_ranks - 1) / row.num_ranks / row.seconds
-        for row in profile.collectives
-        if row.op == "all_gather"
-    ]
+    gathers = (row for row in profile.collectives if row.op == "all_gather")
+    rates = [row.num_bytes * (row.num_ranks - 1) / row.num_ranks / row.seconds for row in gathers]
     return max(rates, default=profile.copy_bytes_per_s("host", "host") or _UNKNOWN_BYTES_PER_S)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
@@ -28,7 +29,7 @@ from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
 from shardwise.planner.comm_time import HIDDEN_SHARE, Moment, OverlapTimes
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
 from shardwise.planner.hardware import CPU
-from shardwise.planner.job import PlanJob, param_of
+from shardwise.planner.job import PlanJob, param_of, trains_all
 
 LAUNCH_S, BACKWARD_LAUNCH_S = 12e-6, 10e-6
 """Seconds to launch a kernel from Python, and from autograd: a Llama of 16 layers with 42 kernels each takes 8.1 ms
@@ -53,6 +54,12 @@ EXPERTS_LAUNCHES: Final = (25.0, 50.0)
 ENDS_LAUNCHES: Final = (25.0, 40.0)
 """Of embedding, head and loss."""
 
+# Seconds of our own code around a block in stages 0 to 3, forward and backward together, and in stages 2 and 3 for each
+# parameter (docs/benchmarks.md, `benchmarks/hook_overhead.py`: 62 and 102 us with 2 and 9 parameters, 94 and 141), of
+# which a forward has a third, and for each parameter in a step (`benchmarks/host_time.py`: 2,366 to 3,178 us for 146).
+_BLOCK_S, _PARAM_S, _FORWARD_PART, _STEP_PARAM_S = (51e-6, 51e-6, 51e-6, 81e-6), 6e-6, 1 / 3, 7e-6
+_NUM_BLOCK_PARAMS: Final = 9
+
 HOST_STEP_SHARE: Final = 0.4
 """Share of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to
 200 in what DeepSpeed publishes of its CPU Adam (blog deepspeed-zenflow: 4 s for 7 B parameters)."""
@@ -63,7 +70,7 @@ PLAIN_DISK_WRITE_BYTES_PER_S: Final = 1.5e9
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """Hold what a code's host does for each micro-batch, and in a step.
+    """Hold what a code's host does for each micro-batch, and in a step; usual times are of x86.
 
     Attributes:
         launches: kernels of a block, forward and backward.
@@ -75,6 +82,9 @@ class HostCosts:
         alone_s: for a block before each micro-batch, in which nothing is launched.
         reads_loss: whether it reads each micro-batch's loss, so that none is launched before the last is done.
         param_s: for each parameter in the optimizer's step.
+        experts_share: share of blocks that have experts.
+        again_share: share of blocks whose forward runs again in the backward.
+        slowness: how much longer this host takes for all of it.
     """
 
     launches: tuple[float, float] = EAGER_LAUNCHES
@@ -87,44 +97,59 @@ class HostCosts:
     alone_s: float = 0.0
     reads_loss: bool = False
     param_s: float = 0.0
+    experts_share: float = 0.0
+    again_share: float = 0.0
+    slowness: float = 1.0
+
+    @cached_property
+    def _forward_s(self) -> float:
+        launches = self.launches[0] + self.experts_share * self.experts_launches[0]
+        return self.block_s[0] + self.launch_s * launches + self.experts_share * self.num_syncs * SYNC_S
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Return the seconds of a block's forward."""
+        return self.slowness * self._forward_s
+
+    @cached_property
+    def backward_s(self) -> float:
+        """Return the seconds of a block's backward."""
+        launches = self.launches[1] + self.experts_share * self.experts_launches[1]
+        again_s = self.again_share * (self._forward_s + self.again_s)
+        return self.slowness * (self.block_s[1] + self.backward_launch_s * launches + again_s)
+
+    @property
+    def ends_s(self) -> tuple[float, float]:
+        """Return the seconds of the model's ends, forward and backward."""
+        launches_s = self.slowness * self.launch_s, self.slowness * self.backward_launch_s
+        return launches_s[0] * ENDS_LAUNCHES[0], launches_s[1] * ENDS_LAUNCHES[1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostTimes:
-    """Hold the host's seconds for a block of a micro-batch, for the model's ends, and for each parameter's step; the
-    other fields are those of `HostCosts`.
-    """
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    ends_forward_s: float = 0.0
-    ends_backward_s: float = 0.0
-    alone_s: float = 0.0
-    reads_loss: bool = False
-    param_s: float = 0.0
+NO_HOST: Final = HostCosts(slowness=0.0)
+"""Of a host that is the device itself, or of a graph, which launches its own kernels."""
 
 
-def host_times(costs: HostCosts, *, experts_share: float, again_share: float, speed_share: float = 1.0) -> HostTimes:
-    """Return the host's times.
+def own_costs(s: ResolvedConfig, num_adapted: int, call_s: float) -> HostCosts:
+    """Return the costs of our own code.
 
     Args:
-        experts_share: share of blocks that have experts.
-        again_share: share of blocks whose forward runs again in the backward.
-        speed_share: how much longer this host takes.
+        num_adapted: layers of a block that have adapters.
+        call_s: what `doctor` measures of a product without work, which is its launch; 0 where it did not.
     """
-    extra, (before_s, after_s) = costs.experts_launches, costs.block_s
-    forward_s = before_s + costs.launch_s * (costs.launches[0] + experts_share * extra[0])
-    backward_s = after_s + costs.backward_launch_s * (costs.launches[1] + experts_share * extra[1])
-    forward_s += experts_share * costs.num_syncs * SYNC_S
-    backward_s += again_share * (forward_s + costs.again_s)
-    return HostTimes(
-        forward_s=speed_share * forward_s,
-        backward_s=speed_share * backward_s,
-        ends_forward_s=speed_share * costs.launch_s * ENDS_LAUNCHES[0],
-        ends_backward_s=speed_share * costs.backward_launch_s * ENDS_LAUNCHES[1],
-        alone_s=speed_share * costs.alone_s,
-        reads_loss=costs.reads_loss,
-        param_s=speed_share * costs.param_s,
+    is_compiled, slower = s.compile.enabled, call_s / LAUNCH_S or 1.0
+    forward, backward = COMPILED_LAUNCHES if is_compiled else EAGER_LAUNCHES
+    launches = (
+        forward + num_adapted * ADAPTER_LAUNCHES[0],
+        backward + num_adapted * ADAPTER_LAUNCHES[1] - (0 if trains_all(s) else NUM_PRODUCTS),
+    )
+    engine_s = _BLOCK_S[s.zero.stage] + _PARAM_S * _NUM_BLOCK_PARAMS * (s.zero.stage > 1)
+    return HostCosts(
+        launches=launches,
+        launch_s=slower * (COMPILED_LAUNCH_S if is_compiled else LAUNCH_S),
+        backward_launch_s=slower * (COMPILED_LAUNCH_S if is_compiled else BACKWARD_LAUNCH_S),
+        block_s=(_FORWARD_PART * engine_s, (1 - _FORWARD_PART) * engine_s),
+        param_s=_STEP_PARAM_S,
+        num_syncs=float(s.mesh.ep > 1),  # the numbers of tokens that ranks exchange
     )
 
 

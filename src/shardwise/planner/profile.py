@@ -77,11 +77,6 @@ class BlockTime(_PassesTime):
     head_dim: Count
     ffn_size: Count
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of the sequence."""
-        return self.seq_len
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTime(_PassesTime):

@@ -28,7 +28,7 @@ from shardwise.schedule.pipelines import recipe_of
 
 
 class TimePart(NamedTuple):
-    """Say of a part of a step what people call it, what limits a step by it, and the part of a timeline it is within."""
+    """Say of a part of a step what people call it, what limits a step by it, and its part of a timeline."""
 
     words: str
     limit: str

@@ -22,13 +22,13 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, StageLayouts
 from shardwise.planner.hardware import FittedConstants
-from shardwise.planner.host_time import HostTimes, OffloadTimeModel, queued_s
+from shardwise.planner.host_time import HostCosts, OffloadTimeModel, queued_s
 from shardwise.planner.job import PlanJob, SectionNumbers, product_dtype, trains_all
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s, least_bubble_share
 from shardwise.schedule.pipelines import recipe_of
-from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 
 _NO_TIME: Final = PassTimes()
 _Bubble = Literal["least", "quick", "exact"]
@@ -89,7 +89,7 @@ class TimeModel:
         self.pipelines = PipelineSimulator()
         self._numbers = SectionNumbers()
         self._known_stages: dict[tuple[object, ...], _Stage] = {}
-        self._hosts: dict[tuple[object, ...], HostTimes] = {}
+        self._hosts: dict[tuple[object, ...], HostCosts] = {}
         self._steps: dict[tuple[object, ...], float] = {}
         self._known_passes: dict[tuple[object, ...], _InStages] = {}
 
@@ -147,7 +147,7 @@ class TimeModel:
         if s.mesh.pp > 1:
             return 0.0
         host, device, count = self._host(s), (forward_s, backward_s), s.batch.accumulation
-        alone_s = self.job.shape.num_layers * host.alone_s
+        alone_s = self.job.shape.num_layers * (host.slowness * host.alone_s)
         span_s = queued_s(
             device, self._launches_s(s), num_micro_batches=count, alone_s=alone_s, reads_loss=host.reads_loss
         )
@@ -156,10 +156,7 @@ class TimeModel:
     def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
         """Return what the host takes for a micro-batch of a rank, forward and backward."""
         host, num_blocks = self._host(s), self.job.shape.num_layers / s.mesh.pp
-        return (
-            num_blocks * host.forward_s + host.ends_forward_s,
-            num_blocks * host.backward_s + host.ends_backward_s,
-        )
+        return num_blocks * host.forward_s + host.ends_s[0], num_blocks * host.backward_s + host.ends_s[1]
 
     def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
@@ -228,18 +225,17 @@ class TimeModel:
         timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
         times = [timed[id(stage)] for stage in stages]
         name, v, count = s.pipeline.schedule, s.pipeline.virtual_stages, s.batch.accumulation
+        mean_s = sum(busy) / len(busy)
         quick_s = None if bubble == "exact" else quick_bubble_s(s, times)
         if quick_s is not None:
             span_s = max(busy) + quick_s + 2 * (len(stages) - 1) * transfer_s
-            span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
-        elif bubble == "least":
-            mean_s = sum(busy) / len(busy)
+            return span_s, 1.0 - mean_s / span_s
+        if bubble == "least":
             return max(*busy, mean_s * (1 + least_bubble_share(name, s.mesh.pp, count, v))), None
-        else:
-            span = self.pipelines.span(name, s.mesh.pp, v, count, times)
+        span = self.pipelines.span(name, s.mesh.pp, v, count, times)
         return span.step_s, span.bubble_rate
 
-    def _host(self, s: ResolvedConfig) -> HostTimes:
+    def _host(self, s: ResolvedConfig) -> HostCosts:
         number = self._numbers.of
         key = (s.zero.stage, s.mesh.ep, s.batch.accumulation, number(s.recompute), number(s.compile), number(s.lora))
         if key not in self._hosts:
@@ -250,15 +246,16 @@ class TimeModel:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
         key = self.layouts.key(s, pipeline_rank), self._numbers.of(s.compile)
         if key not in self._steps:
-            rank = self.layouts.rank(s, pipeline_rank)
+            rank, is_near = self.layouts.rank(s, pipeline_rank), s.tiers.optimizer == "device"
             trained = [fold for fold in rank.folds if fold.group.trainable]
             numel = sum(
                 fold.count * fold.group.padded_numel
                 for fold in trained
-                if s.tiers.optimizer == "device" or fold.group.tiers.optimizer == "device"
+                if is_near or fold.group.tiers.optimizer == "device"
             )
             num_params = sum(fold.count * len(fold.group.params) for fold in trained)
-            launching_s = self._host(s).param_s * num_params * (numel > 0)
+            host = self._host(s)
+            launching_s = host.slowness * host.param_s * num_params * (numel > 0)
             on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
             self._steps[key] = max(launching_s, on_device_s) + self._matrices_s(s, rank)
         return self._steps[key]

@@ -41,16 +41,6 @@ def test_ranks_of_causal_attention_send_forward_what_later_ones_need_and_gradien
     ]
 
 
-def test_an_exchange_of_heads_sends_what_the_closed_form_says():
-    # u - 1 of u parts of q, k, v and the output of n tokens.
-    part = 64 * 3 * (2 * 8 + 2 * 2) * 16 * 2
-    assert bytes_of_heads(64, 2, SIZES) == ContextTraffic(part // 2, part // 2)
-    assert bytes_of_heads(64, 1, SIZES) == ContextTraffic(0, 0)
-    # Each of 8 ranks has one of 2 KV heads, whose gradients are summed in fp32.
-    assert bytes_of_heads(64, 8, SIZES) == ContextTraffic(7 * 64 * 3 * 16 * 2 * 4, 7 * 64 * 3 * 16 * (2 * 2 + 2 * 4))
-    assert sent(CAUSAL, contiguous(512, 8), heads_over=8) == [bytes_of_heads(64, 8, SIZES)] * 8
-
-
 def test_teams_exchange_heads_and_then_keys_of_fewer_heads():
     heads = bytes_of_heads(128, 2, SIZES)
     between = 4 * 256 * 3 * 1 * 16

@@ -1,13 +1,17 @@
 """The catalogue: devices found by the names that drivers, papers and people use, each figure with a source."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from harness.paths import DATA
 from harness.refusals import refused
+from shardwise.planner import hardware
 from shardwise.planner.hardware import ENTRIES, GPUS, find_gpu, known_gpu, parse_cluster
 
+CATALOGUE = tomllib.loads(Path(hardware.__file__).with_name("catalogue.toml").read_text())
 CASES = json.loads((DATA / "planner_cases.json").read_text())["cases"]
 
 
@@ -101,8 +105,9 @@ def test_every_figure_has_a_source():
         figures |= {"ceiling_tflops"} if device.ceiling_flops_per_s else set()
         figures |= {"link_gb_per_s"} if device.link_bytes_per_s else set()
         figures |= {"price_per_hour"} if device.price_per_hour else set()
-        assert set(entry.sources) == figures, name
-        assert all(entry.sources.values())
+        assert {
+            figure: CATALOGUE["sources"][key] for figure, key in CATALOGUE[name]["source"].items()
+        }.keys() == figures
 
 
 @pytest.mark.parametrize("device", GPUS.values(), ids=list(GPUS))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.context import AttentionSizes, bytes_of_attention, bytes_of_heads
+from harness.context import AttentionSizes, bytes_of_attention
 from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits, run_by
 from shardwise.attention.block_layout import BlockLayout
@@ -97,15 +97,23 @@ def test_a_ring_moves_what_its_plan_says(num_ranks: int, split) -> None:  # type
     assert max(bytes_of_attention(causal, tokens, rank, sizes).forward for rank in range(num_ranks)) == keys[0]
 
 
-@pytest.mark.parametrize(("transport", "over"), [("ring", 2), ("ring", 4), ("ulysses", None)])
-def test_heads_move_as_often_as_ranks_exchange_them(transport: str, over: int | None) -> None:
-    # Of four KV heads each of eight ranks has one, whose gradients are summed.
-    config = changed(BASE, {"mesh.cp": 8, "context.transport": transport, "context.heads_over": over})
-    sizes = AttentionSizes(samples=1, num_heads=8, num_kv_heads=4, head_dim=8)
+@pytest.mark.parametrize(("num_ranks", "forward", "backward"), [(2, 10, 10), (8, 28, 42)])
+def test_an_exchange_of_heads_sends_what_the_closed_form_says(num_ranks: int, forward: int, backward: int) -> None:
+    # u - 1 of u parts of q, k, v and the output: 8 + 8 + 2 + 2 heads in bf16. Each of 8 ranks has one of 2 KV heads,
+    # whose gradients are summed in fp32.
+    config = changed(BASE, {"mesh.cp": num_ranks, "context.transport": "ulysses", "batch.micro_size": 3})
+    heads, keys = context_bytes(replace(SMALL, num_kv_heads=2), config, 64 * num_ranks)
+    assert heads == (forward * 64 * 3 * 8 * 2, backward * 64 * 3 * 8 * 2)
+    assert keys == (0, 0)
+
+
+@pytest.mark.parametrize("over", [2, 4])
+def test_ranks_of_few_heads_exchange_them_and_then_keys(over: int) -> None:
+    config = changed(BASE, {"mesh.cp": 8, "context.heads_over": over})
     heads, keys = context_bytes(SMALL, config, 64)
-    assert heads == bytes_of_heads(8, over or 8, sizes)
     dense = BlockLayout.from_blocks(torch.ones(64, 64), 1)
-    both = bytes_of_attention(dense, contiguous(64, 8), 0, sizes, heads_over=over or 8)
+    sizes = AttentionSizes(samples=1, num_heads=8, num_kv_heads=4, head_dim=8)
+    both = bytes_of_attention(dense, contiguous(64, 8), 0, sizes, heads_over=over)
     assert (heads[0] + keys[0], heads[1] + keys[1]) == both
 
 

@@ -14,7 +14,7 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
-from shardwise.planner.host_time import HostTimes, queued_s
+from shardwise.planner.host_time import NO_HOST, queued_s
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 
@@ -234,7 +234,8 @@ def test_the_host_launches_what_a_block_s_code_has_and_a_graph_launches_itself()
     compiled = unmeasured().host(changed(BASE, {"compile.enabled": True}))
     assert (eager.forward_s, eager.backward_s) == pytest.approx((42 * 12e-6, 78 * 10e-6))
     assert (compiled.forward_s, compiled.backward_s) == pytest.approx((14 * 14e-6, 25 * 14e-6))
-    assert graphed == HostTimes()
+    assert graphed == NO_HOST
+    assert NO_HOST.forward_s == NO_HOST.backward_s == sum(NO_HOST.ends_s) == 0
     again = unmeasured().host(changed(BASE, {"recompute.mode": "full", "recompute.every": 2}))
     assert again.backward_s == pytest.approx(eager.backward_s + eager.forward_s / 2)
     grace = unmeasured(gpu=replace(GPU, name="gb200")).host(BASE)
@@ -245,7 +246,7 @@ def test_the_host_launches_what_a_block_s_code_has_and_a_graph_launches_itself()
     assert slow.forward_s == pytest.approx(2 * eager.forward_s)
     job = unmeasured().job
     processor = replace(job, cluster=replace(job.cluster, gpu=replace(GPU, name="cpu")))
-    assert ComputeTimeModel(processor).host(BASE) == HostTimes()
+    assert ComputeTimeModel(processor).host(BASE) == NO_HOST
 
 
 def test_our_own_code_around_a_block_costs_by_stage_and_parameter() -> None:
