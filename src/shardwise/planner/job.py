@@ -76,7 +76,6 @@ class SkeletonParam:
 
 UnitKind = Literal["dense", "experts", "tokens", "positions", "norm", "head"]
 """Blocks, without experts and with them; the tables of tokens and of positions; the norm after the blocks; the head."""
-_ENDS: Final[tuple[UnitKind, ...]] = ("positions", "norm", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +154,20 @@ class ModelShape:
         """List the parameters of a unit, in the order of its module; the head's as if it were not tied."""
         vocab, hidden = FusedPart(self.vocab_size, is_padded=True), self.hidden_size
         if kind == "positions":
-            positions = SkeletonParam(name="positions.weight", shape=(self.num_positions, hidden))
-            return (positions,) if self.num_positions else ()
+            table = SkeletonParam(name="positions.weight", shape=(self.num_positions, hidden))
+            return (table,) if self.num_positions else ()
         if kind == "norm":
             return tuple(_norm(self, "norm"))
         if kind in ("tokens", "head"):
             name = f"{'embed' if kind == 'tokens' else kind}.weight"
             return (SkeletonParam(name=name, shape=(self.vocab_size, hidden), dim=0, part=vocab),)
         ffn = _expert_params(self) if kind == "experts" else _ffn_params(self, "ffn", self.ffn_size)
-        norms = (_norm(self, "attention_norm"), _norm(self, "ffn_norm"))
-        return (*norms[0], *_attention_params(self), *norms[1], *ffn)
+        return (*_norm(self, "attention_norm"), *_attention_params(self), *_norm(self, "ffn_norm"), *ffn)
 
     @cached_property
     def num_params(self) -> int:
         """Return the elements of all parameters, tied ones once."""
-        once: tuple[UnitKind, ...] = ("tokens", "positions", "norm") if self.is_tied else ("tokens", *_ENDS)
-        counts = self.blocks | dict.fromkeys(once, 1)
+        counts = {**self.blocks, "tokens": 1, "positions": 1, "norm": 1, "head": int(not self.is_tied)}
         return sum(
             count * sum(param.numel for param in self.params_of(kind)) for kind, count in counts.items() if count
         )
@@ -248,10 +245,9 @@ def _expert_params(shape: ModelShape) -> Iterator[SkeletonParam]:
 def _linear(shape: ModelShape, name: str, size: tuple[int, int], dim: int, part: FusedPart) -> Iterator[SkeletonParam]:
     """Yield a layer's weight, and its bias, which tp splits where it splits the outputs."""
     yield SkeletonParam(name=f"{name}.weight", shape=size, dim=dim, part=part)
-    if shape.has_biases and dim == 0:
-        yield SkeletonParam(name=f"{name}.bias", shape=size[:1], dim=0, part=part)
-    elif shape.has_biases:
-        yield SkeletonParam(name=f"{name}.bias", shape=size[:1])
+    if shape.has_biases:
+        split: dict[str, Any] = {"dim": 0, "part": part} if dim == 0 else {}
+        yield SkeletonParam(name=f"{name}.bias", shape=size[:1], **split)
 
 
 ALL: Final = "all-linear"
@@ -279,12 +275,7 @@ PACKED_BYTES: Final = 0.5
 
 
 def packed_params(shape: ModelShape, lora: LoraConfig, *, has_experts: bool) -> list[SkeletonParam]:
-    """Return the weights of a layer that are packed in 4 bits.
-
-    Args:
-        lora: the adapters, and how their base is stored.
-        has_experts: whether the layer's feed-forward is experts.
-    """
+    """Return the weights of a layer, with experts or without, that are packed in 4 bits."""
     if lora.base == "keep":
         return []
     params = shape.params_of("experts" if has_experts else "dense")
@@ -301,9 +292,6 @@ def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[Sk
 
     The linear layers themselves are packed where `lora.base` says so; experts, which are no such layers, are not. What
     a layer splits over tensor-parallel ranks, its inputs or its outputs, the matrix on that side splits too.
-
-    Args:
-        lora: the adapters' rank and the layers that have them.
 
     Raises:
         ConfigError: no layer has one of the targets' names.
@@ -330,11 +318,8 @@ def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[Sk
 def _beside(layer: SkeletonParam, layer_name: str, rank: int) -> Iterator[SkeletonParam]:
     outputs, inputs = layer.shape
     for name, shape, dim in (("A", (rank, inputs), 1), ("B", (outputs, rank), 0)):
-        is_split = layer.dim == dim
-        part = layer.part if is_split else None
-        yield SkeletonParam(
-            name=f"{layer_name}.lora_{name}.weight", shape=shape, dim=dim if is_split else None, part=part
-        )
+        split: dict[str, Any] = {"dim": dim, "part": layer.part} if layer.dim == dim else {}
+        yield SkeletonParam(name=f"{layer_name}.lora_{name}.weight", shape=shape, **split)
 
 
 def _beside_experts(experts: SkeletonParam, rank: int) -> Iterator[SkeletonParam]:

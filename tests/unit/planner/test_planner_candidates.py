@@ -17,10 +17,10 @@ from shardwise.planner.candidates import (
     divisors,
     placements,
 )
-from shardwise.planner.configs import base_of, written
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, num_data_ranks, world_size
+from shardwise.planner.request import base_of, written
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator

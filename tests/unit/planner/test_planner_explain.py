@@ -141,13 +141,13 @@ def test_at_most_four_parts_that_differ_are_named_and_none_that_is_next_to_nothi
     ("memory", "missing"),
     [
         (memory_of({"params": 80.0}), None),
-        (memory_of({"params": 10.0}, {"params": 10.0, "activations": 72.0}), MissingMemory("device", 2 * GIB, 1)),
+        (memory_of({"params": 10.0}, {"params": 10.0, "activations": 72.0}), MissingMemory("device", 2 * GIB)),
         # All ranks of a node share its host and its disks.
         (memory_of({}, host=125.0), None),
-        (memory_of({}, host=126.0), MissingMemory("host", 8 * GIB, 0)),
+        (memory_of({}, host=126.0), MissingMemory("host", 8 * GIB)),
         (memory_of({}, nvme=100.0), None),
-        (memory_of({}, nvme=101.0), MissingMemory("nvme", 8 * GIB, 0)),
-        (memory_of({"params": 81.0}, host=126.0), MissingMemory("device", GIB, 0)),
+        (memory_of({}, nvme=101.0), MissingMemory("nvme", 8 * GIB)),
+        (memory_of({"params": 81.0}, host=126.0), MissingMemory("device", GIB)),
     ],
 )
 def test_what_is_missing(memory: MemoryEstimate, missing: MissingMemory | None) -> None:

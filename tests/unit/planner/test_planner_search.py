@@ -19,11 +19,11 @@ from shardwise.planner.candidates import (
     is_legal,
     placements,
 )
-from shardwise.planner.configs import split_as, written
 from shardwise.planner.hardware import Cluster, find_gpu, parse_cluster
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
+from shardwise.planner.request import split_as, written
 from shardwise.planner.results import (
     Estimate,
     MemoryEstimate,
