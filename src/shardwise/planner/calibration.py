@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shardwise.config.resolve import Dtype, ResolvedConfig
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, param_of, product_dtype
+from shardwise.models.shape import ModelShape
+from shardwise.planner.job import BASE, PlanJob, changed, param_of, product_dtype
 from shardwise.planner.profile import BlockTime, HeadTime
 
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
+from shardwise.models.shape import PACKED_BYTES, SkeletonParam, is_adapter, packed_params, with_adapters
 from shardwise.optim.rules import NUM_ITERATIONS, num_states
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.host_time import (
@@ -29,19 +30,7 @@ from shardwise.planner.host_time import (
     HostTimes,
     host_times,
 )
-from shardwise.planner.job import (
-    PACKED_BYTES,
-    PlanJob,
-    SectionNumbers,
-    SkeletonParam,
-    expert_skew,
-    is_adapter,
-    packed_params,
-    param_of,
-    product_dtype,
-    trains_all,
-    with_adapters,
-)
+from shardwise.planner.job import PlanJob, SectionNumbers, expert_skew, param_of, product_dtype, trains_all
 from shardwise.planner.profile import AttentionTime, MatmulTime
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(

@@ -21,9 +21,10 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Dtype, ResolvedConfig
 from shardwise.config.untrusted_files import read_text
 from shardwise.layout.token_ranges import pack
+from shardwise.models.shape import ModelShape
 from shardwise.planner.explain import Reasons
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, trains_all
+from shardwise.planner.job import BASE, PlanJob, changed, trains_all
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS

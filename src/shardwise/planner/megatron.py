@@ -21,7 +21,8 @@ import yaml
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.planner.job import Experts, ModelShape, ModelSource
+from shardwise.models.shape import Experts, ModelShape
+from shardwise.planner.job import ModelSource
 
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 _COUNTS: Final = (
@@ -55,6 +56,7 @@ _ASSIGNMENT: Final = re.compile(
     r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s(;]*)\s*+;?\s*+(?:#.*)?$"
 )
 _VARIABLE: Final = re.compile(r"\$\{(\w+)(?::?-((?:[^}$]|\$(?!\{))*+))?\}|\$(\w+)")
+_COLLECTED: Final = re.compile(r"^\w+=[(\"']*(?=--)")
 _MAX_BYTES: Final = 2**18
 _MAX_FLAGS: Final = 1000
 _MAX_DIGITS, _MAX_VALUE, _MAX_SHOWN = 12, 200, 60
@@ -256,8 +258,9 @@ def script_words(text: str) -> list[str]:
         tokens = shlex.split(script, comments=True)
     except ValueError:  # a quote that is not closed, as in a message
         tokens = re.sub(r"(^|\s)#.*", "", script).translate(str.maketrans("\"'", "  ")).split()
-    # A script may collect its flags in one string.
-    parts = (token.strip("()\"'") for word in tokens for token in (word.split() if "--" in word else [word]))
+    # A script may collect its flags in one string or list, the first of them beside its name.
+    words = (_COLLECTED.sub("", word) for word in tokens)
+    parts = (token.strip("()\"'") for word in words for token in (word.split() if "--" in word else [word]))
     return [_named(token) for token in parts if token != "--"]
 
 

@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.resolve import ResolvedConfig, Tier
+from shardwise.models.shape import ModelShape
 from shardwise.planner.explain import Reasons, lacks
 from shardwise.planner.fit import Fit, Verdict
 from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
-from shardwise.planner.job import ModelShape, PlanJob, product_dtype
+from shardwise.planner.job import PlanJob, product_dtype
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS, SPLITS
 from shardwise.planner.results import (

@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.candidates import SearchSpace
 from shardwise.planner.explain import (
     fixes,
@@ -21,7 +22,7 @@ from shardwise.planner.explain import (
     why_yours,
 )
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     Estimate,

@@ -9,9 +9,10 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.models.presets import preset
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner import huggingface
 from shardwise.planner.huggingface import read_huggingface, source_of
-from shardwise.planner.job import Experts, ModelShape, ModelSource
+from shardwise.planner.job import ModelSource
 
 
 def model_of(model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more):

@@ -8,9 +8,10 @@ import pytest
 
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.request import split_as
 from shardwise.planner.step_time import TimeModel
 

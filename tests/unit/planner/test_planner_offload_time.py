@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.comm_time import OverlapTimes
 from shardwise.planner.hardware import Cluster, Host, find_gpu
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.profile import Profile
 

@@ -12,8 +12,8 @@ import shardwise
 from harness.refusals import refused
 from shardwise.models.decoder import Decoder
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.job import ModelShape
 from shardwise.planner.request import model_of, split_as
 from shardwise.planner.search import Limits
 

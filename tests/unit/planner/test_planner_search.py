@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.candidates import (
     SearchSpace,
     candidates,
@@ -20,7 +21,7 @@ from shardwise.planner.candidates import (
     placements,
 )
 from shardwise.planner.hardware import Cluster, find_gpu, parse_cluster
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
+from shardwise.planner.job import BASE, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import split_as, written

@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import ModelShape
 from shardwise.planner.explain import Reasons
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import (
     bar_of,
