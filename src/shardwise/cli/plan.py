@@ -239,8 +239,9 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
 
         def look(asked: PlanRequest) -> SearchResult:
-            if arguments.write is not None:
-                asked.check_writable()
+            if arguments.write is not None and asked.plan_only:
+                fix = "leave --write out, or give the model's folder with its safetensors"
+                raise ConfigError("no-config-for-model", f"{asked.plan_only}; {fix}")
             say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name} for {asked.job.seq_len:,} tokens")
             return search(asked.job, asked.space, limits)
 

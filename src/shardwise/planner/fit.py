@@ -211,7 +211,10 @@ def read_examples(
     if lengths is None:
         note = f"examples of {USUAL_TOKENS} tokens are assumed; --lengths N, or a file with the length of each"
         return Examples(num_examples=num_examples or 1, lengths=(USUAL_TOKENS,), num_epochs=num_epochs), (note,)
-    texts = [lengths] if lengths.isascii() and lengths.isdecimal() else _words_of(Path(lengths))
+    texts = [lengths]
+    if not (lengths.isascii() and lengths.isdecimal()):
+        text = read_text(Path(lengths), "give a file with the tokens of each example, one a line", max_bytes=_MAX_BYTES)
+        texts = text.translate(str.maketrans(",[]", "   ")).split()
     if not texts or not all(text.isascii() and text.isdecimal() and 0 < int(text) < 2**31 for text in texts):
         raise ConfigError(
             "lengths-of-examples",
@@ -221,11 +224,6 @@ def read_examples(
         raise ConfigError("examples-missing", "--lengths has a mean alone; say of how many examples by --examples N")
     counts = tuple(map(int, texts))
     return Examples(num_examples=num_examples or len(counts), lengths=counts, num_epochs=num_epochs), ()
-
-
-def _words_of(path: Path) -> list[str]:
-    text = read_text(path, "give a file with the tokens of each example, one a line", max_bytes=_MAX_BYTES)
-    return text.replace(",", " ").replace("[", " ").replace("]", " ").split()
 
 
 @dataclass(frozen=True, kw_only=True)

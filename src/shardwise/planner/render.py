@@ -224,12 +224,12 @@ def stage_rows(price: Estimate) -> list[Row]:
     if len(ranks) > _MOST_STAGES:
         shown = {0, 1, len(ranks) // 2, len(ranks) - 1, ranks.index(worst)}
         ranks = [ranks[index] for index in sorted(shown)]
-    return [(f"rank {rank.pipeline_rank}", _rank_words(rank, is_worst=rank is worst)) for rank in ranks]
-
-
-def _rank_words(rank: RankMemory, *, is_worst: bool) -> str:
-    parts = ", ".join(f"{name} {text}" for name, text in _large_parts(rank).items())
-    return f"{format_bytes(rank.peak_bytes)}{', the most' if is_worst else ''}: {parts}"
+    rows: list[Row] = []
+    for rank in ranks:
+        parts = ", ".join(f"{name} {text}" for name, text in _large_parts(rank).items())
+        most = ", the most" if rank is worst else ""
+        rows.append((f"rank {rank.pipeline_rank}", f"{format_bytes(rank.peak_bytes)}{most}: {parts}"))
+    return rows
 
 
 def time_rows(price: Estimate) -> list[Row]:
@@ -289,7 +289,11 @@ def plan_view(
     """
     winner = plan.winner
     num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
-    parts: list[RenderableType] = [] if verdict is None else [facts(_verdict_rows(verdict))]
+    parts: list[RenderableType] = []
+    if verdict is not None:
+        fits = Text(verdict.fits, style="bold green" if verdict.does_fit else "bold red")
+        more = "also" if verdict.does_fit else "to fit"
+        parts.append(facts([("fits", fits), ("takes", verdict.takes), (more, verdict.more)]))
     parts.append(facts(job_rows(plan.job, notes)))
     if winner is None:
         parts += _no_winner(plan, reasons, is_whole)
@@ -305,18 +309,11 @@ def plan_view(
         parts.append(price_table((winner, *plan.runners_up)[:num_shown], beside))
         parts += [_titled("why the others lose", losers)] if losers else []
     if reasons.defaults:
-        parts.append(
-            _titled("what many would start with", [(default.name, default.sentence) for default in reasons.defaults])
-        )
+        defaults = [(default.name, default.sentence) for default in reasons.defaults]
+        parts.append(_titled("what many would start with", defaults))
     if is_whole:
         parts.append(Text(_counts(plan), style="dim"))
     return blocks(*parts)
-
-
-def _verdict_rows(verdict: Verdict) -> list[Row]:
-    style = "bold green" if verdict.does_fit else "bold red"
-    more = "also" if verdict.does_fit else "to fit"
-    return [("fits", Text(verdict.fits, style=style)), ("takes", Text(verdict.takes)), (more, Text(verdict.more))]
 
 
 def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator[RenderableType]:
@@ -362,12 +359,9 @@ def run_words(price: Estimate, num_tokens: float) -> str:
     """Write what a run of so many tokens takes."""
     time, num_steps = price.time, num_tokens / price.job.tokens
     usd = "" if price.usd_per_step is None else f"{money_words(num_steps * price.usd_per_step)}, "
-    days, low, high = (_days(num_steps * seconds / _DAY_S) for seconds in (time.step_s, time.low_s, time.high_s))
+    exact = [num_steps * seconds / _DAY_S for seconds in (time.step_s, time.low_s, time.high_s)]
+    days, low, high = (three_digits(number) if number >= 1 else f"{number:.2g}" for number in exact)
     return f"{format_count(num_tokens)} tokens: {usd}{days} days ({low} to {high})"
-
-
-def _days(days: float) -> str:
-    return three_digits(days) if days >= 1 else f"{days:.2g}"
 
 
 def run_dict(price: Estimate, num_tokens: float) -> dict[str, float | None]:

@@ -89,18 +89,6 @@ class PlanRequest:
     notes: tuple[str, ...] = ()
     plan_only: str = ""
 
-    def check_writable(self) -> None:
-        """Raise where no config can have the plan.
-
-        Raises:
-            ConfigError: our decoder cannot have the model's shape, and no folder with its weights is given.
-        """
-        if self.plan_only:
-            raise ConfigError(
-                "no-config-for-model",
-                f"{self.plan_only}; leave --write out, or give the model's folder with its safetensors",
-            )
-
 
 @dataclass(frozen=True)
 class Question:
