@@ -36,7 +36,8 @@ from shardwise.config.resolve import Config
 from shardwise.construction.values import ParamInitializer
 from shardwise.launch.host import cgroup_limit_bytes
 from shardwise.models.decoder import Decoder, lm_loss
-from shardwise.models.presets import DecoderConfig, flops_per_token, num_params, preset
+from shardwise.models.presets import DecoderConfig, preset
+from shardwise.models.shape import flops_per_token, num_params
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}

@@ -43,7 +43,8 @@ from shardwise.engine.engine import Engine
 from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.zero_stages import STAGES
 from shardwise.models.decoder import Decoder, lm_loss
-from shardwise.models.presets import DecoderConfig, flops_per_token, preset
+from shardwise.models.presets import DecoderConfig, preset
+from shardwise.models.shape import flops_per_token
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.tensor.plan_layout import plan_layout
 

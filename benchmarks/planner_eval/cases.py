@@ -31,8 +31,9 @@ from planner_eval.tools import in_our_words
 from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, routing_skew, traits_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.schedule.simulate import OpTimes
 
 Row = Mapping[str, Any]

@@ -17,17 +17,9 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
+from shardwise.models.shape import SCALE_BYTES, ModelShape, is_adapter, with_adapters
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageTable
-from shardwise.planner.job import (
-    SCALE_BYTES,
-    ModelShape,
-    PlanJob,
-    changed,
-    is_adapter,
-    param_of,
-    trains_all,
-    with_adapters,
-)
+from shardwise.planner.job import PlanJob, changed, param_of, trains_all
 from shardwise.planner.memory import (
     CONTEXT_BYTES,
     BlockBytes,

@@ -21,13 +21,14 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.models.shape import packed_params
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
 from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compute_time import FLASH_SHARES, ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
 from shardwise.planner.host_time import NO_HOST, HostCosts
-from shardwise.planner.job import PlanJob, expert_skew, packed_params, param_of, product_dtype, trains_all
+from shardwise.planner.job import PlanJob, expert_skew, param_of, product_dtype, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.step_time import TimeModel
 

@@ -26,8 +26,9 @@ from planner_eval.recomputation import Recomputation, recomputation_of
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.models.shape import ModelShape
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import MatmulDtype, ModelShape, PlanJob, param_of, trains_all
+from shardwise.planner.job import MatmulDtype, PlanJob, param_of, trains_all
 
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on no run keeps scores whole."""

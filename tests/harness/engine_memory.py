@@ -21,10 +21,11 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
-from shardwise.planner.configs import written
+from shardwise.models.shape import ModelShape
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, world_size
+from shardwise.planner.job import BASE, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.request import written
 from shardwise.planner.results import MemoryEstimate
 from shardwise.schedule import RECIPES
 

@@ -223,20 +223,25 @@ def _refuse_taken(path: Path | None) -> None:
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with progress("reading the question") as say:
         from shardwise.planner.explain import reasons_of
-        from shardwise.planner.finetune import notes_of, read_examples, verdict
+        from shardwise.planner.fit import notes_of, read_examples, verdict
         from shardwise.planner.plan import find
         from shardwise.planner.pricer import Pricer
-        from shardwise.planner.render import page_dict, plan_dict, plan_view, run_dict
+        from shardwise.planner.render import plan_dict, plan_view
         from shardwise.planner.request import PlanRequest, Question, is_split, read_model
         from shardwise.planner.search import Limits, search
 
         source_model, own = read_model(model), arguments.compare
-        batch = arguments.global_batch or source_model.global_batch or (own and _batch_of(own, cluster.num_gpus))
+        batch = arguments.global_batch or source_model.global_batch
+        if own and batch is None:
+            from shardwise.train.imported_plan import named_batch
+
+            batch = named_batch(own, cluster.num_gpus)
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
 
         def look(asked: PlanRequest) -> SearchResult:
-            if arguments.write is not None:
-                asked.check_writable()
+            if arguments.write is not None and asked.plan_only:
+                fix = "leave --write out, or give the model's folder with its safetensors"
+                raise ConfigError("no-config-for-model", f"{asked.plan_only}; {fix}")
             say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name} for {asked.job.seq_len:,} tokens")
             return search(asked.job, asked.space, limits)
 
@@ -249,20 +254,17 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         plan = _settled(arguments, plan, say)
         say("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
+    ruling = verdict(plan, reasons, pricer, examples) if examples or asked.job.base.lora.rank else None
     view = plan_view(
         plan,
         reasons,
         num_shown=arguments.top,
         is_whole=arguments.more,
         notes=(*asked.notes, *notes, *note, *filter(None, [asked.plan_only])),
-        verdict=(ruling := verdict(plan, reasons, pricer, examples) if examples or asked.base.lora.rank else None),
+        verdict=ruling,
         num_tokens=arguments.tokens,
     )
-    answer = plan_dict(plan, reasons)
-    answer |= {} if ruling is None else {"fine_tuning": ruling.values}
-    if plan.winner is not None:
-        answer["best"][0] |= page_dict(plan.winner, pricer)
-        answer["run"] = None if arguments.tokens is None else run_dict(plan.winner, arguments.tokens)
+    answer = plan_dict(plan, reasons, pricer, verdict=ruling, num_tokens=arguments.tokens)
     try:
         _give(arguments, Group(view, *_footer(arguments, plan.winner, asked.plan_only)), answer)
     finally:
@@ -282,12 +284,6 @@ def _settled(arguments: SimpleNamespace, plan: SearchResult, say: Callable[[str]
     shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
     wanted = (*shown, *plan.near_misses)
     return settle(plan, simulate_finalists(wanted, arguments.simulate, lambda doing: say(f"{found}{doing}")))
-
-
-def _batch_of(own_config: str, num_gpus: int) -> int | None:
-    from shardwise.train.imported_plan import named_batch
-
-    return named_batch(own_config, num_gpus)
 
 
 def _footer(arguments: SimpleNamespace, winner: Estimate | None, plan_only: str) -> Iterator[Text]:
@@ -330,7 +326,7 @@ def _write_config(arguments: SimpleNamespace, plan: SearchResult, pricer: Pricer
     if price is None or arguments.write is None:
         return
     from shardwise.config.toml_text import to_toml
-    from shardwise.planner.configs import ALWAYS_WRITTEN, written
+    from shardwise.planner.request import ALWAYS_WRITTEN, written
     from shardwise.report.planned import HERE, PlanNote
     from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job
@@ -373,7 +369,7 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
     with progress("starting torch"):
         from shardwise.planner.explain import fixes
         from shardwise.planner.pricer import Pricer
-        from shardwise.planner.render import explain_view, job_dict, page_dict, price_dict
+        from shardwise.planner.render import explain_dict, explain_view
         from shardwise.planner.results import missing_memory
         from shardwise.train.imported_plan import read_explained
 
@@ -386,8 +382,7 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
         missing = pricer.missing(price.memory)
         suggestions = () if missing is None else tuple(map(str, fixes(price, missing, pricer)))
     view = explain_view(price, pricer, notes=asked.notes, suggestions=suggestions)
-    answer = {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer), "cures": list(suggestions)}
-    _give(arguments, view, answer)
+    _give(arguments, view, explain_dict(price, pricer, suggestions))
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from shardwise.models.decoder import Decoder, DecoderBlock, generate, lm_loss
     from shardwise.models.decoder_experts import Experts
-    from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, flops_per_token, num_params, preset
+    from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, preset
+    from shardwise.models.shape import flops_per_token, num_params
 
 __all__ = [
     "PRESETS",
@@ -35,8 +36,10 @@ _MODULES: Final[Mapping[str, str]] = MappingProxyType(
         "Decoder": "decoder",
         "DecoderBlock": "decoder",
         "Experts": "decoder_experts",
+        "flops_per_token": "shape",
         "generate": "decoder",
         "lm_loss": "decoder",
+        "num_params": "shape",
     }
 )
 

@@ -5,7 +5,7 @@ recomputed in each forward, so a model built on meta needs only its parameters f
 
 Shapes: B batch, S sequence, E hidden, H query heads, K key and value heads, D head, V vocabulary.
 
->>> from shardwise.models.presets import num_params
+>>> from shardwise.models.shape import num_params
 >>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
 ...                        head_dim=4, ffn_size=48, max_seq_len=32)
 >>> model = Decoder(config)

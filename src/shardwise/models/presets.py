@@ -1,4 +1,4 @@
-"""Describes decoder shapes, their size and cost by formula, and lists some by name: small and published ones.
+"""Describes decoder shapes, and lists some by name: small and published ones; `shape` has their size and cost.
 
 Not weights: a preset is a shape, and training starts from drawn parameters. What plans needs no torch for it.
 
@@ -23,7 +23,6 @@ from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import AttentionConfig, ModelConfig
 from shardwise.config.sections import MODEL_SOURCE_KEYS
-from shardwise.schedule.formulas import training_flops_per_token
 
 EXPERT_FIELDS: Final = ("num_experts", "num_chosen", "expert_size", "num_shared_experts", "router_bias")
 
@@ -294,47 +293,6 @@ def decoder_config(
             f"give at least {vocab_size}, or leave it out",
         )
     return replace(shape, **changes)
-
-
-def num_params(config: DecoderConfig) -> int:
-    """Return the number of parameters; tied embeddings count once.
-
-    >>> f"{num_params(preset('llama-405b')):,}"
-    '405,853,388,800'
-    """
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    norms = (2 * config.num_layers + 1) * config.hidden_size
-    return embeddings + norms + config.num_layers * _block_matmul_params(config, config.num_experts)
-
-
-def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
-    """Return the model FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
-
-    Of experts, those count that a token is sent to. Dense attention counts in full, although the causal mask saves half
-    of it; block-sparse attention counts the pairs of tokens that are visible, exactly.
-    """
-    block = _block_matmul_params(config, config.num_chosen)
-    matmul_params = config.num_layers * block + config.vocab_size * config.hidden_size
-    num_keys = seq_len * _attention_density(config.attention, config.num_heads, seq_len)
-    width = config.num_layers * config.num_heads * config.head_dim
-    return round(training_flops_per_token(matmul_params, width, num_keys))
-
-
-def _block_matmul_params(config: DecoderConfig, num_experts: int) -> int:
-    """Return the elements of a block's matrices, of its experts those of so many."""
-    attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
-    inner = num_experts * config.size_of_expert + config.shared_size if config.num_experts else config.ffn_size
-    return attention + config.hidden_size * (3 * inner + config.num_experts)
-
-
-def _attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:
-    """Return the share of all pairs of a query and a key that FLOPs count: 1.0 where dense, else the visible share.
-
-    Args:
-        num_heads: query heads of the whole model.
-    """
-    structure = structure_of(section, num_heads)
-    return 1.0 if structure is None else structure.layout(seq_len).density
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:

@@ -14,7 +14,8 @@ from functools import cache
 from typing import Literal
 
 from shardwise.config.resolve import Dtype, ResolvedConfig
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, param_of, product_dtype
+from shardwise.models.shape import ModelShape
+from shardwise.planner.job import BASE, PlanJob, changed, param_of, product_dtype
 from shardwise.planner.profile import AttentionTime, BlockTime, MatmulTime
 
 

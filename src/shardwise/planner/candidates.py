@@ -6,7 +6,7 @@ placements of states: ZeRO stage, size of the shard group, tiers.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import parse_cluster
->>> from shardwise.planner.job import ModelShape
+>>> from shardwise.models.shape import ModelShape
 >>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=16, cluster=parse_cluster("h100:8"))
 >>> space = SearchSpace(pins={"mesh.pp": (1,), "mesh.cp": (1,), "recompute.mode": ("none",), "batch.micro_size": (1,)})
@@ -31,17 +31,9 @@ from shardwise.layout.param_groups import check_blocks
 from shardwise.layout.precision import DTYPE_BYTES, precision_policy
 from shardwise.layout.tp_sharding import expert_split
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
+from shardwise.models.shape import ModelShape, UnitKind, with_adapters
 from shardwise.optim.rules import num_states
-from shardwise.planner.job import (
-    ModelShape,
-    PlanJob,
-    UnitKind,
-    changed,
-    num_data_ranks,
-    param_of,
-    with_adapters,
-    world_size,
-)
+from shardwise.planner.job import PlanJob, changed, num_data_ranks, param_of, world_size
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 

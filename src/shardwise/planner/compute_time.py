@@ -15,22 +15,11 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import LoraConfig, ResolvedConfig
+from shardwise.models.shape import PACKED_BYTES, SkeletonParam, is_adapter, packed_params, with_adapters
 from shardwise.optim.rules import NUM_ITERATIONS, num_states
 from shardwise.planner.calibration import Corrections, PassTimes, attention_rates, matmul_rates
 from shardwise.planner.host_time import GRACE_SHARE, NO_HOST, HostCosts, own_costs
-from shardwise.planner.job import (
-    PACKED_BYTES,
-    PlanJob,
-    SectionNumbers,
-    SkeletonParam,
-    expert_skew,
-    is_adapter,
-    packed_params,
-    param_of,
-    product_dtype,
-    trains_all,
-    with_adapters,
-)
+from shardwise.planner.job import PlanJob, SectionNumbers, expert_skew, param_of, product_dtype, trains_all
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}

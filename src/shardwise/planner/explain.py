@@ -12,13 +12,7 @@ from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, changed, num_data_ranks, trains_all
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS
-from shardwise.planner.results import (
-    TIME_PARTS,
-    Estimate,
-    MissingMemory,
-    held_on_node,
-    num_extras,
-)
+from shardwise.planner.results import TIME_PARTS, Estimate, MissingMemory, held_on_node, num_extras
 from shardwise.planner.search import SearchResult
 from shardwise.runtime.format import format_bytes, format_s
 
@@ -27,6 +21,7 @@ _LEAST_SHARE: Final = 0.05
 # Less is the same: it would be read as 0.0.
 _EQUAL_PERCENT: Final = 0.05
 _MICRO_SIZES: Final = (8, 4, 2, 1)
+_MORE_GPUS: Final = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +116,7 @@ def why_yours(yours: Estimate, winner: Estimate | None, pricer: Pricer) -> str:
     """Compare the user's own candidate with the best that the search found, which is None where nothing fits."""
     missing = pricer.missing(yours.memory)
     if missing is not None:
-        return why_not(yours, missing, smallest_change(yours.config, pricer))
+        return _why_not(yours, missing, pricer)
     if winner is None:
         return "fits, though the search found nothing that does: keep it"
     gained = winner.time.step_s - yours.time.step_s
@@ -200,9 +195,9 @@ def _parts_words(one: Estimate, other: Estimate, *, only_more: bool = False) -> 
     )
 
 
-def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> str:
-    """Say how much memory a candidate lacks, and which change makes it fit; None where none does."""
-    return f"{lacks(price, missing)}; {change or 'nothing less of it fits'}"
+def _why_not(price: Estimate, missing: MissingMemory, pricer: Pricer) -> str:
+    """Say how much memory a candidate lacks, and which change makes it fit."""
+    return f"{lacks(price, missing)}; {smallest_change(price.config, pricer) or 'nothing less of it fits'}"
 
 
 def _defaults(winner: Estimate | None, pricer: Pricer) -> Iterator[DefaultChoice]:
@@ -233,8 +228,7 @@ def _default(name: str, configs: list[ResolvedConfig], winner: Estimate | None, 
     price = pricer.price(*min(memories, key=lambda each: each[1].worst.peak_bytes))
     missing = pricer.missing(price.memory)
     assert missing is not None, "what fits has been returned"
-    sentence = why_not(price, missing, smallest_change(price.config, pricer))
-    return DefaultChoice(name=name, price=price, missing=missing, sentence=sentence)
+    return DefaultChoice(name=name, price=price, missing=missing, sentence=_why_not(price, missing, pricer))
 
 
 def _default_configs(job: PlanJob) -> Iterator[tuple[str, list[ResolvedConfig]]]:
@@ -271,7 +265,7 @@ def lacks(price: Estimate, missing: MissingMemory) -> str:
         return f"out of memory by {format_bytes(missing.missing_bytes)} of each node's {missing.tier} memory"
     problem, left = f"out of memory by {format_bytes(-price.margin_bytes)}", price.margin_bytes
     problem = problem if left < 0 else f"only {format_bytes(left)} left, less than is kept free (--margin)"
-    rank = next(rank for rank in price.memory.ranks if rank.pipeline_rank == missing.pipeline_rank)
+    rank = price.memory.worst
     where = f" on pipeline rank {rank.pipeline_rank}" if price.config.mesh.pp > 1 else ""
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
     cluster = price.job.cluster
@@ -279,8 +273,6 @@ def lacks(price: Estimate, missing: MissingMemory) -> str:
     host = f"; and by {format_bytes(host_bytes)} of each node's host memory" if host_bytes > 0 else ""
     return f"{problem}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}{host}"
 
-
-_MOST_MORE_GPUS: Final = 64
 
 Saving = tuple[str, Any]
 """A key of the config, and its value that saves memory."""
@@ -363,15 +355,14 @@ def _adapters_that_fit(config: ResolvedConfig, pricer: Pricer) -> Iterator[Chang
 
 def _more_gpus(config: ResolvedConfig, pricer: Pricer) -> int | None:
     """Return the GPUs on which a candidate fits, all data ranks sharing it; None where 64 times as many are too few."""
-    job, factor = pricer.job, 2
-    while factor <= _MOST_MORE_GPUS:
+    job = pricer.job
+    for factor in _MORE_GPUS:
         larger = replace(job, cluster=_enlarged(job.cluster, factor), global_batch=factor * job.global_batch)
         more = changed(config, {"mesh.dp_shard": factor * config.mesh.dp_shard})
         larger_pricer = Pricer(larger, pricer.margin_share)
         fits = larger_pricer.missing(larger_pricer.memory.estimate(more)) is None
         if fits or smallest_change(_on_device(more), larger_pricer) is not None:
             return larger.cluster.num_gpus
-        factor *= 2
     return None
 
 

@@ -29,18 +29,9 @@ from shardwise.layout.stage_partition import bytes_per_element, find_partition
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES
+from shardwise.models.shape import ModelShape, SkeletonParam, UnitKind, is_adapter, with_adapters
 from shardwise.optim.rules import matrix_state_names
-from shardwise.planner.job import (
-    ModelShape,
-    PlanJob,
-    SectionNumbers,
-    SkeletonParam,
-    UnitKind,
-    changed,
-    is_adapter,
-    trains_all,
-    with_adapters,
-)
+from shardwise.planner.job import PlanJob, SectionNumbers, changed, trains_all
 from shardwise.schedule.pipelines import placement_of
 from shardwise.schedule.placement import StagePlacement
 

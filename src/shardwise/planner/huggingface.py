@@ -3,8 +3,8 @@
 Where transformers is installed it completes the file with what its architecture leaves out; else, and for architectures
 that it does not know, the fields' usual names are read.
 
->>> shape_of({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
-...           "n_positions": 1024}, "config.json").num_params
+>>> source_of({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
+...           "n_positions": 1024}, "config.json").shape.num_params
 124439808
 """
 
@@ -21,7 +21,8 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES, check_model_config
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
-from shardwise.planner.job import Experts, ModelShape, ModelSource
+from shardwise.models.shape import Experts, ModelShape
+from shardwise.planner.job import ModelSource
 
 # The usual name of each size, and others that files have.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -96,8 +97,10 @@ def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
     if not is_known:
         model_type = text.get("model_type", "none")
         notes.append(f"model_type {model_type} is read by its fields' names: check the number of parameters")
-    longest = _size(text, "max_position_embeddings", source, default=0, least=0) or None
-    return ModelSource(shape=shape_of(values, source), longest=longest, notes=tuple(notes))
+    longest = _size(text, "max_position_embeddings", source, default=0, least=0)
+    path = str(values.get("_name_or_path") or "").rstrip("/")
+    shape = _shape(text, source, longest, path.rpartition("/")[2])
+    return ModelSource(shape=shape, longest=longest or None, notes=tuple(notes))
 
 
 def is_huggingface(values: Mapping[str, Any]) -> bool:
@@ -134,15 +137,11 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
     return values
 
 
-def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
-    """Return the shape that a parsed `config.json` describes; the arguments and errors are those of `source_of`."""
-    text, _ = _completed(values)
+def _shape(text: Mapping[str, Any], source: str, longest: int, name: str) -> ModelShape:
     model_type = str(text.get("model_type", ""))
     hidden, num_heads = _size(text, "hidden_size", source), _size(text, "num_attention_heads", source)
-    positions = _size(text, "max_position_embeddings", source, default=0, least=0) if model_type in _LEARNED else 0
     factor = 4 if model_type in _PLAIN else _size(text, "expansion_ratio", source, default=0, least=0)
     is_tied = model_type in _PLAIN - _UNTIED or model_type.startswith(("gemma", "cohere"))
-    path = str(values.get("_name_or_path") or "").rstrip("/")
     return ModelShape(
         num_layers=_size(text, "num_hidden_layers", source),
         hidden_size=hidden,
@@ -154,10 +153,10 @@ def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
         ffn="gated" if _is_gated(text, model_type) else "plain",
         is_tied=bool(text.get("tie_word_embeddings", is_tied)),
         has_biases=model_type in _WITH_BIASES,
-        num_positions=positions + _LEARNED[model_type] if positions else 0,
+        num_positions=longest + _LEARNED[model_type] if longest and model_type in _LEARNED else 0,
         window=_window(text),
         experts=_experts(text, source),
-        name=path.rpartition("/")[2] or model_type or "model",
+        name=name or model_type or "model",
     )
 
 

@@ -21,17 +21,15 @@ import yaml
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.planner.job import Experts, ModelShape, ModelSource
+from shardwise.models.shape import Experts, ModelShape
+from shardwise.planner.job import ModelSource
 
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 _COUNTS: Final = (
     "ffn-hidden-size", "num-query-groups", "kv-channels", "max-position-embeddings", "vocab-size", "padded-vocab-size",
-    "make-vocab-size-divisible-by", "num-experts", "moe-router-topk", "moe-ffn-hidden-size",
-    "tensor-model-parallel-size", "pipeline-model-parallel-size", "num-virtual-stages-per-pipeline-rank",
-    "context-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size",
-    "micro-batch-size", "global-batch-size",
+    "num-experts", "moe-ffn-hidden-size", "expert-tensor-parallel-size", "micro-batch-size", "global-batch-size",
 )  # fmt: skip
-# What Megatron takes where a count is not given.
+# Further counts, and what Megatron takes where they are not given.
 _DEFAULTS: Final = MappingProxyType(
     {
         "make-vocab-size-divisible-by": 128,
@@ -58,6 +56,7 @@ _ASSIGNMENT: Final = re.compile(
     r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s(;]*)\s*+;?\s*+(?:#.*)?$"
 )
 _VARIABLE: Final = re.compile(r"\$\{(\w+)(?::?-((?:[^}$]|\$(?!\{))*+))?\}|\$(\w+)")
+_COLLECTED: Final = re.compile(r"^\w+=[(\"']*(?=--)")
 _MAX_BYTES: Final = 2**18
 _MAX_FLAGS: Final = 1000
 _MAX_DIGITS, _MAX_VALUE, _MAX_SHOWN = 12, 200, 60
@@ -120,7 +119,7 @@ def _dashed(text: str) -> str:
 def _parsed(words: Sequence[str], source: str) -> Any:
     """Return the flags that are read here, by their names with underscores; others are left out."""
     parser = _Parser(prog=source, add_help=False, allow_abbrev=False)
-    for name in (*_SIZES, *_COUNTS):
+    for name in (*_SIZES, *_COUNTS, *_DEFAULTS):
         parser.add_argument(f"--{name}", type=_count, default=_DEFAULTS.get(name))
     for name in _COUNTS_OR_NONE:
         parser.add_argument(f"--{name}", type=lambda text: _count(text, least=0))
@@ -185,9 +184,8 @@ def _shape(flags: Any, source: str) -> ModelShape:
 
 def _mesh(flags: Any, source: str) -> dict[str, object]:
     tp, pp, cp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.context_parallel_size
-    settings: dict[str, object] = {f"mesh.{axis}": n for axis, n in (("tp", tp), ("pp", pp), ("cp", cp)) if n > 1}
-    if flags.expert_model_parallel_size > 1:
-        settings["mesh.ep"] = flags.expert_model_parallel_size
+    sizes = (("tp", tp), ("pp", pp), ("cp", cp), ("ep", flags.expert_model_parallel_size))
+    settings: dict[str, object] = {f"mesh.{axis}": size for axis, size in sizes if size > 1}
     if cp > 1:
         settings["context.transport"] = _TRANSPORTS.get(flags.cp_comm_type or "p2p", "ring")
     if tp > 1 and flags.sequence_parallel:
@@ -260,8 +258,9 @@ def script_words(text: str) -> list[str]:
         tokens = shlex.split(script, comments=True)
     except ValueError:  # a quote that is not closed, as in a message
         tokens = re.sub(r"(^|\s)#.*", "", script).translate(str.maketrans("\"'", "  ")).split()
-    # A script may collect its flags in one string.
-    parts = (token.strip("()\"'") for word in tokens for token in (word.split() if "--" in word else [word]))
+    # A script may collect its flags in one string or list, the first of them beside its name.
+    words = (_COLLECTED.sub("", word) for word in tokens)
+    parts = (token.strip("()\"'") for word in words for token in (word.split() if "--" in word else [word]))
     return [_named(token) for token in parts if token != "--"]
 
 

@@ -8,7 +8,7 @@ matters, `shardwise.simulate` runs the engine itself.
 >>> from shardwise.config.resolve import Config
 >>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.job import ModelShape
+>>> from shardwise.models.shape import ModelShape
 >>> shape, cluster = ModelShape.of_decoder(preset("llama-3-8b")), parse_cluster("h100:64")
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=cluster)
 >>> config = Config.from_dict({"zero": {"stage": 3}, "recompute": {"mode": "full"}, "precision": {"param": "bf16"}})
@@ -40,18 +40,9 @@ from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import BLOCK_NUMEL, DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
+from shardwise.models.shape import SCALE_BYTES, packed_params, with_adapters
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, LayerCount, StageLayouts
-from shardwise.planner.job import (
-    SCALE_BYTES,
-    PlanJob,
-    expert_skew,
-    num_data_ranks,
-    packed_params,
-    param_of,
-    product_dtype,
-    trains_all,
-    with_adapters,
-)
+from shardwise.planner.job import PlanJob, expert_skew, num_data_ranks, param_of, product_dtype, trains_all
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.schedule.formulas import moments_in_flight, num_distinct_micro_batches
 from shardwise.schedule.pipelines import recipe_of

@@ -18,11 +18,10 @@ from shardwise.config.arguments import checked
 from shardwise.config.errors import ConfigError, printable_lines
 from shardwise.config.resolve import Config
 from shardwise.config.sections import Positive
-from shardwise.planner.configs import written
 from shardwise.planner.explain import Reasons, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.render import plan_view
-from shardwise.planner.request import PlanRequest, Question, model_of
+from shardwise.planner.request import PlanRequest, Question, model_of, written
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, SearchResult, search
 from shardwise.runtime.format import format_bytes, format_s

@@ -15,18 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.resolve import ResolvedConfig, Tier
-from shardwise.planner.configs import SPLITS
-from shardwise.planner.explain import CHUNK_TOKENS, Reasons, lacks
-from shardwise.planner.finetune import Verdict
-from shardwise.planner.fit import Fit
+from shardwise.models.shape import ModelShape
+from shardwise.planner.explain import Reasons, lacks
+from shardwise.planner.fit import Fit, Verdict
 from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
-from shardwise.planner.job import ModelShape, PlanJob, product_dtype
+from shardwise.planner.job import PlanJob, product_dtype
 from shardwise.planner.pricer import Pricer
+from shardwise.planner.request import CHUNK_TOKENS, SPLITS
 from shardwise.planner.results import (
     TIME_PARTS,
     Estimate,
     RankMemory,
-    batch_words,
     held_on_node,
     money_words,
 )
@@ -71,13 +70,18 @@ MEMORY_MARKS: Final[Marks] = MappingProxyType(
         "rounding": ("r", "bright_black"),  # of the allocator
     }
 )
-Rows = Sequence[tuple[str, RenderableType]]
+Row = tuple[str, RenderableType]
+Rows = Sequence[Row]
 
 
 def facts(rows: Rows) -> Table:
     """Show labels and what they are about in two columns."""
+    return _two_columns(rows, style="dim", width=9)
+
+
+def _two_columns(rows: Rows, **of_first: Any) -> Table:
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", width=9)
+    grid.add_column(**of_first)
     grid.add_column(overflow="fold")
     for label, value in rows:
         grid.add_row(label, Text(value) if isinstance(value, str) else value)
@@ -98,7 +102,7 @@ def blocks(*parts: RenderableType) -> RenderableType:
     return Group(*(Padding(block, (1, 1, 0, 1), expand=False) for block in parts))
 
 
-def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
+def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[Row]:
     """Describe the model, the batch and the cluster."""
     shape = job.shape
     text = f"{shape.name}, {format_count(shape.num_params)} parameters, "
@@ -107,15 +111,15 @@ def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, Rendera
         text += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
     if job.base.lora.rank:
         text += f", LoRA of rank {job.base.lora.rank}{' over nf4' if job.base.lora.base == 'nf4' else ''}"
-    rows: list[tuple[str, RenderableType]] = [("model", Text(text, style="bold")), ("batch", batch_words(job))]
-    rows.append(("cluster", cluster_words(job.cluster)))
+    batch = f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {format_count(job.tokens)} tokens"
+    rows: list[Row] = [("model", Text(text, style="bold")), ("batch", batch), ("cluster", cluster_words(job.cluster))]
     return rows + [("note", Text(note, style="yellow")) for note in notes]
 
 
-def price_rows(price: Estimate, label: str = "best") -> list[tuple[str, RenderableType]]:
+def price_rows(price: Estimate, label: str = "best") -> list[Row]:
     """Describe one candidate, whose layout is labelled: its speed, memory on the worst rank, and cost."""
     worst, gpu = price.memory.worst, price.job.cluster.gpu
-    rows: list[tuple[str, RenderableType]] = [
+    rows: list[Row] = [
         (label, Text(price.layout, style="bold green" if price.margin_bytes >= 0 else "bold red")),
         ("step", speed_words(price)),
         *([] if gpu.is_cpu else [("checked", VALIDATION)]),
@@ -214,26 +218,26 @@ def price_table(prices: Sequence[Estimate], beside: Mapping[str, Estimate] = Map
     return table
 
 
-def stage_rows(price: Estimate) -> list[tuple[str, RenderableType]]:
+def stage_rows(price: Estimate) -> list[Row]:
     """Describe the memory of each pipeline rank; of a long pipeline only of some ranks, the worst among them."""
     ranks, worst = list(price.memory.ranks), price.memory.worst
     if len(ranks) > _MOST_STAGES:
         shown = {0, 1, len(ranks) // 2, len(ranks) - 1, ranks.index(worst)}
         ranks = [ranks[index] for index in sorted(shown)]
-    return [(f"rank {rank.pipeline_rank}", _rank_words(rank, is_worst=rank is worst)) for rank in ranks]
+    rows: list[Row] = []
+    for rank in ranks:
+        parts = ", ".join(f"{name} {text}" for name, text in _large_parts(rank).items())
+        most = ", the most" if rank is worst else ""
+        rows.append((f"rank {rank.pipeline_rank}", f"{format_bytes(rank.peak_bytes)}{most}: {parts}"))
+    return rows
 
 
-def _rank_words(rank: RankMemory, *, is_worst: bool) -> str:
-    parts = ", ".join(f"{name} {text}" for name, text in _large_parts(rank).items())
-    return f"{format_bytes(rank.peak_bytes)}{', the most' if is_worst else ''}: {parts}"
-
-
-def time_rows(price: Estimate) -> list[tuple[str, RenderableType]]:
+def time_rows(price: Estimate) -> list[Row]:
     """Say where a step's time goes."""
     time = price.time
     parts = [(name, time.parts.get(name, 0.0)) for name in TIME_PARTS]
     named = [f"{name} {format_s(seconds)}" for name, seconds in parts if seconds >= time.step_s / 1000]
-    rows: list[tuple[str, RenderableType]] = [("time", ", ".join(named))]
+    rows: list[Row] = [("time", ", ".join(named))]
     if time.bubble_rate is not None and price.config.mesh.pp > 1:
         rows.append(("bubble", f"{100 * time.bubble_rate:.1f} % of a rank's time in the pipeline"))
     return rows
@@ -243,10 +247,9 @@ def bar_of(sizes: Mapping[str, float], marks: Marks, capacity: float, width: int
     """Draw parts in a container, in the order of their marks; what exceeds it comes after a `|`.
 
     Args:
-        marks: sign and colour of each part, by name.
+        marks: sign and colour of each part, by name; they differ by colour where `is_coloured`.
         capacity: of the container, in the unit of the sizes.
         width: of the whole bar, in characters.
-        is_coloured: whether parts differ by colour and not by sign.
     """
     total = sum(sizes.values())
     filled_width = width * total / capacity if total <= capacity else width - 1
@@ -286,7 +289,11 @@ def plan_view(
     """
     winner = plan.winner
     num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
-    parts: list[RenderableType] = [] if verdict is None else [facts(_verdict_rows(verdict))]
+    parts: list[RenderableType] = []
+    if verdict is not None:
+        fits = Text(verdict.fits, style="bold green" if verdict.does_fit else "bold red")
+        more = "also" if verdict.does_fit else "to fit"
+        parts.append(facts([("fits", fits), ("takes", verdict.takes), (more, verdict.more)]))
     parts.append(facts(job_rows(plan.job, notes)))
     if winner is None:
         parts += _no_winner(plan, reasons, is_whole)
@@ -302,18 +309,11 @@ def plan_view(
         parts.append(price_table((winner, *plan.runners_up)[:num_shown], beside))
         parts += [_titled("why the others lose", losers)] if losers else []
     if reasons.defaults:
-        parts.append(
-            _titled("what many would start with", [(default.name, default.sentence) for default in reasons.defaults])
-        )
+        defaults = [(default.name, default.sentence) for default in reasons.defaults]
+        parts.append(_titled("what many would start with", defaults))
     if is_whole:
         parts.append(Text(_counts(plan), style="dim"))
     return blocks(*parts)
-
-
-def _verdict_rows(verdict: Verdict) -> list[tuple[str, RenderableType]]:
-    style = "bold green" if verdict.does_fit else "bold red"
-    more = "also" if verdict.does_fit else "to fit"
-    return [("fits", Text(verdict.fits, style=style)), ("takes", Text(verdict.takes)), (more, Text(verdict.more))]
 
 
 def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator[RenderableType]:
@@ -341,12 +341,7 @@ def _proof_rows(plan: SearchResult) -> Iterator[tuple[str, str]]:
 
 
 def _titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column()
-    grid.add_column(overflow="fold")
-    for name, text in rows:
-        grid.add_row(f"  {name}", Text(text))
-    return Group(Text(title, style="dim"), grid)
+    return Group(Text(title, style="dim"), _two_columns([(f"  {name}", text) for name, text in rows]))
 
 
 def _counts(plan: SearchResult) -> str:
@@ -364,12 +359,9 @@ def run_words(price: Estimate, num_tokens: float) -> str:
     """Write what a run of so many tokens takes."""
     time, num_steps = price.time, num_tokens / price.job.tokens
     usd = "" if price.usd_per_step is None else f"{money_words(num_steps * price.usd_per_step)}, "
-    days, low, high = (_days(num_steps * seconds / _DAY_S) for seconds in (time.step_s, time.low_s, time.high_s))
+    exact = [num_steps * seconds / _DAY_S for seconds in (time.step_s, time.low_s, time.high_s)]
+    days, low, high = (three_digits(number) if number >= 1 else f"{number:.2g}" for number in exact)
     return f"{format_count(num_tokens)} tokens: {usd}{days} days ({low} to {high})"
-
-
-def _days(days: float) -> str:
-    return three_digits(days) if days >= 1 else f"{days:.2g}"
 
 
 def run_dict(price: Estimate, num_tokens: float) -> dict[str, float | None]:
@@ -380,18 +372,9 @@ def run_dict(price: Estimate, num_tokens: float) -> dict[str, float | None]:
 
 
 def explain_view(
-    price: Estimate,
-    pricer: Pricer,
-    *,
-    notes: Sequence[str] = (),
-    suggestions: Sequence[str] = (),
+    price: Estimate, pricer: Pricer, *, notes: Sequence[str] = (), suggestions: Sequence[str] = ()
 ) -> RenderableType:
-    """Show one candidate in detail: memory of each pipeline rank, parts of the time, what to look at.
-
-    Args:
-        notes: on how the config was read.
-        suggestions: where it does not fit: what would make it fit.
-    """
+    """Show one candidate in detail: memory of each pipeline rank, parts of the time, what to look at, what helps."""
     rows = price_rows(price, "layout") + time_rows(price)
     rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer)]
     rows += [("fix", line) for line in suggestions]
@@ -441,11 +424,23 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     }
 
 
-def plan_dict(plan: SearchResult, reasons: Reasons) -> dict[str, Any]:
+def plan_dict(
+    plan: SearchResult,
+    reasons: Reasons,
+    pricer: Pricer,
+    *,
+    verdict: Verdict | None = None,
+    num_tokens: float | None = None,
+) -> dict[str, Any]:
     """Return all of a plan as JSON takes it; the arguments are those of `plan_view`."""
+    best = [price_dict(price) for price in plan.best]
+    further: dict[str, Any] = {} if verdict is None else {"fine_tuning": verdict.values}
+    if plan.winner is not None:
+        best[0] |= _page_dict(plan.winner, pricer)
+        further["run"] = None if num_tokens is None else run_dict(plan.winner, num_tokens)
     return {
-        "job": job_dict(plan.job),
-        "best": [price_dict(price) for price in plan.best],
+        "job": _job_dict(plan.job),
+        "best": best,
         "runners_up": [price_dict(price) for price in plan.runners_up],
         "yours": None if reasons.yours is None else price_dict(reasons.yours[0]),
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
@@ -464,10 +459,18 @@ def plan_dict(plan: SearchResult, reasons: Reasons) -> dict[str, Any]:
         "is_proven": plan.is_proven,
         "gap_share": plan.gap_share,
         "elapsed_s": plan.elapsed_s,
+        **further,
     }
 
 
-def job_dict(job: PlanJob) -> dict[str, Any]:
+def explain_dict(price: Estimate, pricer: Pricer, suggestions: Sequence[str] = ()) -> dict[str, Any]:
+    """Return one candidate in detail as JSON takes it; the arguments are those of `explain_view`."""
+    # `cures` stays the name of the suggestions, since programs read it.
+    cures = {"cures": list(suggestions)}
+    return {"job": _job_dict(price.job), **price_dict(price), **_page_dict(price, pricer), **cures}
+
+
+def _job_dict(job: PlanJob) -> dict[str, Any]:
     """Return a job's shape, batch and cluster as JSON takes them."""
     return {
         "model": asdict(job.shape),
@@ -516,7 +519,7 @@ def price_dict(price: Estimate) -> dict[str, Any]:
     }
 
 
-def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
+def _page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
     """Return what `shardwise report` shows of a candidate beside its price: times of a micro-batch, and bytes sent."""
     rank = price.memory.worst.pipeline_rank
     return {

@@ -1,4 +1,4 @@
-"""Turn what a user asks (a model by name or file, a batch, pins) into a job and a search space.
+"""Turn what a user asks (a model, a batch, pins; or a config) into a job and a search space; write a plan's config.
 
 >>> from shardwise.planner.hardware import parse_cluster
 >>> model, cluster = read_model("meta-llama/Llama-3.1-70B"), parse_cluster("h100:512")
@@ -15,24 +15,44 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import Config, Dtype, is_config, read_toml
-from shardwise.models.presets import PRESETS, DecoderConfig, preset
+from shardwise.config.resolve import Config, Dtype, ModelConfig, ResolvedConfig, is_config, read_toml
+from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, preset
+from shardwise.models.shape import ModelShape
 from shardwise.optim.rules import wanted_rule
 from shardwise.planner.candidates import PLANNED, SearchSpace, divisors
-from shardwise.planner.configs import base_of, model_section, pins_of, shape_of, window_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
-from shardwise.planner.job import ModelShape, ModelSource, PlanJob
+from shardwise.planner.job import ModelSource, PlanJob, changed
 from shardwise.planner.megatron import read_megatron
 from shardwise.runtime.format import format_count
 
+SPLITS: Final = ("mesh", "batch", "precision", "zero", "tiers", "tensor", "pipeline", "context", "recompute")
+"""The sections that say how a job is split and stored."""
+
+ALWAYS_WRITTEN: Final = frozenset(
+    {
+        "model.preset",
+        "data.seq_len",
+        "batch.global_size",
+        "batch.micro_size",
+        "mesh.dp_replicate",
+        "mesh.dp_shard",
+        "precision.param",
+        "zero.stage",
+    }
+)
+"""Keys that a planned config always has, even at their defaults: `shardwise train` has its own defaults for some."""
+
+_SHAPE_KEYS: Final = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size")
+# The sections that no candidate changes.
+_OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})
 # Names that people know our presets by.
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -58,7 +78,7 @@ USUAL_LENGTH: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Hold a job, the space to search for it, and the config that the plan's config starts from.
+    """Hold a job, and the space to search for it.
 
     Attributes:
         plan_only: why `shardwise train` cannot train this model by a config; "" where it can.
@@ -66,21 +86,8 @@ class PlanRequest:
 
     job: PlanJob
     space: SearchSpace
-    base: Config
     notes: tuple[str, ...] = ()
     plan_only: str = ""
-
-    def check_writable(self) -> None:
-        """Raise where no config can have the plan.
-
-        Raises:
-            ConfigError: our decoder cannot have the model's shape, and no folder with its weights is given.
-        """
-        if self.plan_only:
-            raise ConfigError(
-                "no-config-for-model",
-                f"{self.plan_only}; leave --write out, or give the model's folder with its safetensors",
-            )
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Question:
     tunes: bool = False
 
     def ask(self) -> PlanRequest:
-        """Return the job to plan, its search space, and the config that the plan's config starts from.
+        """Return the job to plan and its search space.
 
         Raises:
             ConfigError: no length is known, or a setting is none.
@@ -123,9 +130,9 @@ class Question:
         tunes = self.tunes or base.lora.rank > 0
         length = _length(model, self.seq_len, notes, tunes=tunes)
         batch = self.global_batch or model.global_batch or _batch(cluster.num_gpus, length, notes, tunes=tunes)
-        job = _job(model.shape, base, cluster, length, batch)
+        job = _job(model.shape, _of_job(base, length, batch), cluster, base_of(base))
         space = SearchSpace(pins=pins_of(pinned))
-        return PlanRequest(job=job, space=space, base=base, notes=tuple(notes), plan_only=_plan_only(job, base))
+        return PlanRequest(job=job, space=space, notes=tuple(notes), plan_only=_plan_only(job, base))
 
     def easier(self, asked: PlanRequest) -> Iterator[Question]:
         """Yield questions that need less memory and change nothing that the user has said, the nearest first."""
@@ -322,14 +329,133 @@ def _slow_dtype(base: Config, cluster: Cluster) -> Iterator[str]:
         yield f"{slow}; precision.param=fp32 is faster"
 
 
-def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:
-    """Build the job from the parts of the config that no candidate changes; refuse those that contradict each other."""
+def _of_job(base: Config, seq_len: int, global_batch: int) -> ResolvedConfig:
+    """Return the parts of a config that no candidate changes; refuse those that contradict each other."""
     sections: dict[str, Any] = {key: value for key, value in base.model_dump().items() if key in _OF_JOB}
     sections["batch"] = {"global_size": global_batch}
     sections["data"]["seq_len"] = seq_len
-    window = window_of(Config.from_dict(sections).resolve(world_size=1))
-    shape = shape if window is None else replace(shape, window=window)
-    return PlanJob(shape=shape, seq_len=seq_len, global_batch=global_batch, cluster=cluster, base=base_of(base))
+    return Config.from_dict(sections).resolve(world_size=1)
 
 
-_OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})
+def base_of(config: Config) -> ResolvedConfig:
+    """Return what candidates have of a user's config: nothing that the planner chooses, and no cut of the stages."""
+    usual = Config().resolve(world_size=1)
+    chosen = {key: getattr(getattr(usual, section), leaf) for key in PLANNED for section, leaf in [key.split(".")]}
+    whole = ResolvedConfig.model_construct(config.model_fields_set, **{**dict(config), "batch": usual.batch})
+    return changed(whole, {**chosen, "zero.stage": 0, "pipeline.cut": None})
+
+
+def split_as(base: ResolvedConfig, config: ResolvedConfig) -> ResolvedConfig:
+    """Return `base`, split and stored as another config says."""
+    return base.model_copy(update={name: getattr(config, name) for name in SPLITS})
+
+
+def job_of(config: Config, cluster: Cluster) -> PlanJob:
+    """Return the job that the model, data and batch of a config, resolved or not, describe on all GPUs of a cluster.
+
+    Raises:
+        ConfigError: the model or the batch is none.
+    """
+    resolved = config.resolve(cluster.num_gpus)
+    return _job(shape_of(resolved), resolved, cluster, base_of(resolved))
+
+
+def _job(shape: ModelShape, config: ResolvedConfig, cluster: Cluster, base: ResolvedConfig) -> PlanJob:
+    """Return the job of a shape, under the sliding window that a config may have; others are priced as dense."""
+    attention, seq_len = config.attention, config.data.seq_len
+    if attention.kind == "sliding-window":
+        blocks = attention.num_sliding_window_blocks or 3
+        shape = replace(shape, window=min(seq_len, (blocks // 2 + 1) * attention.block))
+    return PlanJob(shape=shape, seq_len=seq_len, global_batch=config.batch.global_size, cluster=cluster, base=base)
+
+
+def shape_of(config: Config) -> ModelShape:
+    """Return the shape of a config's model.
+
+    Raises:
+        ConfigError: there is none, or its folder has no config.json that gives the sizes.
+    """
+    if config.model.path is not None:
+        path = Path(config.model.path).expanduser() / "config.json"
+        source_shape = read_huggingface(path if path.is_file() else cached_config(config.model.path) or path).shape
+        if source_shape is None:
+            raise ConfigError("model-not-named", f"model.path={config.model.path} names no model; give its folder")
+        return source_shape
+    decoder = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    return ModelShape.of_decoder(decoder, name=config.model.preset)
+
+
+def written(job: PlanJob, config: ResolvedConfig) -> Config:
+    """Return the config by which `shardwise train` runs a candidate of a job, without what follows from the rest.
+
+    Raises:
+        ConfigError: our decoder cannot have the job's shape.
+    """
+    values = config.model_dump()
+    if config.model.path is None:
+        values["model"] = model_section(job.shape, config.model).model_dump()
+    values["data"]["seq_len"] = job.seq_len
+    values["batch"]["accumulation"] = None
+    return Config.from_dict(values)
+
+
+def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
+    """Return the `model` section of a shape: `base` where that is already it, else the preset with the fewest changes.
+
+    Raises:
+        ConfigError: our decoder cannot have that shape.
+    """
+    foreign = {
+        "dense layers before its experts": bool(shape.experts and shape.experts.num_dense_layers),
+        "a feed-forward of two matrices": shape.ffn != "gated",
+        "biases": shape.has_biases,
+        "learned positions": shape.num_positions > 0,
+    }
+    used_keys = [what for what, is_there in foreign.items() if is_there]
+    wanted, sections = replace(shape, name="", window=None), [base]
+    for name, decoder in PRESETS.items():
+        values = _section_values(ModelShape.of_decoder(decoder))
+        changes = {key: value for key, value in _section_values(wanted).items() if value != values.get(key)}
+        if not used_keys and shape.hidden_size % shape.num_heads == 0:
+            sections.append(ModelConfig(preset=name, **changes))
+    same = [section for section in sections if ModelShape.of_decoder(decoder_config(section), name="") == wanted]
+    if not same:
+        what = " and ".join(used_keys) or f"head_dim={shape.head_dim}, not hidden_size / num_heads"
+        raise ConfigError(
+            "model-plan-only", f"model {shape.name} has {what}, and the decoder of shardwise train has not; plan only"
+        )
+    if same[0] is base:
+        return base
+    return min(same, key=lambda each: (len(each.model_dump(exclude_none=True)), each.preset != shape.name))
+
+
+def _section_values(shape: ModelShape) -> dict[str, Any]:
+    """Return the keys of a `model` section that describe a shape."""
+    values = {key: getattr(shape, key) for key in _SHAPE_KEYS} | {"tie_embeddings": shape.is_tied, "num_experts": 0}
+    experts = shape.experts
+    if experts is not None:
+        values |= {"num_experts": experts.num_experts, "num_chosen": experts.num_chosen}
+        values |= {"expert_size": experts.ffn_size, "num_shared_experts": experts.num_shared}
+    return values
+
+
+def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the pins of `section.key=value` assignments, by key; commas separate several values.
+
+    >>> pins_of(["mesh.tp=4,8", "zero.stage=3"])
+    {'mesh.tp': (4, 8), 'zero.stage': (3,)}
+
+    Raises:
+        ConfigError: the config has no such value, or the key may not be pinned.
+    """
+    pins: dict[str, tuple[Any, ...]] = {}
+    for assignment in assignments:
+        key, _, text = assignment.partition("=")
+        if key.endswith("_on_device"):
+            raise ConfigError(
+                "key-chosen-last", f"{key} is chosen last, as large as fits; leave it out, or price yours by --explain"
+            )
+        section, _, leaf = key.partition(".")
+        configs = [Config().override([f"{key}={value.strip()}"]) for value in text.split(",")]
+        pins[key] = tuple(getattr(getattr(config, section), leaf) for config in configs)
+    return pins

@@ -28,7 +28,7 @@ from shardwise.schedule.pipelines import recipe_of
 
 
 class TimePart(NamedTuple):
-    """Say of a part of a step what people call it, what limits a step by it, and its part of a timeline."""
+    """Say what people call a part of a step, what limits a step by it, and in which part of a timeline it is."""
 
     words: str
     limit: str
@@ -217,16 +217,10 @@ USUAL_MARGIN: Final = 0.06
 
 @dataclass(frozen=True)
 class MissingMemory:
-    """Say how many bytes a memory lacks.
-
-    Attributes:
-        missing_bytes: of a device, or of a node's other memory.
-        pipeline_rank: the rank of the pipeline that lacks most.
-    """
+    """Say how many bytes a memory lacks: the device of the fullest rank, or a node's host memory or disks."""
 
     tier: Tier
     missing_bytes: float
-    pipeline_rank: int
 
 
 def usable_bytes(cluster: Cluster, margin_share: float) -> float:
@@ -241,8 +235,8 @@ def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
 
 def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
     """Return the bytes that all memories of a node lack together; the arguments are those of `missing_memory`."""
-    device = max(0.0, memory.worst.peak_bytes - usable_bytes(cluster, margin_share)) * cluster.gpus_per_node
-    return device + sum(max(0.0, held_on_node(memory, cluster, tier) - size) for tier, size in _of_node(cluster))
+    lacking = _lacking(memory, cluster, margin_share)
+    return sum(each.missing_bytes * (cluster.gpus_per_node if each.tier == "device" else 1) for each in lacking)
 
 
 def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> MissingMemory | None:
@@ -250,19 +244,19 @@ def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float
 
     The ranks of a node of `cluster` share its host memory and disks. Of a device `margin_share` is to stay free.
     """
+    return next(_lacking(memory, cluster, margin_share), None)
+
+
+def _lacking(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> Iterator[MissingMemory]:
     missing = memory.worst.peak_bytes - usable_bytes(cluster, margin_share)
     if missing > 0:
-        return MissingMemory("device", missing, memory.worst.pipeline_rank)
-    for tier, size in _of_node(cluster):
+        yield MissingMemory("device", missing)
+    of_node: tuple[tuple[Tier, float], ...]
+    of_node = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
+    for tier, size in of_node:
         missing = held_on_node(memory, cluster, tier) - size
         if missing > 0:
-            fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
-            return MissingMemory(tier, missing, fullest.pipeline_rank)
-    return None
-
-
-def _of_node(cluster: Cluster) -> tuple[tuple[Tier, float], ...]:
-    return ("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes)
+            yield MissingMemory(tier, missing)
 
 
 def layout_words(config: ResolvedConfig) -> str:
@@ -324,8 +318,3 @@ def money_words(dollars: float) -> str:
     if dollars < 1:
         return f"${dollars:.2g}"
     return f"${three_digits(dollars)}" if dollars < 1e3 else f"${format_count(dollars)}"
-
-
-def batch_words(job: PlanJob) -> str:
-    """Write the batch of a step."""
-    return f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {format_count(job.tokens)} tokens"

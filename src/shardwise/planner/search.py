@@ -26,9 +26,10 @@ from shardwise.config.sections import BelowOne, Positive
 from shardwise.layout.layout import states_of
 from shardwise.layout.precision import DTYPE_BYTES, precision_policy
 from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
+from shardwise.models.shape import PACKED_BYTES
 from shardwise.optim.rules import matrix_state_names
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
-from shardwise.planner.job import PACKED_BYTES, PlanJob, changed
+from shardwise.planner.job import PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     TIE_SHARE,

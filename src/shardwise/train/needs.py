@@ -23,10 +23,10 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.optim.rules import named_rule
-from shardwise.planner.configs import job_of
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.request import job_of
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.runtime.device import kind_of, total_bytes
 from shardwise.runtime.format import format_bytes

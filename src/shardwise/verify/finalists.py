@@ -17,7 +17,7 @@ from typing import Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
-from shardwise.planner.configs import written
+from shardwise.planner.request import written
 from shardwise.planner.results import PEAK_NAMES, Estimate, MemoryEstimate, RankMemory
 
 _MOST_PROCESSES: Final = 4

@@ -15,8 +15,9 @@ from planner_eval.recomputation import recomputation_of
 from planner_eval.traits import published_traits
 from planner_eval.words import gpu_of
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.hardware import find_gpu
-from shardwise.planner.job import Experts, ModelShape, PlanJob, changed, param_of
+from shardwise.planner.job import PlanJob, changed, param_of
 
 # What holds of all published code, whatever it was.
 GPT = {"layers": 30, "hidden": 2304, "heads": 24, "ffn_type": "gelu_mlp", "seq": 1024, "name": "GPT"}

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness.refusals import refused
 from harness.small_decoder import SMALL_DECODER
 from shardwise.models.decoder import Decoder, RMSNorm, lm_loss, rope_tables, rotate
-from shardwise.models.presets import flops_per_token, num_params, preset
+from shardwise.models.presets import preset
+from shardwise.models.shape import flops_per_token, num_params
 from shardwise.runtime.keyed_rng import init_parameters
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.torch_private import fake_tensors

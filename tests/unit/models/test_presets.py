@@ -6,7 +6,8 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.config.resolve import ModelConfig
-from shardwise.models.presets import PRESETS, decoder_config, num_params, preset
+from shardwise.models.presets import PRESETS, decoder_config, preset
+from shardwise.models.shape import num_params
 
 PUBLISHED = {
     "1b": 1_100_048_384,

@@ -11,16 +11,17 @@ import pytest
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.layout.zero_stages import Placement
+from shardwise.models.shape import ModelShape
 from shardwise.planner.candidates import (
     SearchSpace,
     candidates,
     divisors,
     placements,
 )
-from shardwise.planner.configs import base_of, written
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed, num_data_ranks, world_size
+from shardwise.planner.job import BASE, PlanJob, changed, num_data_ranks, world_size
+from shardwise.planner.request import base_of, written
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator

@@ -14,8 +14,8 @@ import pytest
 from harness.refusals import refused
 from shardwise.cli import main as cli
 from shardwise.cli.plan import check_flags, parse_ranks, plan, start_words, with_words
-from shardwise.planner.configs import pins_of
 from shardwise.planner.hardware import parse_cluster
+from shardwise.planner.request import pins_of
 
 QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--fit": ["--fit"]}
 QUESTIONS |= {"--dry-run": ["--dry-run"]}

@@ -17,10 +17,11 @@ from shardwise.config.resolve import Reduce
 from shardwise.config.sections import Gather
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.collectives import NetworkModel
 from shardwise.planner.comm_time import CommTimeModel, TokenExchange, context_bytes, exposed_s
 from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, num_data_ranks
+from shardwise.planner.job import BASE, PlanJob, changed, num_data_ranks
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
 DISPATCH_NETWORK = NetworkModel(

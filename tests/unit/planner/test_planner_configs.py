@@ -13,11 +13,12 @@ from harness.refusals import refused
 from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.config.toml_text import to_toml
 from shardwise.models.presets import PRESETS, decoder_config, preset
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.candidates import SearchSpace, candidates, placements
-from shardwise.planner.configs import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, written
 from shardwise.planner.folded_layout import StageTable
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
+from shardwise.planner.job import BASE, PlanJob, changed, world_size
+from shardwise.planner.request import ALWAYS_WRITTEN, base_of, job_of, pins_of, split_as, written
 from shardwise.schedule import RECIPES
 from shardwise.train.setup import check_job
 

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from shardwise.config.resolve import Config
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.candidates import SearchSpace, candidates, placements
-from shardwise.planner.configs import base_of, job_of, written
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import cluster_of, parse_cluster
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import MatmulTime, Profile
+from shardwise.planner.request import base_of, job_of, written
 from shardwise.planner.search import least_states_bytes
 from shardwise.verify.finalists import peak_of
 

@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.candidates import SearchSpace
 from shardwise.planner.explain import (
     fixes,
@@ -21,7 +22,7 @@ from shardwise.planner.explain import (
     why_yours,
 )
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     Estimate,
@@ -141,13 +142,13 @@ def test_at_most_four_parts_that_differ_are_named_and_none_that_is_next_to_nothi
     ("memory", "missing"),
     [
         (memory_of({"params": 80.0}), None),
-        (memory_of({"params": 10.0}, {"params": 10.0, "activations": 72.0}), MissingMemory("device", 2 * GIB, 1)),
+        (memory_of({"params": 10.0}, {"params": 10.0, "activations": 72.0}), MissingMemory("device", 2 * GIB)),
         # All ranks of a node share its host and its disks.
         (memory_of({}, host=125.0), None),
-        (memory_of({}, host=126.0), MissingMemory("host", 8 * GIB, 0)),
+        (memory_of({}, host=126.0), MissingMemory("host", 8 * GIB)),
         (memory_of({}, nvme=100.0), None),
-        (memory_of({}, nvme=101.0), MissingMemory("nvme", 8 * GIB, 0)),
-        (memory_of({"params": 81.0}, host=126.0), MissingMemory("device", GIB, 0)),
+        (memory_of({}, nvme=101.0), MissingMemory("nvme", 8 * GIB)),
+        (memory_of({"params": 81.0}, host=126.0), MissingMemory("device", GIB)),
     ],
 )
 def test_what_is_missing(memory: MemoryEstimate, missing: MissingMemory | None) -> None:

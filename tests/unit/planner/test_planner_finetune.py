@@ -11,7 +11,7 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.cli import main as cli
-from shardwise.planner.finetune import Examples, Verdict, read_examples, verdict
+from shardwise.planner.fit import Examples, Verdict, read_examples, verdict
 from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.plan import plan
 from shardwise.planner.pricer import Pricer

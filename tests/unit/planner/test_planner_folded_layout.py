@@ -16,9 +16,10 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.precision import StatesDtype
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
+from shardwise.planner.job import BASE, PlanJob, changed, world_size
 from shardwise.schedule import RECIPES
 from shardwise.tensor.plan_layout import plan_layout
 

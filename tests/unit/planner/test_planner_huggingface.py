@@ -9,9 +9,10 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.models.presets import preset
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner import huggingface
-from shardwise.planner.huggingface import read_huggingface, shape_of, source_of
-from shardwise.planner.job import Experts, ModelShape, ModelSource
+from shardwise.planner.huggingface import read_huggingface, source_of
+from shardwise.planner.job import ModelSource
 
 
 def model_of(model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more):
@@ -56,7 +57,7 @@ def test_a_llama_is_the_preset(tmp_path):
     ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
 )
 def test_shapes_have_the_published_number_of_parameters(values, billions, share):
-    assert shape_of(values, "config.json").num_params / 1e9 == pytest.approx(billions, rel=share)
+    assert source_of(values, "config.json").shape.num_params / 1e9 == pytest.approx(billions, rel=share)
 
 
 def test_a_model_of_latent_attention_and_experts() -> None:
@@ -215,12 +216,12 @@ def without(values: dict, key: str) -> dict:
         (without(UNKNOWN, "hidden_size"), "import-key-missing", "hidden_size (or n_embd"),
         ({**without(UNKNOWN, "vocab_size"), "vocab_sise": 5}, "import-key-missing", "vocab_sise?"),
         ({**LLAMA_3_8B, "num_hidden_layers": "32"}, "import-integer", "num_hidden_layers='32'"),
-        ({**LLAMA_3_8B, "num_attention_heads": 33}, "heads-divide-hidden", "33 heads"),
+        ({**LLAMA_3_8B, "num_attention_heads": 33, "num_key_value_heads": 11}, "heads-divide-hidden", "33 heads"),
     ],
 )
 def test_what_a_model_misses_is_named(values, code, named):
     with refused(code, "config.json", named) as error:
-        shape_of(values, "config.json")
+        source_of(values, "config.json")
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -11,11 +11,12 @@ from planner_eval.models import PublishedComputeModel
 from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
 from shardwise.planner.host_time import NO_HOST, queued_s
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 
 RATE, FREE = 1e9, 1e30

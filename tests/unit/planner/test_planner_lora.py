@@ -12,16 +12,17 @@ from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.config.toml_text import to_toml
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.configs import job_of
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, cluster_of, parse_cluster
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.plan import plan
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.render import job_rows
+from shardwise.planner.request import job_of
 from shardwise.planner.step_time import TimeModel
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train import job_model

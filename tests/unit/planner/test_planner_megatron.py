@@ -12,7 +12,8 @@ from harness.refusals import refused
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
-from shardwise.planner.job import Experts, ModelShape, ModelSource
+from shardwise.models.shape import Experts, ModelShape
+from shardwise.planner.job import ModelSource
 from shardwise.planner.megatron import read_megatron, script_words, yaml_words
 
 FLAGS = "--num-layers 8 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 32000"
@@ -181,7 +182,8 @@ def test_what_megatron_does_otherwise_is_noted(more: str, words: str | None) -> 
         ("run --a ${A:-7} --b ${B-8}", "run --a 7 --b 8"),
         ("A=9\nrun --a ${A:-7}", "A=9 run --a 9"),
         ('ARGS="\n  --a 1\n  --b"', "ARGS=" + '" --a 1 --b'.strip('"')),
-        ("ARGS=(--a 1\n --b)", "ARGS=(--a 1 --b"),
+        ("ARGS=(--a 1\n --b)", "--a 1 --b"),
+        ("ARGS='--a 1 --b'\nrun $ARGS", "--a 1 --b run --a 1 --b"),
         ("echo don't\nrun --a 1 # --b", "echo don t run --a 1"),
     ],
 )

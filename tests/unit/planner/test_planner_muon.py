@@ -8,10 +8,11 @@ import pytest
 
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.models.presets import preset
-from shardwise.planner.configs import split_as
+from shardwise.models.shape import ModelShape
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
+from shardwise.planner.request import split_as
 from shardwise.planner.step_time import TimeModel
 
 GPU = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.comm_time import OverlapTimes
 from shardwise.planner.hardware import Cluster, Host, find_gpu
 from shardwise.planner.host_time import OffloadTimeModel
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.profile import Profile
 
 HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10)

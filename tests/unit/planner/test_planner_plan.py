@@ -12,10 +12,9 @@ import shardwise
 from harness.refusals import refused
 from shardwise.models.decoder import Decoder
 from shardwise.models.presets import preset
-from shardwise.planner.configs import split_as
+from shardwise.models.shape import ModelShape
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.job import ModelShape
-from shardwise.planner.request import model_of
+from shardwise.planner.request import model_of, split_as
 from shardwise.planner.search import Limits
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}

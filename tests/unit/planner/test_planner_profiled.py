@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from harness.profiles import BLOCKS, PROFILE, SHAPES
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.calibration import LogInterpolator
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import cluster_of
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.profile import Profile
 
 

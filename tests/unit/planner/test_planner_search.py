@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.candidates import (
     SearchSpace,
     candidates,
     is_legal,
     placements,
 )
-from shardwise.planner.configs import split_as, written
 from shardwise.planner.hardware import Cluster, find_gpu, parse_cluster
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
+from shardwise.planner.job import BASE, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
+from shardwise.planner.request import split_as, written
 from shardwise.planner.results import (
     Estimate,
     MemoryEstimate,

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from planner_eval.models import PublishedComputeModel
 from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import Experts, ModelShape
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import exposed_s
 from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, shape_share
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.step_time import STRAGGLING, TimeModel, quick_bubble_s
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator

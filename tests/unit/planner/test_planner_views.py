@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.models.shape import ModelShape
 from shardwise.planner.explain import Reasons
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
-from shardwise.planner.job import BASE, ModelShape, PlanJob, changed
+from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import (
     bar_of,
@@ -243,9 +244,9 @@ def test_what_was_not_looked_at_is_said_in_the_short_answer_too() -> None:
 def test_a_plan_is_written_in_gib_and_with_what_is_nearest() -> None:
     found = price_dict(PRICES[0])
     assert (found["peak_gib"], found["margin_gib"], found["mfu"]) == (70.0, 10.0, 0.5)
-    missing = MissingMemory("device", 1.0, 0)
+    missing = MissingMemory("device", 1.0)
     said = Reasons(wins="", runners_up=(), defaults=(), suggestions=())
-    assert plan_dict(plan_of(nearest=(PRICES[1], missing)), said)["nearest"] == price_dict(PRICES[1])
+    assert plan_dict(plan_of(nearest=(PRICES[1], missing)), said, Pricer(JOB))["nearest"] == price_dict(PRICES[1])
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.config.toml_text import to_toml
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
+from shardwise.models.shape import ModelShape
 from shardwise.planner.candidates import SearchSpace, candidates, placements
-from shardwise.planner.configs import ALWAYS_WRITTEN, split_as, written
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
-from shardwise.planner.job import ModelShape, PlanJob, changed, world_size
+from shardwise.planner.job import PlanJob, changed, world_size
 from shardwise.planner.pricer import Pricer
+from shardwise.planner.request import ALWAYS_WRITTEN, split_as, written
 from shardwise.planner.results import Estimate, missing_memory
 from shardwise.planner.search import Limits, search
 from shardwise.train.setup import check_job

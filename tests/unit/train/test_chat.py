@@ -15,8 +15,8 @@ from harness.hf_folders import TEMPLATE, make_folder, make_tokenizer, write_chat
 from harness.refusals import refused
 from shardwise.cli.main import main
 from shardwise.config.resolve import Config
-from shardwise.planner.configs import job_of
 from shardwise.planner.hardware import parse_cluster
+from shardwise.planner.request import job_of
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.dataset import PackedDataset, pack
 from shardwise.train.prepare import prepare_data

@@ -10,7 +10,7 @@ import pytest
 from harness.refusals import refused
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
-from shardwise.planner.huggingface import is_deepspeed, read_huggingface, shape_of
+from shardwise.planner.huggingface import is_deepspeed, read_huggingface, source_of
 from shardwise.planner.megatron import read_megatron
 from shardwise.train.imported_plan import read_deepspeed
 
@@ -110,7 +110,7 @@ def test_senseless_values_are_refused_in_one_line(tmp_path: Path, key: str, valu
     path.write_text(json.dumps({**config, key: value}))
     refusals: list[str] = []
     for read in (
-        lambda: shape_of({**model, key: value}, "config.json"),
+        lambda: source_of({**model, key: value}, "config.json"),
         lambda: read_deepspeed(path),
     ):
         try:
