@@ -48,6 +48,9 @@ _LEARNED: Final[Mapping[str, int]] = MappingProxyType({"gpt2": 0, "gpt_bigcode":
 _UNTIED: Final = frozenset({"gptj", "gpt_neox", "phi"})
 _GATED: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
 _MIXED_WINDOWS: Final = ("gemma2", "gemma3", "cohere2", "gpt_oss")
+# Each layer of experts has a shared one too, of the same size.
+_SHARES_ONE: Final = "llama4"
+_PARTS: Final = ("text_config", "vision_config", "audio_config")
 # What no model has.
 _TOO_MANY: Final = 10**12
 _MAX_SHOWN, _MAX_KEYS = 60, 1000
@@ -90,7 +93,7 @@ def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
         raise ConfigError("import-integer", str(error)) from None
     text, is_known = _completed(values)
     notes = []
-    if isinstance(values.get("text_config"), Mapping) and values["text_config"]:
+    if any(isinstance(values.get(part), Mapping) and values[part] for part in _PARTS):
         notes.append("of a model with several parts, that of text alone is planned")
     if text.get("kv_lora_rank"):
         notes.append("latent attention is priced as attention with one head of keys and values")
@@ -148,7 +151,8 @@ def _shape(text: Mapping[str, Any], source: str, longest: int, name: str) -> Mod
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(text, num_heads, source),
         head_dim=_head_dim(text, hidden, num_heads, source),
-        ffn_size=_size(text, "intermediate_size", source, default=factor * hidden or None),
+        ffn_size=_size(text, "intermediate_size_mlp", source, default=0, least=0)
+        or _size(text, "intermediate_size", source, default=factor * hidden or None),
         vocab_size=_size(text, "vocab_size", source),
         ffn="gated" if _is_gated(text, model_type) else "plain",
         is_tied=bool(text.get("tie_word_embeddings", is_tied)),
@@ -258,15 +262,20 @@ def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
     if not shared:
         shared_size = _size(text, "shared_expert_intermediate_size", source, default=0, least=0)
         shared = max(1, round(shared_size / ffn_size)) if shared_size else 0
+        shared = shared or int(str(text.get("model_type", "")).startswith(_SHARES_ONE))
     dense_layers = text.get("mlp_only_layers") or ()
     if not isinstance(dense_layers, list | tuple):
         raise ConfigError(
             "mlp-only-layers", f"{source}: mlp_only_layers={dense_layers!r} must be a list of layers; correct it there"
         )
+    num_layers = _size(text, "num_hidden_layers", source)
+    interleaved = num_layers - num_layers // _size(text, "interleave_moe_layer_step", source, default=1)
     return Experts(
         num_experts=num_experts,
         num_chosen=_size(text, "num_experts_per_tok", source),
         ffn_size=ffn_size,
         num_shared=shared,
-        num_dense_layers=_size(text, "first_k_dense_replace", source, default=0, least=0) or len(dense_layers),
+        num_dense_layers=_size(text, "first_k_dense_replace", source, default=0, least=0)
+        or len(dense_layers)
+        or interleaved,
     )

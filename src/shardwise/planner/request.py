@@ -126,7 +126,7 @@ class Question:
         keys_given = model.given | {_key(setting) for setting in self.settings}
         if "precision.param" not in keys_given:
             base = base.override([f"precision.param={usual_dtype(cluster)}"])
-        notes = [*model.notes, *_slow_dtype(base, cluster)]
+        notes = [*model.notes, *_slow_dtype(base, cluster, is_given="precision.param" in keys_given)]
         tunes = self.tunes or base.lora.rank > 0
         length = _length(model, self.seq_len, notes, tunes=tunes)
         batch = self.global_batch or model.global_batch or _batch(cluster.num_gpus, length, notes, tunes=tunes)
@@ -183,13 +183,23 @@ def read_model(text: str) -> ModelSource:
     cached = cached_config(text) if "/" in text else None
     if cached is not None:
         return _of_json(cached)
+    if path.is_file():
+        raise ConfigError(
+            "model-kind-unknown",
+            f"{text} is no file that describes a model's sizes; give its config.json, our TOML, or Megatron's flags in "
+            "a script (.sh)",
+        )
     plain = _OF_HUB.sub("", text.rpartition("/")[2].lower())
     name = _ALIASES.get(plain, plain)
     if "/" in text and name not in PRESETS:
         raise ConfigError(
             "model-not-local", f"{text} is no file or folder here, and nothing is downloaded; give its config.json"
         )
-    decoder = preset(name if name in PRESETS else text)
+    try:
+        decoder = preset(name if name in PRESETS else text)
+    except ConfigError as error:
+        other = "" if str(error).endswith("?") else "; for another model give its config.json"
+        raise ConfigError(error.code, f"{error}{other}") from None
     config = Config().override([f"model.preset={name}"])
     notes = (f"{text} is planned as the preset {name}; its config.json has its own sizes",) if "/" in text else ()
     shape = ModelShape.of_decoder(decoder, name)
@@ -260,6 +270,8 @@ def _length(model: ModelSource, seq_len: int | None, notes: list[str], *, tunes:
     """Return the tokens of a sequence; note how they were chosen."""
     length = seq_len or model.seq_len
     if length is not None:
+        if model.longest is not None and length > model.longest:
+            notes.append(f"sequences of {length:,} tokens, though the model is made for {model.longest:,} at most")
         return length
     if tunes:
         length = min(model.longest or TUNING_LENGTH, TUNING_LENGTH)
@@ -320,9 +332,14 @@ def usual_dtype(cluster: Cluster) -> Dtype:
     return next((dtype for dtype in halves if peaks.get(dtype, 0.0) > slow), "fp32")
 
 
-def _slow_dtype(base: Config, cluster: Cluster) -> Iterator[str]:
-    """Say that a device, such as a CPU without AVX-512, multiplies far more slowly in the dtype than in fp32."""
+def _slow_dtype(base: Config, cluster: Cluster, *, is_given: bool) -> Iterator[str]:
+    """Say that a device has no bf16, or, as a CPU without AVX-512, is far slower in the dtype than in fp32."""
     dtype, peaks = base.precision.param, cluster.gpu.peak_flops_per_s
+    if peaks.get("fp16") and not peaks.get("bf16"):
+        if dtype == "bf16":
+            yield f"precision.param=bf16 is emulated by {cluster.gpu.name}, slowly; precision.param=fp16 is faster"
+        elif dtype == "fp16" and not is_given:
+            yield f"precision.param=fp16, since {cluster.gpu.name} multiplies no bf16"
     if dtype in ("bf16", "fp16") and 0 < 2 * peaks.get(dtype, 0.0) < peaks.get("fp32", 0.0):
         times = peaks["fp32"] / peaks[dtype]
         slow = f"precision.param={dtype}, {times:,.0f} times as slow as fp32 on this {cluster.gpu.name}"

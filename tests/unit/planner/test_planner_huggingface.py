@@ -30,6 +30,7 @@ DEEPSEEK_V3 = model_of("deepseek_v3", 61, 7168, 128, 128, 18432, 129280, **LATEN
 GPT2_XL = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024, "vocab_size": 50257}
 OPT = model_of("opt", 32, 4096, 32, 32, 16384, 50272, max_position_embeddings=2048, ffn_dim=16384)
 QWEN2 = model_of("qwen2", 28, 3584, 28, 4, 18944, 152064, use_sliding_window=False, sliding_window=131072)
+LLAMA4 = {"intermediate_size_mlp": 16384, "num_experts_per_tok": 1, "head_dim": 128}
 UNKNOWN = {**LLAMA_3_8B, "model_type": "novel"}  # which nothing completes
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
 
@@ -53,6 +54,23 @@ def test_a_llama_is_the_preset(tmp_path):
         (model_of("gpt_neox", 44, 6144, 64, 64, 24576, 50432), 20.55, 0.001),
         (model_of("gemma", 28, 3072, 16, 16, 24576, 256000, head_dim=256), 8.538, 0.0005),
         (QWEN2, 7.616, 0.001),
+        (model_of("llama4_text", 48, 5120, 40, 8, 8192, 202048, num_local_experts=16, **LLAMA4), 107.8, 0.001),
+        (
+            model_of(
+                "llama4_text",
+                48,
+                5120,
+                40,
+                8,
+                8192,
+                202048,
+                num_local_experts=128,
+                interleave_moe_layer_step=2,
+                **LLAMA4,
+            ),
+            400.7,
+            0.001,
+        ),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
 )
@@ -85,6 +103,12 @@ def test_a_model_of_learned_positions_in_parts() -> None:
     notes = ("of a model with several parts, that of text alone is planned",)
     assert source_of(whole, "c") == ModelSource(shape=shape, longest=32, notes=notes)
     assert source_of(text | {"text_config": {}}, "c").notes == ()
+
+
+@pytest.mark.parametrize("part", ["vision_config", "audio_config"])
+def test_parts_of_a_model_that_are_left_out_are_said(part: str) -> None:
+    (note,) = source_of({**QWEN2, part: {"hidden_size": 64}}, "config.json").notes
+    assert "text alone" in note
 
 
 def test_a_model_that_is_unknown() -> None:

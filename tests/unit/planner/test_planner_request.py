@@ -82,6 +82,15 @@ def test_what_no_preset_is_like_is_refused_with_the_nearest_names() -> None:
         read_model("Qwen/Qwen2.5-7B")
     with refused("unknown-preset", "70b", "llama-70b or llama-3-70b"):
         read_model("70b")
+    with refused("unknown-preset", "nothing-like-it", "config.json"):
+        read_model("nothing-like-it")
+
+
+def test_a_file_that_describes_no_model_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(b"GGUF")
+    with refused("model-kind-unknown", str(weights), "config.json"):
+        read_model(str(weights))
 
 
 @pytest.mark.parametrize("num_gpus", [1, 6, 8, 96, 512, 16_384])
@@ -125,6 +134,18 @@ def test_a_dtype_that_the_machine_multiplies_slowly_is_said(bf16: float, param: 
     slow = replace(NODE, gpu=replace(NODE.gpu, peak_flops_per_s={"fp32": 1.0, "bf16": bf16}))
     notes = Question(read_model("25m"), slow, None, 8, (f"precision.param={param}",)).ask().notes
     assert any("100 times as slow" in note and "precision.param=fp32" in note for note in notes) is is_said
+
+
+@pytest.mark.parametrize(("gpu", "settings"), [("t4", ()), ("t4", ("precision.param=bf16",)), ("h100", ())])
+def test_a_device_without_bf16_is_said_to_have_none(gpu: str, settings: tuple[str, ...]) -> None:
+    asked = Question(read_model("25m"), parse_cluster(f"{gpu}:1"), None, 8, settings).ask()
+    assert any("bf16" in note and "precision.param=fp16" in note for note in asked.notes) is (gpu == "t4")
+
+
+@pytest.mark.parametrize("seq_len", [8192, 8193])
+def test_sequences_longer_than_the_models_longest_are_said(seq_len: int) -> None:
+    notes = Question(read_model("llama-3-8b"), NODE, seq_len, 8).ask().notes
+    assert any("8,193" in note and "8,192" in note for note in notes) is (seq_len > 8192)
 
 
 def test_setups_are_split_as_their_names_say() -> None:
