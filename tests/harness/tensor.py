@@ -63,13 +63,16 @@ GIVEN: Final = "given-"  # before a name of `MODELS`: that of transformers with 
 GIVEN_ATTENTION: Final = AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True)
 
 
-def make_case(name: str) -> ModelCase:
-    """A model of `MODELS`: tiny, with 4 heads over 2 KV heads where it groups them, dropping where it can."""
+def make_case(name: str, num_layers: int = 3) -> ModelCase:
+    """A model of `MODELS`: tiny, with 4 heads over 2 KV heads where it groups them, dropping where it can.
+
+    num_layers: of the decoder; the others have theirs.
+    """
     if name.startswith(GIVEN):
         case = make_case(name.removeprefix(GIVEN))
         return replace(case, make=partial(_given, case))
     if name == "decoder":
-        return ModelCase(name, _decoder, _decoder_batch, _decoder_loss)
+        return ModelCase(name, partial(_decoder, num_layers), _decoder_batch, _decoder_loss)
     if name in DEEP_MODELS:
         return ModelCase(name, partial(_decoder, 8, name == "deep-tied"), _decoder_batch, _decoder_loss)
     if name in SPARSE_MODELS:
