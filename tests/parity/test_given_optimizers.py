@@ -18,7 +18,7 @@ from harness.training import make_config
 from shardwise import ConfigError, Engine, initialize
 from shardwise.runtime.float64 import float64_throughout
 
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 2
 NUM_MICRO_BATCHES: Final = 2
 
 

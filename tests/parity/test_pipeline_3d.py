@@ -87,12 +87,11 @@ def test_replicas_of_shards_of_stages_equal_one_process(ranks: WorkerPool, optio
     check(ranks, "2x2x2x1", options)
 
 
-@pytest.mark.full  # the next test has these two dimensions, and a third
-@rows((0, "deep", 3, True), (2, "deep-tied", 4, True), (3, "deep-tied", 1, False), (3, "deep", 4, True))
+@rows((3, "deep-tied", 1, True), full=[(0, "deep", 3, True), (2, "deep-tied", 4, True), (3, "deep", 4, False)])
 def test_split_stages_equal_one_process(ranks: WorkerPool, options: Combination) -> None:
     check(ranks, "2x1x1x2", options)
 
 
-@rows((3, "deep-tied", 2, True), full=[(0, "deep", 1, False), (1, "deep-tied", 4, True), (2, "deep", 2, True)])
+@rows((0, "deep", 1, False), full=[(1, "deep-tied", 4, True), (2, "deep", 2, True), (3, "deep-tied", 2, True)])
 def test_three_dimensions_equal_one_process(ranks: WorkerPool, options: Combination) -> None:
     check(ranks, "2x1x2x2", options)
