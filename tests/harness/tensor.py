@@ -53,6 +53,8 @@ _DROPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 MODELS: Final = ("decoder", *_DROPS)
 DEEP_MODELS: Final = ("deep", "deep-tied")  # decoders of 8 blocks, for pipelines
+# Where a pipeline has two ranks, 4 blocks are enough for all its schedules.
+_DEPTHS: Final[Mapping[str, int]] = MappingProxyType({"deep": 8, "deep-tied": 8, "shallow": 4, "shallow-tied": 4})
 SPARSE_MODELS: Final[Mapping[str, AttentionConfig]] = MappingProxyType(
     {
         "sparse-fixed": AttentionConfig(kind="fixed", block=2, num_local_blocks=2),
@@ -73,8 +75,8 @@ def make_case(name: str, num_layers: int = 3) -> ModelCase:
         return replace(case, make=partial(_given, case))
     if name == "decoder":
         return ModelCase(name, partial(_decoder, num_layers), _decoder_batch, _decoder_loss)
-    if name in DEEP_MODELS:
-        return ModelCase(name, partial(_decoder, 8, name == "deep-tied"), _decoder_batch, _decoder_loss)
+    if name in _DEPTHS:
+        return ModelCase(name, partial(_decoder, _DEPTHS[name], name.endswith("-tied")), _decoder_batch, _decoder_loss)
     if name in SPARSE_MODELS:
         return ModelCase(name, partial(_decoder, attention=SPARSE_MODELS[name]), _decoder_batch, _decoder_loss)
     options = dict.fromkeys(_DROPS[name], DROPOUT)
