@@ -101,12 +101,12 @@ def test_the_first_expert_gets_so_many_times_the_mean(skew: float) -> None:
 
 def simulate_mixture(skew: float) -> tuple[int, int]:
     """What one of 4,096 ranks sends between experts, and the most bytes that it holds."""
-    values = {**MIXTRAL, "num_hidden_layers": 4, "num_local_experts": 64, "hidden_size": 512, "intermediate_size": 64}
+    values = {**MIXTRAL, "num_hidden_layers": 8, "num_local_experts": 64, "hidden_size": 512, "intermediate_size": 64}
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     simulation = simulate(
         build_skeleton(ModelSpec("huggingface", values)).to(torch.bfloat16),
         {
-            "mesh": {"pp": 2, "dp_shard": 512, "tp": 4, "ep": 64},
+            "mesh": {"pp": 4, "dp_shard": 256, "tp": 4, "ep": 64},
             "experts": {"skew": skew},
             "batch": {"micro_size": 2, "accumulation": 2},
             "precision": {"param": "bf16"},
