@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from device.virtual import install
 from device.virtual.streams import Order, Scheduler
 from harness.echo import EchoFactory, cancel_deviations
 from harness.models import CASES as MODELS
-from harness.models import ModelCase, make_batches
+from harness.models import ModelCase, Transformer, make_batches
 from harness.tensor import make_case
 from harness.training import make_config
 from shardwise.attention.api import attention_backend
@@ -191,9 +192,13 @@ def same(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
+# Kernels are what takes time: two blocks, one of which is gathered while the other computes.
+SHORT = replace(MODELS["transformer"], make=partial(Transformer, tied=True, num_blocks=2))
+
+
 def model_case(case: Case) -> ModelCase:
-    known = {**MODELS, WIDE.name: WIDE}
-    return known[case.model] if case.model in known else make_case(case.model)
+    known = {**MODELS, SHORT.name: SHORT, WIDE.name: WIDE}
+    return known[case.model] if case.model in known else make_case(case.model, num_layers=2)
 
 
 def make_engine(case: Case, make_factory: Callable[[MeshShape], CommFactory]) -> Engine:

@@ -53,6 +53,8 @@ _DROPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 MODELS: Final = ("decoder", *_DROPS)
 DEEP_MODELS: Final = ("deep", "deep-tied")  # decoders of 8 blocks, for pipelines
+# Where a pipeline has two ranks, 4 blocks are enough for all its schedules.
+_DEPTHS: Final[Mapping[str, int]] = MappingProxyType({"deep": 8, "deep-tied": 8, "shallow": 4, "shallow-tied": 4})
 SPARSE_MODELS: Final[Mapping[str, AttentionConfig]] = MappingProxyType(
     {
         "sparse-fixed": AttentionConfig(kind="fixed", block=2, num_local_blocks=2),
@@ -63,15 +65,18 @@ GIVEN: Final = "given-"  # before a name of `MODELS`: that of transformers with 
 GIVEN_ATTENTION: Final = AttentionConfig(kind="bigbird", block=2, different_layout_per_head=True)
 
 
-def make_case(name: str) -> ModelCase:
-    """A model of `MODELS`: tiny, with 4 heads over 2 KV heads where it groups them, dropping where it can."""
+def make_case(name: str, num_layers: int = 3) -> ModelCase:
+    """A model of `MODELS`: tiny, with 4 heads over 2 KV heads where it groups them, dropping where it can.
+
+    num_layers: of the decoder; the others have theirs.
+    """
     if name.startswith(GIVEN):
         case = make_case(name.removeprefix(GIVEN))
         return replace(case, make=partial(_given, case))
     if name == "decoder":
-        return ModelCase(name, _decoder, _decoder_batch, _decoder_loss)
-    if name in DEEP_MODELS:
-        return ModelCase(name, partial(_decoder, 8, name == "deep-tied"), _decoder_batch, _decoder_loss)
+        return ModelCase(name, partial(_decoder, num_layers), _decoder_batch, _decoder_loss)
+    if name in _DEPTHS:
+        return ModelCase(name, partial(_decoder, _DEPTHS[name], name.endswith("-tied")), _decoder_batch, _decoder_loss)
     if name in SPARSE_MODELS:
         return ModelCase(name, partial(_decoder, attention=SPARSE_MODELS[name]), _decoder_batch, _decoder_loss)
     options = dict.fromkeys(_DROPS[name], DROPOUT)

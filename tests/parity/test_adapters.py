@@ -102,7 +102,7 @@ def train_plainly(family: str) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.quick(2)
+@pytest.mark.quick(3)
 def test_adapters_train_as_in_one_process(ranks: WorkerPool, family: str, layout: str) -> None:
     if (family, layout) == ("gemma3", "cp 2"):
         pytest.skip("its window is refused under cp; see docs/models.md")

@@ -15,7 +15,7 @@ from shardwise import initialize
 pytestmark = pytest.mark.begin
 
 CASE = "untied-transformer"
-NUM_STEPS = 8
+NUM_STEPS = 4
 TOLERANCE = 1e-3
 
 

@@ -51,7 +51,7 @@ def reference(model: str, num_data_ranks: int) -> Trace:
     return train_whole(model, num_data_ranks)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("options", cover(TRANSPORTS, has_teams))
 def test_every_transport_and_token_layout_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     cp = options["cp"]

@@ -116,7 +116,7 @@ def take_steps(rank: int, world_size: int, overrides: dict[str, Any], kind: str)
     }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", ["own", "num_items", "loss_fn"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_has_no_targets_adds_nothing(ranks: WorkerPool, layout: str, kind: str) -> None:

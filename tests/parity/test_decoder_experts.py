@@ -41,7 +41,7 @@ def reference(options: tuple[tuple[str, Any], ...], num_data_ranks: int, num_mic
     return train_plainly(expert_decoder(**dict(options)), num_data_ranks, num_micro_batches, NUM_STEPS, CLIP_NORM)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("options", [*pairwise(FACTORS, fits_ranks), GATHERED_AGAIN], ids=combination_id)
 def test_our_decoders_experts_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = sections_of(options)

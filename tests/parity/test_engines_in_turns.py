@@ -18,7 +18,7 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.presets import DecoderConfig
 
 NUM_WORDS: Final = 32
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 2
 NO_OPTIMIZER: Final = {"name": "none"}
 # Size and layout of each; those without an optimizer evaluate only.
 ROLES: Final[dict[str, tuple[int, dict[str, Any]]]] = {

@@ -87,7 +87,7 @@ def reference(num_data_ranks: int, num_micro_batches: int) -> Trace:
     return train_plainly(replayed(), num_data_ranks, num_micro_batches, NUM_STEPS, CLIP_NORM, force)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("options", cover(FACTORS, fits_ranks, has_pairs=False))
 def test_replay_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = sections_of(options, experts={"replay": True})

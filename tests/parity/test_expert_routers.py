@@ -55,8 +55,16 @@ def reference(scope: str, num_data_ranks: int, num_micro_batches: int) -> Trace:
     return train_plainly(case, num_data_ranks // num_joined, num_micro_batches, NUM_STEPS, CLIP_NORM)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("options", cover(FACTORS, fits_ranks, has_pairs=False))
+def but_stage_3(params: list[Any]) -> list[Any]:
+    """Without `--full`, those of other stages: `test_experts.py` and `test_expert_replay.py` have stage 3."""
+    return [
+        pytest.param(*each.values, id=each.id, marks=pytest.mark.full) if "stage=3" in each.id else each
+        for each in params
+    ]
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("options", but_stage_3(cover(FACTORS, fits_ranks, has_pairs=False)))
 def test_losses_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     overrides = sections_of(options, experts={"aux_loss": AUX, "z_loss": Z, "aux_scope": options["scope"]})
     traces = ranks(4).run(train, options["accumulation"], overrides)
@@ -78,8 +86,8 @@ def moved_plainly(family: str, num_data_ranks: int, num_micro_batches: int) -> T
     return train_with_biases_plainly(case, num_data_ranks, num_micro_batches, NUM_STEPS, RATE)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("options", cover(BIAS_FACTORS, fits_ranks, has_pairs=False))
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("options", but_stage_3(cover(BIAS_FACTORS, fits_ranks, has_pairs=False)))
 def test_biases_of_routers_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     """torchtitan#4154, torchtitan#4148: summed once over every axis, and moved by no evaluation."""
     overrides = sections_of(options, experts={"bias_rate": RATE})

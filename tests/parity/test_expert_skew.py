@@ -49,7 +49,13 @@ def verify_job(mesh: dict[str, int], **sections: Any) -> VerifyJob:
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 8, "ep": 8}, {"dp_shard": 2, "tp": 4, "ep": 8}, {"pp": 2, "dp_shard": 2, "ep": 2}], ids=str
+    "mesh",
+    [
+        {"pp": 2, "dp_shard": 2, "ep": 2},
+        pytest.param({"dp_shard": 8, "ep": 8}, marks=pytest.mark.full),
+        pytest.param({"dp_shard": 2, "tp": 4, "ep": 8}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_verify_proves_a_mixture_with_a_forced_skew(ranks: WorkerPool, tmp_path: Path, mesh: dict[str, int]) -> None:
     job = verify_job(mesh)

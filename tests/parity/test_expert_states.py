@@ -94,8 +94,10 @@ CHAINS = {
 }
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("chain", sorted(CHAINS))
+# `test_dropin_experts.py` goes from experts on many ranks to one, too.
+@pytest.mark.parametrize(
+    "chain", [pytest.param(each, marks=() if "pp" in each else pytest.mark.full) for each in CHAINS]
+)
 def test_resumes_in_turn_keep_every_bit(ranks: WorkerPool, tmp_path: Path, chain: str) -> None:
     first, *others = CHAINS[chain]
     sections: dict[str, Any] = {"precision": {"param": "fp32"}}

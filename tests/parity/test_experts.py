@@ -110,7 +110,7 @@ def has_ranks(options: dict[str, Any]) -> bool:
     return is_legal and options["ep"] * options["tp"] > 1 and (options["ep"] > 1 or options["routing"][0] != "r")
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("options", cover(ROUTED_FACTORS, has_ranks, has_pairs=False))
 def test_any_routing_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     """All tokens go to one expert or to all; an expert, or all experts of a rank, get none."""

@@ -18,7 +18,7 @@ from harness.training import make_config
 from shardwise import ConfigError, Engine, initialize
 from shardwise.runtime.float64 import float64_throughout
 
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 2
 NUM_MICRO_BATCHES: Final = 2
 
 
@@ -182,7 +182,7 @@ LAYOUTS: Final[list[tuple[str, int, dict[str, Any]]]] = [
     *(("odd", 2, {"zero": {"stage": stage}}) for stage in range(4)),
     ("odd", 2, {"zero": {"stage": 2}, "tiers": {"optimizer": "host", "grads": "host"}}),
     ("decoder", 2, {"zero": {"stage": 3}, "mesh": {"tp": 2}}),
-    ("deep-tied", 2, {"zero": {"stage": 1}, "mesh": {"pp": 2}}),
+    ("shallow-tied", 2, {"zero": {"stage": 1}, "mesh": {"pp": 2}}),
     ("decoder", 4, {"zero": {"stage": 3}, "mesh": {"tp": 2, "dp_shard": 2}, "tiers": {"optimizer": "host"}}),
     ("odd", 4, {"zero": {"stage": 2}, "mesh": {"dp_shard": 2, "dp_replicate": 2}}),
 ]

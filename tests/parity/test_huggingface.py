@@ -369,23 +369,24 @@ def test_a_count_of_items_for_a_loss_of_unknown_targets_is_refused() -> None:
     assert "\n" not in str(caught.value)
 
 
-def train_both_ways(rank: int, world_size: int) -> dict[str, list[list[float]]]:
-    """Losses of models built under `shardwise.init`, and of the same built plainly."""
-    losses: dict[str, list[list[float]]] = {}
-    for family in MAIN:
-        batch = FAMILIES[family].batch(rank, 2, torch.float64)
-        for context in (shardwise.init, nullcontext):
-            torch.manual_seed(0)
-            with context():
-                model = build_model(family)
-            with initialize(model, make_config(1, {"zero": {"stage": 3}})) as engine:
-                losses.setdefault(family, []).append([engine.train_step([batch]).loss for _ in range(2)])
+def train_both_ways(rank: int, world_size: int, family: str) -> list[list[float]]:
+    """Losses of a model built under `shardwise.init`, and of the same built plainly."""
+    losses = []
+    batch = FAMILIES[family].batch(rank, 2, torch.float64)
+    for context in (shardwise.init, nullcontext):
+        torch.manual_seed(0)
+        with context():
+            model = build_model(family)
+        with initialize(model, make_config(1, {"zero": {"stage": 3}})) as engine:
+            losses.append([engine.train_step([batch]).loss for _ in range(2)])
     return losses
 
 
-def test_a_deferred_model_trains_as_one_built_plainly(ranks: WorkerPool) -> None:
-    for family, (deferred, plain) in ranks(2).run(train_both_ways)[0].items():
-        assert deferred == plain, family
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("family", MAIN)
+def test_a_deferred_model_trains_as_one_built_plainly(ranks: WorkerPool, family: str) -> None:
+    for deferred, plain in ranks(2).run(train_both_ways, family):
+        assert deferred == plain
 
 
 BLOCKS = {

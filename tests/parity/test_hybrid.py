@@ -14,7 +14,7 @@ from harness.reference import Trace, check_parity
 from harness.training import make_config, merge_ranks, own_gradients, reference_trace, train_engine
 from shardwise import initialize
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 CASE = "transformer"
 
 

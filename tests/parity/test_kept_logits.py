@@ -136,6 +136,7 @@ def keep_logits(rank: int, world_size: int, overrides: dict[str, Any]) -> dict[s
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_kept_logits_are_those_of_their_weights(ranks: WorkerPool, name: str) -> None:
     pytest.importorskip("transformers")

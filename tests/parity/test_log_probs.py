@@ -122,7 +122,7 @@ def run_plainly(num_data_ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_every_layout_equals_one_process(ranks: WorkerPool, name: str) -> None:
     num_ranks, overrides = LAYOUTS[name]

@@ -107,6 +107,7 @@ def parameter_groups(engine: Engine) -> list[Any]:
     return list(engine.parts.sharding.groups)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover({"stage": STAGES, "param": ["fp32", "bf16"]}))
 def test_training_goes_on_bit_for_bit(ranks: WorkerPool, options: dict[str, Any]) -> None:
     plain, handed_over = (ranks(2).run(train, options["stage"], options["param"], each) for each in (False, True))

@@ -33,7 +33,7 @@ from shardwise.runtime.memory_tracker import Category
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.zero import matrix_step
 
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 2
 MUON: Final = {"name": "muon", "lr": LR, "clip_norm": CLIP_NORM}
 
 

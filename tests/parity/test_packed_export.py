@@ -47,12 +47,13 @@ SHAPE: Final = replace(
 MATRICES: Final = 2 * [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
 READ_IN_A_FRESH_PROCESS: Final = """
 import json, sys, torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
-prompt = torch.tensor([json.loads(sys.argv[2])])
-with torch.no_grad():
-    logits = model(prompt).logits.float().tolist()
-    tokens = model.generate(prompt, max_new_tokens=int(sys.argv[3]), do_sample=False, pad_token_id=0)
-print(json.dumps([logits, tokens.tolist()]))
+prompt = torch.tensor([json.loads(sys.argv[1])])
+for folder in sys.argv[3:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(prompt).logits.float().tolist()
+        tokens = model.generate(prompt, max_new_tokens=int(sys.argv[2]), do_sample=False, pad_token_id=0)
+    print(json.dumps([logits, tokens.tolist()]))
 """
 
 
@@ -76,17 +77,11 @@ def export(root: Path, folder: Path, *more: str) -> Path:
     return folder
 
 
-def read_by_transformers(folder: Path) -> tuple[Tensor, list[int]]:
-    command = [sys.executable, "-c", READ_IN_A_FRESH_PROCESS, str(folder), json.dumps(PROMPT), str(NUM_NEW)]
+def read_by_transformers(*folders: Path) -> list[tuple[Tensor, list[int]]]:
+    command = [sys.executable, "-c", READ_IN_A_FRESH_PROCESS, json.dumps(PROMPT), str(NUM_NEW), *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    logits, tokens = json.loads(done.stdout.splitlines()[-1])
-    return torch.tensor(logits), tokens[0]
-
-
-@pytest.fixture(scope="module")
-def plain(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, list[int]]:
-    """What transformers makes of the weights that are not packed."""
-    return read_by_transformers(export(root, tmp_path_factory.mktemp("whole") / "plain"))
+    found = [json.loads(line) for line in done.stdout.splitlines()[-len(folders) :]]
+    return [(torch.tensor(logits), tokens[0]) for logits, tokens in found]
 
 
 def packed_bytes(weights: str) -> int:
@@ -97,12 +92,10 @@ def packed_bytes(weights: str) -> int:
 
 
 @pytest.mark.parametrize(("weights", "tolerance"), [("int8", 0.02), ("int4", 0.2)])
-def test_transformers_reads_packed_weights(
-    root: Path, plain: tuple[Tensor, list[int]], tmp_path: Path, weights: str, tolerance: float
-) -> None:
+def test_transformers_reads_packed_weights(root: Path, tmp_path: Path, weights: str, tolerance: float) -> None:
     pytest.importorskip("compressed_tensors")
-    whole, whole_tokens = plain
-    logits, tokens = read_by_transformers(export(root, tmp_path / "packed", "--weights", weights))
+    folders = export(root, tmp_path / "whole"), export(root, tmp_path / "packed", "--weights", weights)
+    (whole, whole_tokens), (logits, tokens) = read_by_transformers(*folders)
     assert whole_tokens == [(PROMPT[0] + 5 * place) % VOCAB for place in range(len(PROMPT) + NUM_NEW)]
     assert tokens == whole_tokens
     assert 0 < (logits - whole).norm() / whole.norm() < tolerance

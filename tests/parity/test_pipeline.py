@@ -18,7 +18,7 @@ from harness.training import make_config, merge_ranks
 from shardwise import initialize
 from shardwise.schedule import RECIPES
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 FACTORS = {
     "schedule": sorted(RECIPES),

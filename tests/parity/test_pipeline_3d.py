@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ MESHES = {
 
 FACTORS = {
     "stage": [0, 1, 2, 3],
-    "model": ["deep", "deep-tied"],
+    "model": ["shallow", "shallow-tied"],
     "accumulation": [1, 4],
     "clip_norm": [None, CLIP_NORM],
 }
@@ -68,27 +69,33 @@ def test_stages_that_shard_equal_one_process(ranks: WorkerPool, options: Combina
 
 @pytest.mark.parametrize("schedule", RECIPES)
 def test_stages_that_gather_for_each_micro_batch_equal_one_process(ranks: WorkerPool, schedule: str) -> None:
-    model = "deep" if schedule in ("gpipe", "zb-h1") else "deep-tied"
+    model = "shallow" if schedule in ("gpipe", "zb-h1") else "shallow-tied"
     options = {"stage": 3, "model": model, "accumulation": 3}
     check(ranks, "2x1x2x1", options, pipeline=pipeline_of(schedule) | {"gather": "micro-batch"})
 
 
-def rows(*values: tuple[int, str, int, bool]) -> Any:
+def rows(*values: tuple[int, str, int, bool], full: Sequence[tuple[int, str, int, bool]] = ()) -> Any:
     names = ("stage", "model", "accumulation", "sequence_parallel")
-    options = [dict(zip(names, row, strict=True)) for row in values]
-    return pytest.mark.parametrize("options", options, ids=combination_id)
+    options = [dict(zip(names, row, strict=True)) for row in (*values, *full)]
+    marks = [()] * len(values) + [pytest.mark.full] * len(full)
+    params = [pytest.param(each, marks=mark) for each, mark in zip(options, marks, strict=True)]
+    return pytest.mark.parametrize("options", params, ids=combination_id)
 
 
-@rows((1, "deep", 2, False), (2, "deep-tied", 1, False), (3, "deep-tied", 2, False))
+@rows((1, "shallow", 2, False), (2, "shallow-tied", 1, False), (3, "shallow-tied", 2, False))
 def test_replicas_of_shards_of_stages_equal_one_process(ranks: WorkerPool, options: Combination) -> None:
     check(ranks, "2x2x2x1", options)
 
 
-@rows((0, "deep", 3, True), (2, "deep-tied", 4, True), (3, "deep-tied", 1, False), (3, "deep", 4, True))
+@rows(
+    (3, "shallow-tied", 1, True), full=[(0, "shallow", 3, True), (2, "shallow-tied", 4, True), (3, "shallow", 4, False)]
+)
 def test_split_stages_equal_one_process(ranks: WorkerPool, options: Combination) -> None:
     check(ranks, "2x1x1x2", options)
 
 
-@rows((0, "deep", 1, False), (1, "deep-tied", 4, True), (2, "deep", 2, True), (3, "deep-tied", 2, True))
+@rows(
+    (0, "shallow", 1, False), full=[(1, "shallow-tied", 4, True), (2, "shallow", 2, True), (3, "shallow-tied", 2, True)]
+)
 def test_three_dimensions_equal_one_process(ranks: WorkerPool, options: Combination) -> None:
     check(ranks, "2x1x2x2", options)

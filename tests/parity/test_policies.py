@@ -18,7 +18,7 @@ from shardwise.models.presets import DecoderConfig
 
 IGNORED: Final = -100
 NUM_WORDS: Final = 24
-NUM_STEPS: Final = 3
+NUM_STEPS: Final = 2
 NUM_SHARES: Final = 2  # of the prompts of a step: one a rank, or two micro-batches of one process
 GROUP: Final = 4
 STAGES: Final = (0, 2, 3)

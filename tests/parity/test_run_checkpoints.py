@@ -153,8 +153,8 @@ def test_a_run_says_that_it_saves_where_the_save_holds_it_up(values, tmp_path, t
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {}),
-        (2, {"mesh": {"tp": 2}}),
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(2, {"mesh": {"tp": 2}}, marks=pytest.mark.full),
         (2, {"mesh": {"pp": 2}, "batch": {"micro_size": 1}}),
         pytest.param(1, {"zero": {"stage": 0}}, marks=pytest.mark.full),
         pytest.param(2, {"zero": {"stage": 0}}, marks=pytest.mark.full),
@@ -170,6 +170,7 @@ def test_on_another_layout_it_is_the_same_run_within_rounding(play, tmp_path, wo
         assert mine == pytest.approx(theirs, rel=1e-9)
 
 
+@pytest.mark.full  # `test_pipeline_checkpoints.py` shows it of engines
 def test_a_pipelined_run_goes_on_under_another_pipeline(play, tmp_path):
     fp64 = {"precision": {"param": "fp64"}, "model": {"tie_embeddings": True}, "checkpoint": {"every": 4}}
     pipelined = fp64 | {"mesh": {"pp": 2}, "batch": {"micro_size": 1}}

@@ -196,7 +196,7 @@ def test_ranks_differ_by_padding_only() -> None:
 def decoder(device: str) -> Decoder:
     shape = DecoderConfig(
         vocab_size=64,
-        num_layers=3,
+        num_layers=2,
         hidden_size=32,
         num_heads=4,
         num_kv_heads=2,

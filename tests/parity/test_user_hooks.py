@@ -197,14 +197,13 @@ CASES: Final[dict[str, Callable[[Use], None]]] = {
 # Under cp a hook sees this rank's tokens, as the loss does; a pass over all tokens has no part in one process.
 SUMS = {"gradients", "mask-features", "watch-layer", "watch-features", "adapter", "hidden-states", "backward"}
 TP = list(CASES)
-PARTS = ("keep-shared", "keep-activations", "keep-input", "keep-norm", "mask-positions")
 OF = {
     "tp": TP,
     "tp-sequence": TP,
     "tp-recompute": ["keep-features", "keep-layer", "gradients", "penalty"],
     "tp-selective": ["keep-features", "keep-input", "watch-layer", "mask-features"],
-    # A stage has whole layers: what the parts of a split one hand to hooks needs no case of each.
-    "pp": [name for name in CASES if name != "penalty" and (name in SUMS or not name.startswith(PARTS))],
+    # A stage has whole layers: what is inside of one meets a hook as in one process.
+    "pp": ["keep-layer", "watch-layer", "gradients", "backward", "attributes", "hidden-states", "model"],
     "pp-split-backward": [name for name in CASES if name != "penalty"],
     "cp": sorted(SUMS),
 }

@@ -119,7 +119,7 @@ def test_ranks_of_another_launcher_join(settings):
 
 @pytest.mark.cold  # a process that is forked meanwhile would keep the pipe open
 def test_a_reader_that_has_seen_enough_ends_the_output_without_a_traceback():
-    script = "from shardwise.cli.main import main; raise SystemExit(main(['config']))"
+    script = "from shardwise.cli.main import main; raise SystemExit(main(['presets']))"
     writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     writer.stdout.close()

@@ -77,6 +77,7 @@ def test_rows_that_do_not_follow_each_other_and_parts_of_rows_are_coded(name: st
     assert torch.equal(part, plain.decode(sent, torch.empty(2, 3, 4 * BLOCK_NUMEL))[..., start : 3 * start])
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kept_dtype", [torch.float32, torch.bfloat16])
@@ -108,6 +109,7 @@ def test_a_block_with_an_overflow_has_no_finite_value(name: str, bad: float) -> 
     assert blocks[[*range(5), *range(6, BLOCKS)]].isfinite().all()
 
 
+@pytest.mark.quick(19)
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

@@ -36,6 +36,7 @@ def dropped(values: Tensor, p: float, by_kernel: bool, monkeypatch: pytest.Monke
     return [out.detach(), grad]
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

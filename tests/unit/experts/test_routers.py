@@ -102,6 +102,7 @@ def test_tokens_go_where_they_are_sent(family: str) -> None:
         assert (again[name] - value).abs().max() <= 1e-11 * value.abs().max(), name
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("family", REPLAYABLE)
 def test_what_the_router_chose_changes_no_bit(family: str) -> None:
     model, batch = make(family)

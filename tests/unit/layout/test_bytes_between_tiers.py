@@ -81,6 +81,7 @@ def expected_across(layout: Layout, stage: int, num_micro_batches: int, precisio
     return dict(total)
 
 
+@pytest.mark.quick(28)
 @pytest.mark.parametrize(("params", "grads", "optimizer"), list(product(TIERS, TIERS, TIERS)))
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_combination_follows_the_formula(precision: str, params: Tier, grads: Tier, optimizer: Tier) -> None:

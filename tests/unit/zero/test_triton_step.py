@@ -37,6 +37,7 @@ def states_of(optimizer: torch.optim.Optimizer, numel: int, states: StatesDtype 
     return {name: codec.empty(numel, torch.device("cpu")) for name, codec in codecs.items() if codec is not None}
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("states", ["int8", "bf16"])
