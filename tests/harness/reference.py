@@ -74,12 +74,15 @@ def call_model(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> Any:
 
 
 def own_loss(model: nn.Module, output: Any, batch: Any) -> tuple[Tensor, int]:
-    """Sum and count of a model's own loss: Hugging Face's is a mean over its targets, any other counts as one."""
+    """Sum and count of a model's own loss: Hugging Face's is a mean over its targets, any other counts as one.
+
+    A target is where the loss has a gradient of the logits; so a model may shift its labels or not.
+    """
     labels = batch.get("labels") if hasattr(model, "base_model_prefix") else None
     if labels is None or labels.is_floating_point():
         return output["loss"], 1
-    is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    count = int((labels[:, 1:] if is_causal else labels).ne(-100).sum())
+    (gradient,) = torch.autograd.grad(output["loss"], output["logits"], retain_graph=True)
+    count = int(gradient.ne(0).any(-1).sum())
     return output["loss"] * count, count
 
 

@@ -222,8 +222,7 @@ def plain_lives(family: str, world_size: int) -> list[Life]:
             loss = mean_loss(model, train_batches)
             loss.backward()
             optimizer.step()
-            with torch.no_grad():
-                evaluation = mean_loss(model, eval_batches).item()
+            evaluation = mean_loss(model, eval_batches).item()
             for rank, life in enumerate(lives):
                 life.losses.append(loss.item())
                 life.evaluations.append(evaluation)
@@ -265,9 +264,8 @@ def train_bf16(rank: int, world_size: int, stage: int) -> list[float]:
 
 
 def test_a_bf16_model_with_fp32_norms_trains_the_same_in_every_stage(ranks: WorkerPool) -> None:
-    with torch.no_grad():
-        model = mixed_model().to(torch.bfloat16)
-        first = mean_loss(model, [FAMILIES["mixtral"].batch(rank, 2, torch.bfloat16) for rank in range(2)]).item()
+    model = mixed_model().to(torch.bfloat16)
+    first = mean_loss(model, [FAMILIES["mixtral"].batch(rank, 2, torch.bfloat16) for rank in range(2)]).item()
     expected = ranks(2).run(train_bf16, 0)[0]
     assert expected[0] == pytest.approx(first, rel=1e-6)
     assert expected[-1] < expected[0] - 0.1

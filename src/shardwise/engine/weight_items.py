@@ -108,8 +108,8 @@ def weight_items(parts: EngineParts, names: Names, dtype: Dtype | None, adapters
     if packed is not None and (names is not None or adapters == "merge"):
         raise CheckpointError(
             "export-packed",
-            f"weights are handed over as floating numbers, and parameter {packed} is packed or of integers; in `with "
-            'engine.gathered() as model:` call model.save_pretrained(folder) on rank 0, or take adapters="only"',
+            f"weights are handed over as floating numbers, and parameter {packed} is packed or of integers; take "
+            'adapters="only", which hands over those alone, or keep its bytes by engine.save(path)',
         )
     return [item for group in layerwise(items, lambda item: item.outputs[0].name) for item in group]
 
