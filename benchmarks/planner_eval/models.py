@@ -287,7 +287,7 @@ class PublishedComputeModel(ComputeTimeModel):
         """Return by how much Liger's head takes longer than a whole one: each chunk reads the weight.
 
         There are as many as the vocabulary is wider than the model (its ops/fused_linear_cross_entropy.py). Autocast
-        keeps no copy of a frozen weight, so that both products of a chunk cast it anew.
+        keeps no copy of a frozen weight, so that both products of a chunk cast it.
         """
         shape, traits, tokens = self.job.shape, published_traits(self.job), self._tokens(s)
         if not traits.chunks_head:
