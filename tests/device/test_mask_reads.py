@@ -50,8 +50,8 @@ def measured(warm_programs: WarmPython, names: Sequence[str]) -> dict[str, dict[
 @pytest.mark.parametrize("name", [*NAMES, *MORE])
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_more_layers_make_the_host_wait_no_more(waits: dict[str, dict[str, Any]], name: str, place: str) -> None:
-    one, three = (waits[name][size][place] for size in ("one layer", "three layers"))
-    assert len(one) == len(three)
+    one, two = (waits[name][size][place] for size in ("one layer", "two layers"))
+    assert len(one) == len(two)
 
 
 @pytest.mark.full
@@ -63,8 +63,8 @@ def test_nor_do_they_where_options_meet(other_waits: dict[str, dict[str, Any]], 
 
 @pytest.mark.parametrize("name", ["plain", "sparse, padded", "cp, padded"])
 def test_what_is_padded_is_read_before_it_is_on_the_device(waits: dict[str, dict[str, Any]], name: str) -> None:
-    assert len(waits[name]["three layers"]["host"]) == 1  # for loss and norm
+    assert len(waits[name]["two layers"]["host"]) == 1  # for loss and norm
 
 
 def test_what_cp_makes_of_a_batch_is_not_waited_for(waits: dict[str, dict[str, Any]]) -> None:
-    assert not [wait for wait in waits["cp, padded"]["three layers"]["device"] if "copy" in wait]
+    assert not [wait for wait in waits["cp, padded"]["two layers"]["device"] if "copy" in wait]

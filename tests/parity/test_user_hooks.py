@@ -33,7 +33,11 @@ LAYOUTS: Final[dict[str, Sections]] = {
     "pp": {"mesh": {"pp": 2}},
     "pp-split-backward": {"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}, "recompute": {"mode": "full"}},
     "cp": {"mesh": {"cp": 2}},
+    "cp-all": {"mesh": {"cp": 2}},
 }
+
+
+QUICK_LAYOUTS = ("tp", "tp-recompute", "pp", "cp")
 
 
 @dataclass
@@ -205,7 +209,8 @@ OF = {
     # A stage has whole layers: what is inside of one meets a hook as in one process.
     "pp": ["keep-layer", "watch-layer", "gradients", "backward", "attributes", "hidden-states", "model"],
     "pp-split-backward": [name for name in CASES if name != "penalty"],
-    "cp": sorted(SUMS),
+    "cp": ["adapter", "backward", "gradients", "hidden-states"],  # a hook that changes, two that see, and an output
+    "cp-all": sorted(SUMS),
 }
 
 
@@ -273,7 +278,8 @@ def expected() -> Callable[[str], Result]:
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(
-    "layout", ["tp", "tp-sequence", "tp-recompute", "tp-selective", "pp", "pp-split-backward", "cp"]
+    "layout",
+    [each if each in QUICK_LAYOUTS else pytest.param(each, marks=pytest.mark.full) for each in LAYOUTS],
 )
 def test_hooks_mean_what_they_mean_in_one_process(
     ranks: WorkerPool, expected: Callable[[str], Result], layout: str
