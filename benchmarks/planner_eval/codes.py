@@ -437,4 +437,5 @@ def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code, model: str = "")
     if code.name == "torchtitan":
         is_late = max(re.findall(r"20[12]\d-\d\d", str(p.get("framework"))), default="") >= "2025-10"
         return ("fp4" in gpu.peak_flops_per_s or is_late) and not re.search(r"mla|llama-4", model.lower())
-    return code.is_tuned
+    is_early = gpu.name.startswith("mi") and dated(code, p).year < 2025  # AMD's own kernels came with aiter
+    return code.is_tuned and not is_early
