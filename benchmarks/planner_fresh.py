@@ -176,6 +176,21 @@ MECHANISMS = (
         "torch's fsdp/_runtime_utils.py, peft's tuners/lora/layer.py",
     ),
     (
+        "SDPA with a mask of padding: all keys in a slow kernel, whose deterministic backward has a core a head",
+        "kernels, adapters and states",
+        "torch's attention_backward.cu, transformers' masks; the rows priced once",
+    ),
+    (
+        "tensor-parallel collectives of plain Megatron-LM, whose `tp_comm_overlap` is off by default",
+        "kernels, experts",
+        "Megatron-LM's arguments.py; the rows priced once",
+    ),
+    (
+        "rows in other forms: flags, names, nested parts, units; offload that names no state; layers in codes' names",
+        "all",
+        "Megatron-LM's, DeepSpeed's and Hugging Face's own names",
+    ),
+    (
         "latent attention's heads of 192, norms of Qwen 3's heads, Llama 4's experts on all tokens",
         "experts, kernels",
         "arXiv 2412.19437, transformers' modeling files",
@@ -267,7 +282,9 @@ PRICED_ONCE = """## Priced once
 {rows} more rows of {sources} sources (tests/data/planner_cases_fresh2.json) were collected from public repositories and
 issues in November 2026, committed, and then priced once, before any of them was studied. What stands before each arrow
 is that first price: the error to expect for runs of such sources. Sources marked `studied` were looked into after that,
-and showed words, defaults and kernels that were missing; of those marked `held` scores alone are looked at.
+and showed words, defaults and kernels that were missing; of those marked `held` scores alone are looked at. The
+words of two studied sources were then completed by their code: `universal_llm_trainer` masks padding, takes
+deterministic algorithms and loads what is not packed in fp32; the date of `rocm_te_issues` was missing.
 """
 
 

@@ -454,6 +454,9 @@ def _dtypes(p: Mapping[str, Any], stage: int, tp: int, pp: int, gpu: GpuSpec) ->
     }
 
 
+_BARE_OFFLOAD: Final = r"\bcpu\b|\bhost\b|\bnvme\b|offload|^\s*(true|yes|on)\s*$"
+
+
 def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
     text = str(p.get("offload") or "none").lower()
     if "possibly" in text or "none" in text:
@@ -464,12 +467,19 @@ def _tiers(p: Mapping[str, Any]) -> dict[str, Any]:
         text += " grads optimizer"
     if "_offload.json" in str(p.get("offload")):  # DeepSpeed's optimizer takes the gradients with it
         text += " grads params" if "_z3_" in str(p.get("offload")) else " grads"
+    elif "z3_offload" in str(p.get("offload")).lower():
+        text += " grads params"
+    elif not re.search("optim|grad|param|activation|expert|embed", text) and re.search(_BARE_OFFLOAD, text):
+        # Where no state is named, all go that the stage shards.
+        text += " optimizer grads" + " params" * (p.get("zero_stage") == 3)
     tier = "nvme" if "nvme" in text else "host"
     found: dict[str, Any] = {}
     if "optim" in text:
         found["tiers.optimizer"] = tier
         if match := re.search(r"(\d+(?:\.\d+)?) ?(?:%|per cent|percent)", text):
             found["tiers.optimizer_on_device"] = max(0.0, 1 - float(match.group(1)) / 100)
+        elif match := re.search(r"(?<![\d.])(0?\.\d+)(?![\d.])", text):  # a fraction
+            found["tiers.optimizer_on_device"] = 1 - float(match.group(1))
         # Of two moments in bf16 without a master, one is half.
         if "opt-m" in str(p.get("offload")) and "opt-v" not in str(p.get("offload")):
             found["tiers.optimizer_on_device"] = 0.5

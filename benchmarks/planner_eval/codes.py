@@ -393,14 +393,29 @@ _TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 
 
+# Other names of layers: torchtune's, Megatron's, GPT-2's, Meta's, and those of all four of attention.
+_TARGET_WORDS: Final = (
+    (r"output_proj|linear_proj|\bwo\b", "o_proj"),
+    (r"linear_fc1|\bw[12]\b", "gate_proj, up_proj"),
+    ("linear_fc2", "down_proj"),
+    ("c_proj", "o_proj, down_proj"),
+    (r"c_attn|\bwqkv\b", "qkv"),
+    (r"\bqkvo\b", "qkv, o_proj"),
+    (r"\bqv\b", "q_proj, v_proj"),
+    (r"\bw([qkv])\b", r"\1_proj"),
+    (r"\bffn\b|feed.forward", "mlp"),
+)
+
+
 def lora_of(written: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the keys of the adapters that a row writes; PEFT adapts queries and values where no target is named."""
     if not written:
         return {}
-    text = str(written.get("targets") or "q_proj,v_proj").lower().replace("output_proj", "o_proj")
-    text = re.sub(
-        "c_attn", "qkv", re.sub("c_proj", "o_proj, down_proj", re.sub(r"\bw[12]\b", "gate_proj, up_proj", text))
-    )
+    text = str(written.get("targets") or "q_proj,v_proj").lower()
+    for name, ours in _TARGET_WORDS:
+        text = re.sub(name, ours, text)
+    if re.search("attn|attention", text) and not re.search(r"\bq\b|q_proj|query|qkv", text):
+        text += " q_proj, k_proj, v_proj, o_proj"
     found = {name for mark, names in _TARGETS.items() if re.search(mark, text) for name in names}
     targets = ("all-linear",) if re.search("all[ _-]lin", text) or not found else tuple(sorted(found))
     base = str(written.get("base") or "").lower()
@@ -432,4 +447,5 @@ def is_tuned_on(gpu: GpuSpec, p: Mapping[str, Any], code: Code, model: str = "")
     if code.name == "torchtitan":
         is_late = max(re.findall(r"20[12]\d-\d\d", str(p.get("framework"))), default="") >= "2025-10"
         return ("fp4" in gpu.peak_flops_per_s or is_late) and not re.search(r"mla|llama-4", model.lower())
-    return code.is_tuned
+    is_early = gpu.name.startswith("mi") and dated(code, p).year < 2025  # AMD's own kernels came with aiter
+    return code.is_tuned and not is_early

@@ -266,13 +266,13 @@ def _flags(written: str | list[Any]) -> Iterator[tuple[str, Any]]:
         if not word.startswith("--") or word.startswith("--no-"):
             continue
         name, _, value = word.removeprefix("--").partition("=")
-        rest = [value] if value else list(_until_flag(words[index + 1 :]))
+        values = [value] if value else list(_until_flag(words[index + 1 :]))
         key = name.replace("-", "_").lower()
         if key == "recompute_activations":
             yield "recompute", "selective"
             continue
         known = next((usual for usual, others in _PARALLEL.items() if key == usual or key in others), key)
-        typed: Any = True if not rest else " ".join(rest)
+        typed: Any = True if not values else " ".join(values)
         yield known, int(typed) if isinstance(typed, str) and typed.isdigit() else typed
 
 

@@ -142,7 +142,9 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 _LORA_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "rank": ("r", "lora_rank", "lora_r"),
-        "targets": ("target_modules", "lora_targets", "lora_target_modules", "modules"),
+        "targets": (
+            *("target_modules", "lora_targets", "lora_target", "lora_target_modules", "lora_attn_modules", "modules"),
+        ),
         "dropout": ("lora_dropout",),
         "base": ("base_dtype", "quantization", "quant", "base_precision"),
     }
@@ -247,8 +249,10 @@ def _adapters(p: Mapping[str, Any], tool: Tool) -> dict[str, Any]:
             found[key] = _words(other) if key in ("targets", "base") else other
     if match := re.search(r"\b(?:r|rank)\D{0,3}(\d+)", text):
         found.setdefault("rank", int(match.group(1)))
-    if "all linear" in text or "all-linear" in text:
+    if "all linear" in text or "all-linear" in text or flag(p.get("lora_target_linear")):
         found.setdefault("targets", _ALL)
+    if any(flag(place.get("apply_lora_to_mlp")) for place in (found, p)) and found.get("targets"):
+        found["targets"] = f"{found['targets']}, mlp"
     said = f"{text} {p.get('precision')} {found.get('base')} {p.get('load_in_4bit') and '4bit'}".lower()
     if re.search(r"q-?lora|nf4|4-?bit|int4|gptq|awq", said) and not re.search(r"fp8|int8|8-?bit base", said):
         found["base"] = f"nf4 {found.get('base') or ''}".strip()

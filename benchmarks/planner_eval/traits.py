@@ -75,7 +75,7 @@ class PublishedTraits:
         has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
         has_first_flash: whether it is the first FlashAttention.
         masks_attention: whether SDPA gets a mask of padding, with which torch takes its memory-efficient kernel.
-        is_deterministic: whether torch is told to take deterministic algorithms alone.
+        is_deterministic: whether torch takes deterministic algorithms alone.
         widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
             reads them as they are.
         code: the code that ran it, where the row names one.

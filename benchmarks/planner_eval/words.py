@@ -123,8 +123,12 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
     Selective with a number of layers is full recomputation of every n-th layer, as some frameworks name it.
     """
     text = (written or "").lower()
-    if re.search(r"(?<![a-z])(none|no|false|off|without|disabled?)(?![a-z])", text):
+    if re.search(r"(?<![a-z])(none|no|false|off|without|w/o|disabled?|not (used|enabled))(?![a-z])", text):
         return "none", 1
+    if re.search(r"nothing.sav(e|ed)|save.nothing|(per|every|each)[- ]?(layer|block)\b|^\s*(gc|1)\s*$", text):
+        return "full", 1
+    if re.search(r"dots?_save|^\s*attention( only)?\s*$", text):
+        return "selective", 1
     if "every second layer" in text:
         return "full", 2
     if match := re.search(r"every (\d+)", text):
@@ -164,8 +168,10 @@ def attention_of(written: str | None) -> Attention | None:
     text = (written or "").lower()
     if not text:
         return None
-    if re.search(r"flash|\bfa\d?\b|cudnn|sdpa|triton|mem", text):
+    if re.search(r"flash|\bfa\d?\b|cudnn|sdpa|triton|mem|\bte\b|engine|xformers|flex|aiter|\bck\b", text):
         return "flash"
+    if re.fullmatch(r"none|default|auto|unknown|n/?a", text.strip()):
+        return None
     if "fused" in text:
         return "fused-softmax"
     return "unfused"

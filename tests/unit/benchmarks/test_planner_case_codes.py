@@ -362,3 +362,16 @@ def test_no_source_is_in_both_halves() -> None:
     ]
     assert all(len(each) >= 8 for each in groups)
     assert not groups[0] & groups[1]
+
+
+def test_rows_that_were_priced_once_are_of_sources_of_their_own() -> None:
+    data = ROOT / "tests/data"
+    found = json.loads((data / "planner_cases_fresh2.json").read_text(encoding="utf-8"))
+    rows, halves = found["cases"], {row["group"]: row["half"] for row in found["cases"]}
+    others = [each for each in data.glob("planner_cases*.json") if "fresh2" not in each.name]
+    used = {row.get("group") for each in others for row in json.loads(each.read_text(encoding="utf-8"))["cases"]}
+    assert len(others) == 4
+    assert not halves.keys() & used
+    assert all(halves[row["group"]] == row["half"] for row in rows)
+    assert all(row["source"]["ref"] and row["source"]["quote"] and row["quality"] in "AB" for row in rows)
+    assert set(halves) | {"all", "studied", "held"} == set(found["first_priced"])

@@ -247,6 +247,83 @@ def test_any_of_a_keys_names_reads_as_the_usual_one(data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize(
+    ("written", "mode"),
+    [
+        ("w/o recompute", "none"),
+        ("not used", "none"),
+        ("every layer", "full"),
+        ("per-layer", "full"),
+        ("nothing_saveable", "full"),
+        ("save_nothing", "full"),
+        ("dots_saveable", "selective"),
+        ("attention", "selective"),
+        ("GC", "full"),
+    ],
+)
+def test_recomputation_in_words(written: str, mode: str) -> None:
+    found = read(row(LLAMA_8B, EIGHT, TUNED | {"recompute": written})).config
+    assert found is not None
+    assert found.recompute.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("written", "stage", "tiers"),
+    [
+        ("cpu", 2, ("device", "host", "host")),
+        ("ZeRO-Offload", 2, ("device", "host", "host")),
+        ("FSDP cpu_offload", 3, ("host", "host", "host")),
+        (True, 3, ("host", "host", "host")),
+        ("nvme", 3, ("nvme", "host", "nvme")),
+        ("ds_z3_offload_config.json", 3, ("host", "host", "host")),
+        ("activation offloading", 3, ("device", "device", "device")),
+        ("no", 3, ("device", "device", "device")),
+    ],
+)
+def test_offload_that_names_no_state_takes_what_the_stage_shards(
+    written: Any, stage: int, tiers: tuple[str, str, str]
+) -> None:
+    found = read(row(LLAMA_8B, EIGHT, TUNED | {"zero_stage": stage, "offload": written})).config
+    assert found is not None
+    assert (found.tiers.params, found.tiers.grads, found.tiers.optimizer) == tiers
+
+
+ATTENTION, MLP = ("k_proj", "o_proj", "q_proj", "v_proj"), ("down_proj", "gate_proj", "up_proj")
+
+
+@pytest.mark.parametrize(
+    ("written", "targets"),
+    [
+        ("attention", ATTENTION),
+        ("attn+mlp", (*MLP[:2], *ATTENTION[:3], "up_proj", "v_proj")),
+        ("qkvo", ATTENTION),
+        ("qv", ("q_proj", "v_proj")),
+        ("wq,wk,wv,wo", ATTENTION),
+        ("linear_qkv, linear_proj", ATTENTION),
+        ("linear_fc1, linear_fc2", MLP),
+        ("self_attn q,v", ("q_proj", "v_proj")),
+        ("all", ("all-linear",)),
+    ],
+)
+def test_targets_of_adapters_in_other_codes_names(written: str, targets: tuple[str, ...]) -> None:
+    found = read(row(LLAMA_8B, EIGHT, TUNED | {"lora": {"rank": 16, "targets": written}})).config
+    assert found is not None
+    assert found.lora.targets == targets
+
+
+def test_torchtunes_switch_adapts_the_feed_forward_too() -> None:
+    said = {"lora_rank": 8, "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True}
+    found = read(row(LLAMA_8B, EIGHT, without(TUNED, "lora") | said)).config
+    assert found is not None
+    assert found.lora.targets == (*MLP[:2], "q_proj", "up_proj", "v_proj")
+
+
+def test_a_fraction_of_the_optimizer_is_read() -> None:
+    found = read(row(LLAMA_8B, EIGHT, TUNED | {"offload": "0.8 of the optimizer"})).config
+    assert found is not None
+    assert found.tiers.optimizer_on_device == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
     ("written", "key", "value"),
     [
         ({"step_time_ms": 250}, "iteration_time_s", 0.25),
