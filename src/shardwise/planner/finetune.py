@@ -21,9 +21,8 @@ from shardwise.layout.token_ranges import pack
 from shardwise.planner.explain import Reasons
 from shardwise.planner.fit import largest
 from shardwise.planner.job import changed, trains_all
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, money_words
-from shardwise.planner.search import SearchResult
+from shardwise.planner.search import Pricer, SearchResult
 from shardwise.runtime.format import format_bytes, format_s
 
 USUAL_TOKENS: Final = 500

@@ -21,7 +21,6 @@ from shardwise.planner.finetune import Verdict
 from shardwise.planner.fit import Fit
 from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
 from shardwise.planner.job import ModelShape, PlanJob, product_dtype
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     MEMORY_CATEGORIES,
     TIME_PARTS,
@@ -31,7 +30,7 @@ from shardwise.planner.results import (
     held_on_node,
     money_words,
 )
-from shardwise.planner.search import SearchResult
+from shardwise.planner.search import Pricer, SearchResult
 from shardwise.planner.step_time import WITHOUT_EVIDENCE
 from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s, three_digits
 

@@ -23,7 +23,6 @@ from shardwise.planner.configs import split_as, written
 from shardwise.planner.hardware import Cluster, find_gpu, parse_cluster
 from shardwise.planner.job import BASE, Experts, ModelShape, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     Estimate,
     MemoryEstimate,
@@ -35,6 +34,7 @@ from shardwise.planner.results import (
 )
 from shardwise.planner.search import (
     Limits,
+    Pricer,
     kind_of,
     least_states_bytes,
     search,

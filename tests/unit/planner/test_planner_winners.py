@@ -19,9 +19,8 @@ from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.configs import ALWAYS_WRITTEN, split_as, written
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
 from shardwise.planner.job import ModelShape, PlanJob, changed, world_size
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, missing_memory
-from shardwise.planner.search import Limits, search
+from shardwise.planner.search import Limits, Pricer, search
 from shardwise.train.setup import check_job
 
 SMALL = DecoderConfig(
