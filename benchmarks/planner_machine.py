@@ -41,10 +41,10 @@ from shardwise.config.resolve import Config
 from shardwise.doctor.calibrate import calibrate
 from shardwise.models import Decoder
 from shardwise.planner.hardware import cluster_of
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import MatmulTime, Profile, find_profile, write_profile
 from shardwise.planner.request import job_of
 from shardwise.planner.results import Estimate
+from shardwise.planner.search import Pricer
 from shardwise.runtime.memory_tracker import Category
 from shardwise.train.job_model import job_model
 from shardwise.verify.finalists import peak_of

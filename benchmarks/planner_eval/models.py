@@ -29,7 +29,7 @@ from shardwise.planner.compute_time import FLASH_SHARES, ComputeTimeModel, GemmS
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
 from shardwise.planner.host_time import NO_HOST, HostCosts
 from shardwise.planner.job import PlanJob, expert_skew, param_of, product_dtype, trains_all
-from shardwise.planner.pricer import Pricer
+from shardwise.planner.search import Pricer
 from shardwise.planner.step_time import TimeModel
 
 FIRST_FLASH_SHARE: Final = 0.5

@@ -16,10 +16,9 @@ from rich.console import Console, RenderableType
 
 from shardwise.planner.explain import reasons_of
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import plan_view
 from shardwise.planner.request import Question, read_model
-from shardwise.planner.search import search
+from shardwise.planner.search import Pricer, search
 from shardwise.train.imported_plan import named_batch, split_for
 from shardwise.train.metrics import StepRecord
 from shardwise.train.progress import Header, Progress, render

@@ -9,10 +9,9 @@ import pytest
 from harness.engine_memory import Sample, drawn, job_of
 from shardwise.models.presets import preset
 from shardwise.planner.job import changed, world_size
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import written
 from shardwise.planner.results import Estimate
-from shardwise.planner.search import SearchResult, search, settle
+from shardwise.planner.search import Pricer, SearchResult, search, settle
 from shardwise.verify import finalists
 from shardwise.verify.finalists import peak_of, simulate_finalists, with_peak
 

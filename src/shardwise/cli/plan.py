@@ -24,9 +24,8 @@ from shardwise.report.console import Terminal, progress, write_line
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
-    from shardwise.planner.pricer import Pricer
     from shardwise.planner.results import Estimate
-    from shardwise.planner.search import SearchResult
+    from shardwise.planner.search import Pricer, SearchResult
 
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 # A written config saves this often: what a failure costs at most.
@@ -225,10 +224,9 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         from shardwise.planner.explain import reasons_of
         from shardwise.planner.fit import notes_of, read_examples, verdict
         from shardwise.planner.plan import find
-        from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import plan_dict, plan_view
         from shardwise.planner.request import PlanRequest, Question, is_split, read_model
-        from shardwise.planner.search import Limits, search
+        from shardwise.planner.search import Limits, Pricer, search
 
         source_model, own = read_model(model), arguments.compare
         batch = arguments.global_batch or source_model.global_batch
@@ -307,7 +305,7 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
     source = own or model
     if source is None:
         return None, ()
-    from shardwise.planner.pricer import Pricer
+    from shardwise.planner.search import Pricer
     from shardwise.train.imported_plan import split_for
 
     try:
@@ -368,9 +366,9 @@ def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with progress("starting torch"):
         from shardwise.planner.explain import fixes
-        from shardwise.planner.pricer import Pricer
         from shardwise.planner.render import explain_dict, explain_view
         from shardwise.planner.results import missing_memory
+        from shardwise.planner.search import Pricer
         from shardwise.train.imported_plan import read_explained
 
         batch = arguments.global_batch

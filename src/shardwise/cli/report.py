@@ -97,8 +97,8 @@ def _of_config(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
 
 def _priced(path: Path, cluster: Cluster) -> dict[str, Any]:
     """Return the planner's answer about a config, as `shardwise plan --explain --json` writes it."""
-    from shardwise.planner.pricer import Pricer
     from shardwise.planner.render import explain_dict
+    from shardwise.planner.search import Pricer
     from shardwise.train.imported_plan import read_explained
 
     asked = read_explained(str(path), None, cluster)

@@ -40,32 +40,20 @@ from shardwise.schedule.pipelines import RECIPES
 Values = Mapping[str, Any]
 """Values of keys of the config."""
 
-PLANNED: Final = (
-    "mesh.pp",
-    "mesh.dp_replicate",
-    "mesh.dp_shard",
-    "mesh.cp",
-    "mesh.tp",
-    "mesh.ep",
-    "zero.stage",
-    "batch.micro_size",
-    "batch.accumulation",
-    "pipeline.schedule",
-    "pipeline.virtual_stages",
-    "pipeline.gather",
-    "tensor.sequence_parallel",
-    "context.transport",
-    "context.heads_over",
-    "recompute.mode",
-    "recompute.every",
-    "tiers.params",
-    "tiers.grads",
-    "tiers.optimizer",
-    "tiers.activations",
-    "tiers.params_on_device",
-    "tiers.grads_on_device",
-    "tiers.optimizer_on_device",
+_STATES: Final = ("params", "grads", "optimizer")
+_LEAVES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"),
+        "zero": ("stage",),
+        "batch": ("micro_size", "accumulation"),
+        "pipeline": ("schedule", "virtual_stages", "gather"),
+        "tensor": ("sequence_parallel",),
+        "context": ("transport", "heads_over"),
+        "recompute": ("mode", "every"),
+        "tiers": ("params", "grads", "optimizer", "activations", *(f"{name}_on_device" for name in _STATES)),
+    }
 )
+PLANNED: Final = tuple(f"{section}.{leaf}" for section, leaves in _LEAVES.items() for leaf in leaves)
 """The keys that the planner chooses, unless they are pinned."""
 _NO_PIPELINE: Final = MappingProxyType({f"pipeline.{key}": value for key, value in PipelineConfig()})
 _NO_CONTEXT: Final = MappingProxyType(
@@ -130,10 +118,6 @@ class Family:
 
     base: ResolvedConfig
     pipelines: tuple[tuple[float, Values], ...]
-
-    def least_bubble_share(self, index: int) -> float:
-        """Return the least time of a member's bubble, as a share of what a rank computes."""
-        return self.pipelines[index][0]
 
     def member(self, index: int) -> ResolvedConfig:
         """Return a candidate, whose states are on the devices, shared by all data ranks."""
@@ -202,7 +186,7 @@ def why_none(job: PlanJob, space: SearchSpace) -> str:
 def placements(job: PlanJob, space: SearchSpace, config: ResolvedConfig) -> Iterator[Values]:
     """Yield every way to store the states of a candidate, as changes of it, those off the devices last."""
     for tiers in _all_tiers(job, space, config):
-        is_away = (tiers["params"], tiers["grads"], tiers["optimizer"]) != ("device",) * 3
+        is_away = any(tiers[name] != "device" for name in _STATES)
         of_tiers: dict[str, Any] = {f"tiers.{name}": tier for name, tier in tiers.items()}
         of_tiers["tiers.nvme_path"] = (config.tiers.nvme_path or "nvme") if "nvme" in tiers.values() else None
         for stage in space.of("zero.stage", range(len(STAGES))):
@@ -451,8 +435,7 @@ def _secondary_shard(config: ResolvedConfig, stage: int, params_tier: str, num_s
 
 def _is_legal(space: SearchSpace, config: ResolvedConfig, number: int, tiers: Mapping[str, str]) -> bool:
     """Say no to what the engine refuses, and to what it runs as another stage's candidate."""
-    states, stage = (tiers["params"], tiers["grads"], tiers["optimizer"]), STAGES[number]
-    is_away = states != ("device", "device", "device")
+    stage, is_away = STAGES[number], any(tiers[name] != "device" for name in _STATES)
     if is_away and stage.optimizer is not Placement.SHARD:
         return False
     if tiers["params"] != "device" and not stage.unshard_for_use:

@@ -10,10 +10,9 @@ from shardwise.config.resolve import LoraConfig, ResolvedConfig
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, changed, num_data_ranks, trains_all
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS
 from shardwise.planner.results import TIME_PARTS, Estimate, MissingMemory, held_on_node, num_extras
-from shardwise.planner.search import SearchResult
+from shardwise.planner.search import Pricer, SearchResult
 from shardwise.runtime.format import format_bytes, format_s
 
 # Share of the difference of two times; smaller parts are left out.

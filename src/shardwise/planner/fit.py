@@ -26,10 +26,9 @@ from shardwise.planner.explain import Reasons
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import BASE, PlanJob, changed, trains_all
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS
 from shardwise.planner.results import USUAL_MARGIN, Estimate, missing_memory, money_words
-from shardwise.planner.search import SearchResult
+from shardwise.planner.search import Pricer, SearchResult
 from shardwise.runtime.format import format_bytes, format_s
 
 _HEAD_DIM: Final = 128

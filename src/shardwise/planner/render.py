@@ -20,7 +20,6 @@ from shardwise.planner.explain import Reasons, lacks
 from shardwise.planner.fit import Fit, Verdict
 from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
 from shardwise.planner.job import PlanJob, product_dtype
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import CHUNK_TOKENS, SPLITS
 from shardwise.planner.results import (
     TIME_PARTS,
@@ -29,7 +28,7 @@ from shardwise.planner.results import (
     held_on_node,
     money_words,
 )
-from shardwise.planner.search import SearchResult
+from shardwise.planner.search import Pricer, SearchResult
 from shardwise.planner.step_time import WITHOUT_EVIDENCE
 from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s, three_digits
 

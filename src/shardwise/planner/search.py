@@ -29,8 +29,9 @@ from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
 from shardwise.models.shape import PACKED_BYTES
 from shardwise.optim.rules import matrix_state_names
 from shardwise.planner.candidates import ZERO, Family, SearchSpace, Values, families, placements, why_none
+from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.job import PlanJob, changed
-from shardwise.planner.pricer import Pricer
+from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import (
     TIE_SHARE,
     USUAL_MARGIN,
@@ -44,6 +45,7 @@ from shardwise.planner.results import (
     simplest,
     usable_bytes,
 )
+from shardwise.planner.step_time import TimeModel
 
 # So many meshes or schedules are wanted beside each other.
 _NUM_KINDS: Final = 5
@@ -58,6 +60,28 @@ _MORE_IF_NONE: Final = 5
 _NUM_SHARES: Final = 20
 # A memory estimate costs as much as so many times.
 _MEMORY_COST: Final = 4
+
+
+class Pricer:
+    """Price configs of one job, their memory and their time, and keep what several of them share.
+
+    Attributes:
+        margin_share: share of a device's memory that is to stay free.
+    """
+
+    def __init__(self, job: PlanJob, margin_share: float = USUAL_MARGIN) -> None:
+        self.job, self.margin_share = job, margin_share
+        layouts = FoldedLayouts(job)
+        self.memory, self.time = MemoryModel(job, layouts), TimeModel(job, layouts)
+
+    def price(self, config: ResolvedConfig, memory: MemoryEstimate | None = None) -> Estimate:
+        """Return the memory, if it is not known already, and the time of one config."""
+        memory = memory or self.memory.estimate(config)
+        return Estimate(job=self.job, config=config, memory=memory, time=self.time.estimate(config))
+
+    def missing(self, memory: MemoryEstimate) -> MissingMemory | None:
+        """Return what a candidate's memory exceeds by most; None where it fits."""
+        return missing_memory(memory, self.job.cluster, self.margin_share)
 
 
 @checked
@@ -203,12 +227,8 @@ class _Head:
     inner_s: float
 
     @property
-    def stop(self) -> int:
-        return len(self.family.pipelines)
-
-    @property
     def bound_s(self) -> float:
-        return self.inner_s * (1 + self.family.least_bubble_share(self.index))
+        return self.inner_s * (1 + self.family.pipelines[self.index][0])
 
 
 @dataclass(frozen=True)
@@ -297,8 +317,8 @@ class _Search:
             elif not has_fit:
                 self.rejected["out of memory"] += 1
             return
-        if isinstance(item, _Head) and item.index + 1 < item.stop:
-            head = _Head(item.family, item.index + 1, item.inner_s)
+        if isinstance(item, _Head) and item.index + 1 < len(item.family.pipelines):
+            head = replace(item, index=item.index + 1)
             yield head.bound_s, head
         config = item.config if isinstance(item, _Timed) else item.family.member(item.index)
         kind = kind_of(config)
@@ -311,7 +331,7 @@ class _Search:
         elif not self._may_fit(config):
             self.rejected["out of memory"] += 1
         else:
-            placed = self._may_hold(config)
+            placed = [changed(config, values) for values in self._placements_of(config)]
             priced = sorted(((self._quick(candidate).step_s, candidate) for candidate in placed), key=itemgetter(0))
             yield priced[0][0], _Placed(priced)
 
@@ -321,8 +341,7 @@ class _Search:
 
     def _stages_s(self, config: ResolvedConfig) -> float:
         """Return the time without what depends on where states are stored."""
-        self.num_prices += 1
-        self._cost += 1
+        self._count(1)
         return self.pricer.time.stages_s(self._least_computing(config))
 
     def _least_computing(self, config: ResolvedConfig) -> ResolvedConfig:
@@ -355,26 +374,6 @@ class _Search:
             self._fits_leanest[pipeline] = self._fits_device(changed(leanest, of_leanest))
         return self._fits_leanest[pipeline] and self._fits_device(changed(config, placement))
 
-    def _may_hold(self, config: ResolvedConfig) -> list[ResolvedConfig]:
-        """Return the placements of a candidate, without those of which it is known that they miss by much.
-
-        The mean rank holds at least its share of the states and what it keeps with the placement that holds least.
-        """
-        every = self._placements_of(config)
-        placed = [changed(config, placement) for placement in every]
-        if not _is_cut_once(config):
-            return placed
-        ranks = self._memory_of(changed(config, max(every, key=_saving))).ranks
-        kept_bytes = sum(rank.bytes_of("activations", "logits", "overhead") for rank in ranks) / len(ranks)
-        is_found = bool(self.fitting or self._fallbacks)
-        least_lacking = 0.0 if is_found or self._missed is None else self._missed[0]
-        most_bytes = self._usable_bytes + max(
-            _NEAR_SHARE * self._usable_bytes, least_lacking / self.job.cluster.gpus_per_node
-        )
-        if not is_found and self._missed is None:
-            return placed
-        return [one for one in placed if kept_bytes + least_states_bytes(self.job, one) <= most_bytes]
-
     def _fits_device(self, config: ResolvedConfig) -> bool:
         memory = self._memory_of(config)
         if missing_memory(memory, self.job.cluster, self.limits.margin_share) is None:
@@ -382,9 +381,12 @@ class _Search:
         return memory.worst.peak_bytes <= self._usable_bytes
 
     def _quick(self, config: ResolvedConfig) -> TimeEstimate:
-        self.num_prices += 1
-        self._cost += 1
+        self._count(1)
         return self.pricer.time.estimate(config, is_quick=True)
+
+    def _count(self, cost: int) -> None:
+        self.num_prices += 1
+        self._cost += cost
 
     def _memory_of(self, config: ResolvedConfig) -> MemoryEstimate:
         """Estimate its memory, of some ranks alone where that does not fit; note how much is missing."""
@@ -394,8 +396,7 @@ class _Search:
         least_lacking = math.inf if self._missed is None else self._missed[0]
         too_much_bytes = self._usable_bytes + least_lacking / self.job.cluster.gpus_per_node
         memory = self._memories[key] = self.pricer.memory.estimate(config, too_much_bytes=too_much_bytes)
-        self.num_prices += 1
-        self._cost += _MEMORY_COST
+        self._count(_MEMORY_COST)
         lacking = missing_on_node(memory, self.job.cluster, self.limits.margin_share)
         if lacking > 0 and lacking < least_lacking:
             self._missed = lacking, config
@@ -487,11 +488,6 @@ def _pipeline_of(config: ResolvedConfig) -> tuple[Any, ...]:
 def _held_of(config: ResolvedConfig) -> tuple[Any, ...]:
     """Return what candidates share that hold the same: of how contexts are exchanged, only Ulysses keeps more."""
     return *_pipeline_of(config), config.batch, config.recompute, config.zero, config.tiers
-
-
-def _is_cut_once(config: ResolvedConfig) -> bool:
-    """Say whether stages are cut the same wherever states are stored, as all elements take as many bytes."""
-    return config.mesh.pp == 1 or (config.lora.rank == 0 and not matrix_state_names(config.optimizer.name))
 
 
 def _saving(placement: Values) -> tuple[int, int, bool, int]:

@@ -88,6 +88,7 @@ class TimeModel:
         self.offload = OffloadTimeModel(job, self.layouts)
         self.pipelines = PipelineSimulator()
         self._numbers = SectionNumbers()
+        self._known_units: dict[tuple[object, ...], tuple[_Stage, _Stage, _Stage]] = {}
         self._known_stages: dict[tuple[object, ...], _Stage] = {}
         self._hosts: dict[tuple[object, ...], HostCosts] = {}
         self._steps: dict[tuple[object, ...], float] = {}
@@ -160,8 +161,7 @@ class TimeModel:
 
     def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
-        units = self._block(config), *self._ends(config)
-        block_s, first_s, last_s = (unit.times.total_s for unit in units)
+        block_s, first_s, last_s = (unit.times.total_s for unit in self._units(config))
         whole_s = config.batch.accumulation * (self.job.shape.num_layers * block_s + first_s + last_s)
         return whole_s / config.mesh.pp + self._straggling_s(whole_s / config.mesh.pp)
 
@@ -188,7 +188,7 @@ class TimeModel:
         return *mesh, *batch, s.zero.stage, *sections
 
     def _stage(self, s: ResolvedConfig, num_blocks: int, is_first: bool, is_last: bool) -> _Stage:
-        block, (first, last), host = self._block(s), self._ends(s), self._host(s)
+        (block, first, last), host = self._units(s), self._host(s)
         ends = [first] * is_first + [last] * is_last
         return _Stage(
             _added(block.forward, num_blocks, [unit.forward for unit in ends]),
@@ -197,13 +197,16 @@ class TimeModel:
             (num_blocks * host.forward_s, num_blocks * host.backward_s) if s.mesh.pp > 1 else (0.0, 0.0),
         )
 
-    def _block(self, s: ResolvedConfig) -> _Stage:
-        return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
-
-    def _ends(self, s: ResolvedConfig) -> tuple[_Stage, _Stage]:
-        """Return the embedding, and the head with its loss."""
-        first = self._unit(self.compute.embedding(s), self.communication.embedding(s))
-        return first, self._unit(self.compute.head(s), self.communication.head(s))
+    def _units(self, s: ResolvedConfig) -> tuple[_Stage, _Stage, _Stage]:
+        """Return a block, the embedding, and the head with its loss."""
+        key = self._units_key(s)
+        if key not in self._known_units:
+            self._known_units[key] = (
+                self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s)),
+                self._unit(self.compute.embedding(s), self.communication.embedding(s)),
+                self._unit(self.compute.head(s), self.communication.head(s)),
+            )
+        return self._known_units[key]
 
     def _unit(self, times: PassTimes, exchange: BlockComm, attention: PassTimes = _NO_TIME) -> _Stage:
         """Add to a unit's compute the part of its exchanges that the same pass's compute does not hide."""

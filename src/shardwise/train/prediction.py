@@ -19,9 +19,9 @@ import torch
 from shardwise.config.written_files import write_whole
 from shardwise.launch.host import usable_bytes
 from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
 from shardwise.planner.results import TIMELINE_PARTS, by_timeline_part
+from shardwise.planner.search import Pricer
 from shardwise.report.page import installed
 from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.runtime.device import device_name, kind_of, num_devices

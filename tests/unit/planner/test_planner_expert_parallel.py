@@ -15,10 +15,9 @@ from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import cluster_of, parse_cluster
 from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.request import base_of, job_of, written
-from shardwise.planner.search import least_states_bytes
+from shardwise.planner.search import Pricer, least_states_bytes
 from shardwise.verify.finalists import peak_of
 
 FAST = parse_cluster("h100:64")

@@ -23,7 +23,6 @@ from shardwise.planner.explain import (
 )
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
 from shardwise.planner.job import BASE, PlanJob, changed
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import (
     Estimate,
     MemoryEstimate,
@@ -35,7 +34,7 @@ from shardwise.planner.results import (
     num_extras,
     simplest,
 )
-from shardwise.planner.search import Limits, search
+from shardwise.planner.search import Limits, Pricer, search
 
 GIB = 2**30
 CLUSTER = Cluster(

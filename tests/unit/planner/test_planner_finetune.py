@@ -14,8 +14,8 @@ from shardwise.cli import main as cli
 from shardwise.planner.fit import Examples, Verdict, read_examples, verdict
 from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.plan import plan
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import missing_memory
+from shardwise.planner.search import Pricer
 
 TEN_THOUSAND = Examples(num_examples=10_000, lengths=(400,))
 

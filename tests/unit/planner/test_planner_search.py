@@ -23,7 +23,6 @@ from shardwise.planner.candidates import (
 from shardwise.planner.hardware import Cluster, find_gpu, parse_cluster
 from shardwise.planner.job import BASE, PlanJob, changed, world_size
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import split_as, written
 from shardwise.planner.results import (
     Estimate,
@@ -36,6 +35,7 @@ from shardwise.planner.results import (
 )
 from shardwise.planner.search import (
     Limits,
+    Pricer,
     kind_of,
     least_states_bytes,
     search,

@@ -14,7 +14,6 @@ from shardwise.models.shape import ModelShape
 from shardwise.planner.explain import Reasons
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
 from shardwise.planner.job import BASE, PlanJob, changed
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import (
     bar_of,
     cautions,
@@ -39,7 +38,7 @@ from shardwise.planner.results import (
     TimeEstimate,
     layout_words,
 )
-from shardwise.planner.search import Limits, SearchResult
+from shardwise.planner.search import Limits, Pricer, SearchResult
 from shardwise.verify.finalists import with_peak
 
 GIB = 2**30

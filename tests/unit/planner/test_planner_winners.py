@@ -19,10 +19,9 @@ from shardwise.models.shape import ModelShape
 from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
 from shardwise.planner.job import PlanJob, changed, world_size
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import ALWAYS_WRITTEN, split_as, written
 from shardwise.planner.results import Estimate, missing_memory
-from shardwise.planner.search import Limits, search
+from shardwise.planner.search import Limits, Pricer, search
 from shardwise.train.setup import check_job
 
 SMALL = DecoderConfig(

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from shardwise.config.resolve import Config
 from shardwise.planner.hardware import Cluster, cluster_of, find_gpu
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_profile
 from shardwise.planner.request import job_of
 from shardwise.planner.results import TIMELINE_PARTS
+from shardwise.planner.search import Pricer
 from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
