@@ -67,17 +67,15 @@ class OffloadTimeModel:
     def times(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
         """Return the times of one rank at a place of the pipeline; all are 0 where everything is on the device."""
         s = config
-        tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
-        if all(tier == "device" for tier in tiers):
+        if all(tier == "device" for tier in (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)):
             return OverlapTimes()
         of_inputs = (s.batch.micro_size, s.tensor.sequence_parallel, s.recompute.every)
-        key = (self.layouts.key(s, pipeline_rank), s.batch.accumulation, of_inputs if tiers[-1] != "device" else None)
+        key = self.layouts.key(s, pipeline_rank), s.batch.accumulation, s.tiers.activations == "host" and of_inputs
         if key not in self._times:
             self._times[key] = self._times_of(s, pipeline_rank)
         return self._times[key]
 
     def _times_of(self, s: ResolvedConfig, pipeline_rank: int) -> OverlapTimes:
-        tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
         moves, away = self.moves(s, pipeline_rank), self._away(s, pipeline_rank)
         step_s = max(self._moved_s(moves, "step"), sum(self._host_step_s(layout, fold) for layout, fold in away))
         return OverlapTimes(
@@ -87,7 +85,9 @@ class OffloadTimeModel:
             last_backward_s=self._moved_s(moves, "last backward"),
             step_s=step_s,
             num_micro_batches=s.batch.accumulation,
-            hidden_share=HIDDEN_SHARE if "nvme" in tiers else self._hidden_share,  # a disk takes no core
+            hidden_share=HIDDEN_SHARE
+            if "nvme" in (s.tiers.params, s.tiers.grads, s.tiers.optimizer)
+            else self._hidden_share,  # a disk takes no core
         )
 
     def moves(self, config: ResolvedConfig, pipeline_rank: int = 0) -> tuple[TierTransfer, ...]:
