@@ -143,10 +143,7 @@ class OffloadTimeModel:
         if profile is None:
             return
         measured = {way: profile.copy_bytes_per_s(*way) for way in (("device", "host"), ("host", "device"))}
-        measured |= {
-            ("nvme", "host"): profile.disk_read_bytes_per_s,
-            ("host", "nvme"): profile.disk_write_bytes_per_s,
-        }
+        measured |= {("nvme", "host"): profile.disk_read_bytes_per_s, ("host", "nvme"): profile.disk_write_bytes_per_s}
         self._bytes_per_s |= {cast(tuple[Tier, Tier], way): speed for way, speed in measured.items() if speed}
         if profile.device == CPU:  # what copies there takes the cores that compute, as a gather does
             self._host_step_bytes_per_s = profile.step_bytes_per_s or self._host_step_bytes_per_s

@@ -161,10 +161,7 @@ class TimeModel:
     def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
         """Return what the host takes for a micro-batch of a rank, forward and backward."""
         host, num_blocks = self._host(s), self.job.shape.num_layers / s.mesh.pp
-        return (
-            num_blocks * host.forward_s + host.ends_forward_s,
-            num_blocks * host.backward_s + host.ends_backward_s,
-        )
+        return (num_blocks * host.forward_s + host.ends_forward_s, num_blocks * host.backward_s + host.ends_backward_s)
 
     def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
