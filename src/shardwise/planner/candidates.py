@@ -83,10 +83,6 @@ _MIN_TOKENS: Final = 128
 _CROWDED_SHARE: Final = 0.2
 
 
-def _no_pins() -> Mapping[str, tuple[Any, ...]]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
     """Say which candidates a search may try.
@@ -96,7 +92,7 @@ class SearchSpace:
         offloads: whether states may be stored off the devices; None where they take much of them.
     """
 
-    pins: Mapping[str, tuple[Any, ...]] = field(default_factory=_no_pins)
+    pins: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     offloads: bool | None = None
 
     def of(self, name: str, default: Sequence[Any]) -> Sequence[Any]:

@@ -241,15 +241,18 @@ class FoldedLayouts:
         self._ranks: dict[tuple[Any, ...], FoldedLayout] = {}
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
 
-    def at_rest(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
+    def at_rest(self, config: ResolvedConfig, pipeline_rank: int = 0, tier: Tier | None = None) -> dict[str, int]:
         """Return the bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
-        return self._at_rest_in(config, pipeline_rank, None)
+        key = (*self.key(config, pipeline_rank), tier)
+        if key not in self._at_rest:
+            self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, tier)
+        return self._at_rest[key]
 
     def by_tier(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
         """Return `at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
         if (config.tiers.params, config.tiers.grads, config.tiers.optimizer) == ("device",) * 3:
             return {"device": self.at_rest(config, pipeline_rank)}
-        by_tier = {tier: self._at_rest_in(config, pipeline_rank, tier) for tier in TIERS}
+        by_tier = {tier: self.at_rest(config, pipeline_rank, tier) for tier in TIERS}
         return {tier: totals for tier, totals in by_tier.items() if any(totals.values())}
 
     def on_wire(self, config: ResolvedConfig, pipeline_rank: int = 0) -> dict[str, int]:
@@ -260,10 +263,9 @@ class FoldedLayouts:
     def rank(self, config: ResolvedConfig, pipeline_rank: int = 0) -> FoldedLayout:
         """Return the folded groups of one rank of the pipeline."""
         key = self.key(config, pipeline_rank)
-        found = self._ranks.get(key)
-        if found is None:
-            found = self._ranks[key] = self._fold(config, pipeline_rank)
-        return found
+        if key not in self._ranks:
+            self._ranks[key] = self._fold(config, pipeline_rank)
+        return self._ranks[key]
 
     def key(self, config: ResolvedConfig, pipeline_rank: int) -> tuple[Any, ...]:
         """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
@@ -273,12 +275,6 @@ class FoldedLayouts:
             sections = number(config.zero), number(config.tiers), number(config.precision), number(config.lora)
             self._last = config, (*axes, config.pipeline.gather, config.optimizer.name, *sections)
         return self._last[1], self.stages.of(config).held_by(pipeline_rank)
-
-    def _at_rest_in(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
-        key = (*self.key(config, pipeline_rank), tier)
-        if key not in self._at_rest:
-            self._at_rest[key] = self._bytes_at_rest(config, pipeline_rank, tier)
-        return self._at_rest[key]
 
     def _bytes_at_rest(self, config: ResolvedConfig, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         rank = self.rank(config, pipeline_rank)

@@ -413,7 +413,8 @@ class MemoryModel:
         is_chunked = s.context.chunk_tokens is not None and not has_experts
         kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
         feature = self._feature_bytes(s)
-        mixed = feature * shape.num_heads * shape.head_dim / s.mesh.tp if _is_ulysses(s) else 0.0
+        is_ulysses = s.mesh.cp > 1 and s.context.transport == "ulysses"
+        mixed = feature * shape.num_heads * shape.head_dim / s.mesh.tp if is_ulysses else 0.0
         unread = feature * unread_size(job, s, shape, has_experts=has_experts)
         # Whole sequences that a recomputation gathers, for attention and feed-forward.
         num_gathered = 2 - is_chunked if s.tensor.sequence_parallel and s.recompute.mode != "none" else 0
@@ -515,10 +516,6 @@ class MemoryModel:
         rows = min(tokens, head_tokens_at_a_time(device, vocab), most)
         made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
         return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
-
-
-def _is_ulysses(config: ResolvedConfig) -> bool:
-    return config.mesh.cp > 1 and config.context.transport == "ulysses"
 
 
 def unread_size(job: PlanJob, config: ResolvedConfig, shape: LayerShape, *, has_experts: bool) -> float:

@@ -232,13 +232,6 @@ class _Head:
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """Mark a candidate whose bound is the time of its own stages."""
-
-    config: ResolvedConfig
-
-
-@dataclass(frozen=True)
 class _Placed:
     """Mark the placements of one candidate from `index` on, with their times, the fastest first.
 
@@ -251,7 +244,8 @@ class _Placed:
     has_fit: bool = False
 
 
-_Item = _Head | _Timed | _Placed
+_Item = _Head | ResolvedConfig | _Placed
+"""A candidate stands for itself where its bound is the time of its own stages."""
 
 
 class _Search:
@@ -275,7 +269,9 @@ class _Search:
 
     def run(self) -> None:
         """Open what has the least bound until it passes what was found or prices are spent."""
-        heads = [_Head(family, 0, self._inner_s(family)) for family in families(self.job, self.space)]
+        busy_s, every = self.pricer.time.busy_s, families(self.job, self.space)
+        # No member of a family takes less than its first one without a bubble.
+        heads = [_Head(family, 0, busy_s(self._least_computing(family.member(0)))) for family in every]
         self.num_candidates = sum(len(head.family.pipelines) for head in heads)
         heap: list[tuple[float, int, _Item]] = [(head.bound_s, number, head) for number, head in enumerate(heads)]
         num_items = len(heap)
@@ -320,24 +316,20 @@ class _Search:
         if isinstance(item, _Head) and item.index + 1 < len(item.family.pipelines):
             head = replace(item, index=item.index + 1)
             yield head.bound_s, head
-        config = item.config if isinstance(item, _Timed) else item.family.member(item.index)
+        config = item.family.member(item.index) if isinstance(item, _Head) else item
         kind = kind_of(config)
         if not self._may_win(bound_s) and kind[:3] != (1, 1, 1) and kind in self._kinds:
             self.rejected["like a faster one"] += 1
         elif not self._placements_of(config) or not self._fits_leanest.get(_pipeline_of(config), True):
             self.rejected["out of memory even at best"] += 1
-        elif not isinstance(item, _Timed):
-            yield self._stages_s(config), _Timed(config)
+        elif isinstance(item, _Head):
+            yield self._stages_s(config), config
         elif not self._may_fit(config):
             self.rejected["out of memory"] += 1
         else:
             placed = [changed(config, values) for values in self._placements_of(config)]
             priced = sorted(((self._quick(candidate).step_s, candidate) for candidate in placed), key=itemgetter(0))
             yield priced[0][0], _Placed(priced)
-
-    def _inner_s(self, family: Family) -> float:
-        """Return the time that every member of a family takes at least, without a bubble."""
-        return self.pricer.time.busy_s(self._least_computing(family.member(0)))
 
     def _stages_s(self, config: ResolvedConfig) -> float:
         """Return the time without what depends on where states are stored."""

@@ -26,15 +26,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.errors import ConfigError
-from shardwise.schedule.actions import (
-    COMPUTATIONS,
-    STREAMS,
-    Action,
-    ActionKind,
-    Schedule,
-    ScheduleError,
-    TimedAction,
-)
+from shardwise.schedule.actions import COMPUTATIONS, STREAMS, Action, ActionKind, Schedule, ScheduleError, TimedAction
 from shardwise.schedule.dependencies import Position, dependencies, execution_order
 from shardwise.schedule.pipelines import pipeline_rows, pipeline_step, placement_of
 
@@ -294,12 +286,7 @@ class PipelineSimulator:
         self._spans: dict[tuple[object, ...], PipelineSpan] = {}
 
     def span(
-        self,
-        recipe_name: str,
-        num_ranks: int,
-        virtual_stages: int,
-        num_micro_batches: int,
-        stages: Sequence[OpTimes],
+        self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, stages: Sequence[OpTimes]
     ) -> PipelineSpan:
         """Time the schedule of that name; its cost does not grow with the micro-batches once they repeat themselves.
 
@@ -325,12 +312,7 @@ class PipelineSimulator:
         return self._spans[key]
 
     def _simulated(
-        self,
-        recipe_name: str,
-        num_ranks: int,
-        virtual_stages: int,
-        num_micro_batches: int,
-        stages: Sequence[OpTimes],
+        self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, stages: Sequence[OpTimes]
     ) -> tuple[list[float], list[float]]:
         """Return the first starts and the last ends of the ranks."""
         num_rounds, last_round = _NUM_ROUNDS, num_micro_batches // num_ranks
