@@ -210,8 +210,7 @@ class CommTimeModel:
         others compute: each takes groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv
         2104.04473, figure 4).
         """
-        s, profile = config, self.job.cluster.profile
-        measured = None if profile is None else profile.hidden_share
+        s, measured = config, self.job.cluster.measured.hidden_share
         stages_per_rank = self.layouts.stages.of(s).placement.stages_per_rank
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"forward": 0.0, "backward": 0.0}
