@@ -216,9 +216,8 @@ class OffloadTimeModel:
             self._host_step_bytes_per_s = measured.step_bytes_per_s or self._host_step_bytes_per_s
             self._hidden_share = HIDDEN_SHARE if measured.hidden_share is None else measured.hidden_share
 
-    def times(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
+    def times(self, s: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
         """Return the times of one rank at a place of the pipeline; all are 0 where everything is on the device."""
-        s = config
         tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
         if all(tier == "device" for tier in tiers):
             return OverlapTimes()
