@@ -97,11 +97,9 @@ class Corrections:
 
     def _measured_factors(self, unit: _Unit, dtype: Dtype) -> LogInterpolator | None:
         """Fit measured over priced seconds of each pass, over tokens and the side of a square of as many weights."""
-        profile, points = self._job.cluster.profile, []
-        if profile is None:
-            return None
-        cluster = replace(self._job.cluster, profile=replace(profile, blocks=(), heads=()))  # priced by kernels alone
-        for row in profile.blocks if unit == "dense" else profile.heads:
+        measured, points = self._job.cluster.measured, []
+        cluster = replace(self._job.cluster, profile=replace(measured, blocks=(), heads=()))  # priced by kernels alone
+        for row in measured.blocks if unit == "dense" else measured.heads:
             if row.dtype == dtype:
                 sizes = {name: size for name, size in vars(row).items() if hasattr(_SMALLEST, name)}
                 tokens = row.seq_len if isinstance(row, BlockTime) else row.num_tokens

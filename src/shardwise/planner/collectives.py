@@ -167,8 +167,7 @@ class NetworkModel:
 def _read_tables(cluster: Cluster) -> dict[str, dict[int, _Table]]:
     """Return the measured tables by op and number of ranks; a larger buffer is never faster, whatever was measured."""
     tables: dict[str, dict[int, _Table]] = {}
-    rows = () if cluster.profile is None else cluster.profile.collectives
-    for row in sorted(rows, key=lambda row: (row.num_bytes, row.seconds)):
+    for row in sorted(cluster.measured.collectives, key=lambda row: (row.num_bytes, row.seconds)):
         if row.num_ranks > 1 and row.num_bytes > 0:
             table = tables.setdefault(row.op, {}).setdefault(row.num_ranks, [])
             table.append((row.num_bytes, max(row.seconds, table[-1][1] if table else 0.0)))

@@ -164,13 +164,12 @@ class CommTimeModel:
         self._blocks: dict[tuple[object, ...], BlockComm] = {}
         self._data: dict[tuple[object, ...], OverlapTimes] = {}
 
-    def block(self, config: ResolvedConfig) -> BlockComm:
+    def block(self, s: ResolvedConfig) -> BlockComm:
         """Price the collectives of one block on one rank, in one micro-batch.
 
         Collectives are those of `shardwise.tensor.mappings` and of `context_bytes`; dispatching to experts and back are
         two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
         """
-        s = config
         split = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.batch.micro_size, s.tensor, param_of(s))
         key = (*split, s.experts.skew, s.context.transport, s.context.heads_over, s.recompute.mode, s.recompute.every)
         if key not in self._blocks:
@@ -183,9 +182,8 @@ class CommTimeModel:
             return _of_end(self._tensor_s("reduce_scatter", config), self._tensor_s("all_gather", config))
         return _of_end(self._tensor_s("all_reduce", config), 0.0)
 
-    def head(self, config: ResolvedConfig) -> BlockComm:
+    def head(self, s: ResolvedConfig) -> BlockComm:
         """Price the head and the loss: the input is gathered, its gradient summed; between, three numbers a token."""
-        s = config
         tokens_bytes = 4.0 * self._tokens(s)
         forward_s = 3 * self.network.collective_s("all_reduce", tokens_bytes, s.mesh.tp)
         backward_s = self._tensor_s("all_reduce", s)
@@ -194,9 +192,8 @@ class CommTimeModel:
             backward_s = self._tensor_s("all_gather", s) + self._tensor_s("reduce_scatter", s)
         return _of_end(forward_s, backward_s)
 
-    def transfer_s(self, config: ResolvedConfig) -> float:
+    def transfer_s(self, s: ResolvedConfig) -> float:
         """Return the seconds of one micro-batch's activation from a stage to the next, or of its gradient back."""
-        s = config
         if s.mesh.pp == 1:
             return 0.0
         num_bytes = self._activation_bytes(s) / (s.mesh.tp if s.tensor.sequence_parallel else 1)
@@ -218,8 +215,7 @@ class CommTimeModel:
         return self._data[key]
 
     def _data_times(self, s: ResolvedConfig, pipeline_rank: int, stages_per_rank: int) -> OverlapTimes:
-        profile = self.job.cluster.profile
-        measured = None if profile is None else profile.hidden_share
+        measured = self.job.cluster.measured.hidden_share
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"forward": 0.0, "backward": 0.0}
         for call in self.data_calls(s, pipeline_rank):

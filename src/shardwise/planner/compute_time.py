@@ -95,16 +95,14 @@ class ComputeTimeModel:
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         self._numbers = SectionNumbers()
         self._adapters_by_lora: dict[tuple[int, bool], list[SkeletonParam]] = {}
-        profile, gpu = job.cluster.profile, job.cluster.gpu
-        self._matmul_rates = cache(partial(matmul_rates, () if profile is None else profile.matmuls))
-        self._attention_rates = cache(partial(attention_rates, () if profile is None else profile.attentions))
+        self._measured, gpu = job.cluster.measured, job.cluster.gpu
+        self._matmul_rates = cache(partial(matmul_rates, self._measured.matmuls))
+        self._attention_rates = cache(partial(attention_rates, self._measured.attentions))
         self._product_s = cache(self._priced_product_s)
         self._corrections = Corrections(
             job, lambda job, s: ComputeTimeModel(job).block(s), lambda job, s: ComputeTimeModel(job).head(s)
         )
-        self._bandwidth = gpu.memory_bytes_per_s * gpu.fitted.memory_share
-        if profile is not None and profile.stream_bytes_per_s:
-            self._bandwidth = profile.stream_bytes_per_s
+        self._bandwidth = self._measured.stream_bytes_per_s or gpu.memory_bytes_per_s * gpu.fitted.memory_share
 
     def block(self, s: ResolvedConfig) -> PassTimes:
         """Price one micro-batch of one block: the mean over blocks where only some have experts."""
@@ -133,9 +131,8 @@ class ComputeTimeModel:
         )
 
     def _host_costs(self, s: ResolvedConfig) -> HostCosts:
-        profile = self.job.cluster.profile
         num_adapted = len(self._adapters_of(s.lora, has_experts=False)) // 2
-        return own_costs(s, num_adapted, 0.0 if profile is None else profile.call_s)
+        return own_costs(s, num_adapted, self._measured.call_s)
 
     def head(self, config: ResolvedConfig) -> PassTimes:
         """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
@@ -159,12 +156,10 @@ class ComputeTimeModel:
 
     def step_s(self, config: ResolvedConfig, numel: float) -> float:
         """Return the seconds of the optimizer's step over `numel` elements that are stored on the device."""
-        profile = self.job.cluster.profile
-        measured = profile.step_bytes_per_s if profile is not None else 0.0
         _, moments = num_states(config.optimizer.name)
         # Gradient, master and states are read, all but the gradient written, in fp32.
         width = 4.0 * (3 + 2 * moments) + (0.0 if param_of(config) == "fp32" else _STEP_CAST_BYTES)
-        return numel * width / (measured or self._bandwidth)
+        return numel * width / (self._measured.step_bytes_per_s or self._bandwidth)
 
     def orthogonalize_s(self, shape: Sequence[int]) -> float:
         """Return the seconds to orthogonalize one matrix, or a stack of them, in bf16; see `newton_schulz_flops`."""
@@ -338,8 +333,7 @@ class ComputeTimeModel:
 
     @property
     def _kernel_s(self) -> float:
-        profile = self.job.cluster.profile
-        return (0.0 if profile is None else profile.call_s) or _KERNEL_S
+        return self._measured.call_s or _KERNEL_S
 
     # --- attention -------------------------------------------------------------------------------------------------
 

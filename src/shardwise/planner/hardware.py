@@ -29,6 +29,7 @@ GIB: Final = 2**30
 _UNKNOWN_BYTES_PER_S: Final = 1e9
 # Devices of a node, and where links join more than one node.
 _USUAL_NODE, _NODE_OF_RACKS = 8, 4
+_NO_PROFILE: Final = Profile(device="", num_ranks=1, num_threads=1, memory_bytes=0.0)
 # How figures end in files, how their fields end, and what their units are there.
 _UNITS: Final = (("_gib", "_bytes", GIB), ("_gb_per_s", "_bytes_per_s", 1e9), ("_tflops", "_flops_per_s", 1e12))
 
@@ -119,6 +120,11 @@ class Cluster:
     nic_bytes_per_s: float
     host: Host = Host()
     profile: Profile | None = None
+
+    @property
+    def measured(self) -> Profile:
+        """Return the profile, or one in which nothing was measured."""
+        return self.profile or _NO_PROFILE
 
 
 # Words of a device's name that do not identify it, those of its form, and its size; a larger one is of the host's half

@@ -198,34 +198,27 @@ class OffloadTimeModel:
         self.job = job
         self.layouts = layouts or FoldedLayouts(job)
         self._times: dict[tuple[object, ...], OverlapTimes] = {}
-        cluster, host, profile = job.cluster, job.cluster.host, job.cluster.profile
+        cluster, host, measured = job.cluster, job.cluster.host, job.cluster.measured
         num_sharing = max(1, min(cluster.gpus_per_node, cluster.num_gpus))
         self._host_memory_bytes_per_s = host.memory_bytes_per_s / num_sharing
         pcie = min(cluster.gpu.host_bytes_per_s or PLAIN_HOST_BYTES_PER_S, self._host_memory_bytes_per_s)
+        read = (host.nvme_read_bytes_per_s or PLAIN_DISK_READ_BYTES_PER_S) / num_sharing
+        write = (host.nvme_write_bytes_per_s or PLAIN_DISK_WRITE_BYTES_PER_S) / num_sharing
+        # What was measured was so with all ranks at work: it is a rank's share.
         self._bytes_per_s: dict[tuple[Tier, Tier], float] = {
-            ("device", "host"): pcie,
-            ("host", "device"): pcie,
-            ("nvme", "host"): (host.nvme_read_bytes_per_s or PLAIN_DISK_READ_BYTES_PER_S) / num_sharing,
-            ("host", "nvme"): (host.nvme_write_bytes_per_s or PLAIN_DISK_WRITE_BYTES_PER_S) / num_sharing,
+            ("device", "host"): measured.copy_bytes_per_s("device", "host") or pcie,
+            ("host", "device"): measured.copy_bytes_per_s("host", "device") or pcie,
+            ("nvme", "host"): measured.disk_read_bytes_per_s or read,
+            ("host", "nvme"): measured.disk_write_bytes_per_s or write,
         }
         self._host_step_bytes_per_s = HOST_STEP_SHARE * self._host_memory_bytes_per_s
         self._hidden_share = HIDDEN_SHARE
-        if profile is None:
-            return
-        measured: dict[tuple[Tier, Tier], float] = {
-            ("device", "host"): profile.copy_bytes_per_s("device", "host"),
-            ("host", "device"): profile.copy_bytes_per_s("host", "device"),
-            ("nvme", "host"): profile.disk_read_bytes_per_s,
-            ("host", "nvme"): profile.disk_write_bytes_per_s,
-        }  # with all ranks at work, so they are a rank's share
-        self._bytes_per_s |= {way: speed for way, speed in measured.items() if speed}
-        if profile.device == CPU:  # what copies there takes the cores that compute, as a gather does
-            self._host_step_bytes_per_s = profile.step_bytes_per_s or self._host_step_bytes_per_s
-            self._hidden_share = HIDDEN_SHARE if profile.hidden_share is None else profile.hidden_share
+        if measured.device == CPU:  # what copies there takes the cores that compute, as a gather does
+            self._host_step_bytes_per_s = measured.step_bytes_per_s or self._host_step_bytes_per_s
+            self._hidden_share = HIDDEN_SHARE if measured.hidden_share is None else measured.hidden_share
 
-    def times(self, config: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
+    def times(self, s: ResolvedConfig, pipeline_rank: int = 0) -> OverlapTimes:
         """Return the times of one rank at a place of the pipeline; all are 0 where everything is on the device."""
-        s = config
         tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
         if all(tier == "device" for tier in tiers):
             return OverlapTimes()

@@ -22,7 +22,7 @@ from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, StageLayouts
 from shardwise.planner.hardware import FittedConstants
-from shardwise.planner.host_time import HostCosts, OffloadTimeModel, queued_s
+from shardwise.planner.host_time import NO_HOST, HostCosts, OffloadTimeModel, queued_s
 from shardwise.planner.job import PlanJob, SectionNumbers, product_dtype, trains_all
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.schedule.actions import ScheduleError
@@ -104,12 +104,14 @@ class TimeModel:
         parts = dict(in_stages)
         parts["data"] = self.communication.data(config, worst).exposed_s(*passes)
         parts["offload"] = self.offload.times(config, worst).exposed_s(*passes)
-        parts["step"] = self._step_s(config, worst)
+        host = self._host(config)
+        parts["step"] = self._step_s(config, host, worst)
         moved_s = (parts["data"] + parts["offload"]) / config.batch.accumulation
-        parts["compute"] += self._launching_s(config, passes[0], passes[1] + moved_s)
+        launches_s = self._launches_s(config, host)
+        parts["compute"] += self._waiting_s(config, host, launches_s, (passes[0], passes[1] + moved_s))
         parts["other"] = self._straggling_s(sum(parts.values()))
         step_s = sum(parts.values())
-        kind = kind_of(self.job, config, sum(self._launches_s(config)) * config.batch.accumulation / step_s)
+        kind = kind_of(self.job, config, sum(launches_s) * config.batch.accumulation / step_s)
         low_s, high_s = interval_s(kind, step_s)
         return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate, kind=kind)
 
@@ -143,21 +145,20 @@ class TimeModel:
         backward_s = sum(stage.times.total_s - stage.times.forward_s for stage in worst_stages)
         return parts, worst, (forward_s, backward_s), bubble_rate
 
-    def _launching_s(self, s: ResolvedConfig, forward_s: float, backward_s: float) -> float:
+    def _waiting_s(
+        self, s: ResolvedConfig, host: HostCosts, launches_s: tuple[float, float], passes_s: tuple[float, float]
+    ) -> float:
         """Return by how much a step of one stage takes longer than its device's passes, as they wait for launches."""
         if s.mesh.pp > 1:
             return 0.0
-        host, device, count = self._host(s), (forward_s, backward_s), s.batch.accumulation
-        alone_s = self.job.shape.num_layers * (host.slowness * host.alone_s)
-        span_s = queued_s(
-            device, self._launches_s(s), num_micro_batches=count, alone_s=alone_s, reads_loss=host.reads_loss
-        )
-        return max(0.0, span_s - count * (forward_s + backward_s))
+        count, alone_s = s.batch.accumulation, self.job.shape.num_layers * (host.slowness * host.alone_s)
+        span_s = queued_s(passes_s, launches_s, num_micro_batches=count, alone_s=alone_s, reads_loss=host.reads_loss)
+        return max(0.0, span_s - count * sum(passes_s))
 
-    def _launches_s(self, s: ResolvedConfig) -> tuple[float, float]:
+    def _launches_s(self, s: ResolvedConfig, host: HostCosts) -> tuple[float, float]:
         """Return what the host takes for a micro-batch of a rank, forward and backward."""
-        host, num_blocks = self._host(s), self.job.shape.num_layers / s.mesh.pp
-        return num_blocks * host.forward_s + host.ends_s[0], num_blocks * host.backward_s + host.ends_s[1]
+        num_blocks, (first_s, last_s) = self.job.shape.num_layers / s.mesh.pp, host.ends_s
+        return num_blocks * host.forward_s + first_s, num_blocks * host.backward_s + last_s
 
     def busy_s(self, config: ResolvedConfig) -> float:
         """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
@@ -188,13 +189,14 @@ class TimeModel:
         return *mesh, *batch, s.zero.stage, *sections
 
     def _stage(self, s: ResolvedConfig, num_blocks: int, is_first: bool, is_last: bool) -> _Stage:
-        (block, first, last), host = self._units(s), self._host(s)
+        block, first, last = self._units(s)
         ends = [first] * is_first + [last] * is_last
+        host = self._host(s) if s.mesh.pp > 1 else NO_HOST
         return _Stage(
             _added(block.forward, num_blocks, [unit.forward for unit in ends]),
             _added(block.backward_input, num_blocks, [unit.backward_input for unit in ends]),
             sum((unit.backward_weight_s for unit in ends), block.backward_weight_s * num_blocks),
-            (num_blocks * host.forward_s, num_blocks * host.backward_s) if s.mesh.pp > 1 else (0.0, 0.0),
+            (num_blocks * host.forward_s, num_blocks * host.backward_s),
         )
 
     def _units(self, s: ResolvedConfig) -> tuple[_Stage, _Stage, _Stage]:
@@ -245,7 +247,7 @@ class TimeModel:
             self._hosts[key] = self.compute.host(s)
         return self._hosts[key]
 
-    def _step_s(self, s: ResolvedConfig, pipeline_rank: int) -> float:
+    def _step_s(self, s: ResolvedConfig, host: HostCosts, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
         key = self.layouts.key(s, pipeline_rank), self._numbers.of(s.compile)
         if key not in self._steps:
@@ -257,7 +259,6 @@ class TimeModel:
                 if is_near or fold.group.tiers.optimizer == "device"
             )
             num_params = sum(fold.count * len(fold.group.params) for fold in trained)
-            host = self._host(s)
             launching_s = host.slowness * host.param_s * num_params * (numel > 0)
             on_device_s = self.compute.step_s(s, numel / self._num_optimizer_shards(s))
             self._steps[key] = max(launching_s, on_device_s) + self._matrices_s(s, rank)
