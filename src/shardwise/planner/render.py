@@ -465,9 +465,8 @@ def plan_dict(
 
 def explain_dict(price: Estimate, pricer: Pricer, suggestions: Sequence[str] = ()) -> dict[str, Any]:
     """Return one candidate in detail as JSON takes it; the arguments are those of `explain_view`."""
-    # `cures` stays the name of the suggestions, since programs read it.
-    cures = {"cures": list(suggestions)}
-    return {"job": _job_dict(price.job), **price_dict(price), **_page_dict(price, pricer), **cures}
+    in_detail = {"job": _job_dict(price.job), **price_dict(price), **_page_dict(price, pricer)}
+    return {**in_detail, "cures": list(suggestions)}  # programs read it by this name
 
 
 def _job_dict(job: PlanJob) -> dict[str, Any]:
