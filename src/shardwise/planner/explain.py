@@ -189,7 +189,7 @@ def _parts_words(one: Estimate, other: Estimate, *, only_more: bool = False) -> 
     least = _LEAST_SHARE * abs(ordered[0][1])
     shown = [(name, seconds) for name, seconds in ordered if abs(seconds) > least][: 1 if only_more else 4]
     return ", ".join(
-        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {TIME_PARTS[name].words}"
+        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {TIME_PARTS[name].label}"
         for name, seconds in shown
     )
 

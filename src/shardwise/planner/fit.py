@@ -261,12 +261,12 @@ def verdict(plan: SearchResult, reasons: Reasons, pricer: Pricer, examples: Exam
     job, gpu, lora = plan.job, plan.job.cluster.gpu, plan.job.base.lora
     what = "all weights" if trains_all(job.base) else f"adapters of rank {lora.rank}"
     what += " beside weights in 4 bits" if lora.base == "nf4" else ""
-    each = "" if job.cluster.num_gpus == 1 else " each"
+    apiece = "" if job.cluster.num_gpus == 1 else " each"
     price, does_fit = plan.winner, plan.winner is not None
     if price is not None:
         about = "" if price.memory.worst.is_simulated else "about "
-        held = f"{about}{format_bytes(price.memory.worst.peak_bytes)} of {format_bytes(gpu.memory_bytes)}{each}"
-        fits, takes, most = f"yes, {what}: {held}", run_line(price, examples), _longest(price, pricer)
+        peak = f"{about}{format_bytes(price.memory.worst.peak_bytes)} of {format_bytes(gpu.memory_bytes)}{apiece}"
+        fits, takes, most = f"yes, {what}: {peak}", run_line(price, examples), _longest(price, pricer)
         more = f"sequences of up to {most:,} tokens would fit too, with recompute.mode=full and one in a micro-batch"
     else:
         fits = f"no, {what}: {reasons.misses or 'no layout is near to it'}"

@@ -259,8 +259,8 @@ def script_words(text: str) -> list[str]:
     except ValueError:  # a quote that is not closed, as in a message
         tokens = re.sub(r"(^|\s)#.*", "", script).translate(str.maketrans("\"'", "  ")).split()
     # A script may collect its flags in one string or list, the first of them beside its name.
-    words = (_COLLECTED.sub("", word) for word in tokens)
-    parts = (token.strip("()\"'") for word in words for token in (word.split() if "--" in word else [word]))
+    bare = (_COLLECTED.sub("", word) for word in tokens)
+    parts = (token.strip("()\"'") for word in bare for token in (word.split() if "--" in word else [word]))
     return [_named(token) for token in parts if token != "--"]
 
 

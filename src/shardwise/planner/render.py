@@ -158,7 +158,7 @@ def _large_parts(rank: RankMemory) -> dict[str, str]:
 
 def limit_words(price: Estimate) -> str:
     """Say what limits a step most: computing, links, what memory costs in time, or the pipeline's bubble."""
-    shares = {part.limit: 0.0 for part in TIME_PARTS.values() if part.limit}
+    shares = {entry.limit: 0.0 for entry in TIME_PARTS.values() if entry.limit}
     for name, seconds in price.time.parts.items():
         if limit := TIME_PARTS[name].limit:
             shares[limit] += seconds / price.time.step_s
@@ -464,9 +464,8 @@ def plan_dict(
 
 def explain_dict(price: Estimate, pricer: Pricer, suggestions: Sequence[str] = ()) -> dict[str, Any]:
     """Return one candidate in detail as JSON takes it; the arguments are those of `explain_view`."""
-    # `cures` stays the name of the suggestions, since programs read it.
-    cures = {"cures": list(suggestions)}
-    return {"job": _job_dict(price.job), **price_dict(price), **_page_dict(price, pricer), **cures}
+    in_detail = {"job": _job_dict(price.job), **price_dict(price), **_page_dict(price, pricer)}
+    return {**in_detail, "cures": list(suggestions)}  # programs read it by this name
 
 
 def _job_dict(job: PlanJob) -> dict[str, Any]:
@@ -545,4 +544,4 @@ def cautions(price: Estimate, pricer: Pricer) -> Iterator[str]:
     for name, fix in _FIXES.items():
         share = price.time.parts.get(name, 0.0) / price.time.step_s
         if share >= _LARGE_SHARE:
-            yield f"{100 * share:.0f} % of a step is {TIME_PARTS[name].words}; {fix}"
+            yield f"{100 * share:.0f} % of a step is {TIME_PARTS[name].label}; {fix}"

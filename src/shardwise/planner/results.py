@@ -30,7 +30,7 @@ from shardwise.schedule.pipelines import recipe_of
 class TimePart(NamedTuple):
     """Say what people call a part of a step, what limits a step by it, and in which part of a timeline it is."""
 
-    words: str
+    label: str
     limit: str
     timeline: str
 
@@ -51,7 +51,7 @@ TIME_PARTS: Final[Mapping[str, TimePart]] = MappingProxyType(
 )
 """The planner's parts of a step; what a block exchanges is part of its forward in a timeline."""
 
-TIMELINE_PARTS: Final = tuple(dict.fromkeys(part.timeline for part in TIME_PARTS.values()))
+TIMELINE_PARTS: Final = tuple(dict.fromkeys(entry.timeline for entry in TIME_PARTS.values()))
 
 PEAK_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -206,8 +206,8 @@ def simplest(prices: Iterable[Estimate]) -> Estimate:
 def by_timeline_part(parts: Mapping[str, float]) -> dict[str, float]:
     """Sum the planner's parts into those of a timeline."""
     sums = dict.fromkeys(TIMELINE_PARTS, 0.0)
-    for name, part in TIME_PARTS.items():
-        sums[part.timeline] += parts.get(name, 0.0)
+    for name, entry in TIME_PARTS.items():
+        sums[entry.timeline] += parts.get(name, 0.0)
     return sums
 
 
@@ -236,7 +236,7 @@ def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
 def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
     """Return the bytes that all memories of a node lack together; the arguments are those of `missing_memory`."""
     lacking = _lacking(memory, cluster, margin_share)
-    return sum(each.missing_bytes * (cluster.gpus_per_node if each.tier == "device" else 1) for each in lacking)
+    return sum(lack.missing_bytes * (cluster.gpus_per_node if lack.tier == "device" else 1) for lack in lacking)
 
 
 def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> MissingMemory | None:
