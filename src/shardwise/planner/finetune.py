@@ -80,9 +80,11 @@ def read_examples(
     Raises:
         ConfigError: there is no such file, or it has something else than counts of tokens.
     """
-    num_epochs = num_epochs or 1.0
+    if lengths is None and num_examples is None and num_epochs is not None:
+        raise ConfigError("examples-missing", "--epochs says not of how many examples; add --examples N")
     if lengths is None and num_examples is None:
         return None, ()
+    num_epochs = num_epochs or 1.0
     if lengths is None:
         note = f"examples of {USUAL_TOKENS} tokens are assumed; --lengths N, or a file with the length of each"
         return Examples(num_examples=num_examples or 1, lengths=(USUAL_TOKENS,), num_epochs=num_epochs), (note,)

@@ -58,6 +58,8 @@ def test_lengths_are_a_mean_or_a_file(tmp_path: Path, text: str, lengths: tuple[
 def test_lengths_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     with refused("examples-missing", "--examples"):
         read_examples(None, "300")  # a mean alone does not say of how many
+    with refused("examples-missing", "--epochs"):
+        read_examples(None, None, 3.0)
     (tmp_path / "lengths.txt").write_text(text)
     with refused("lengths-of-examples", "--lengths"):
         read_examples(100, str(tmp_path / "lengths.txt"))
