@@ -39,6 +39,7 @@ from shardwise.planner.job import (
     changed,
     num_data_ranks,
     param_of,
+    trains_all,
     with_adapters,
     world_size,
 )
@@ -405,6 +406,8 @@ def _all_tiers(job: PlanJob, space: SearchSpace, config: ResolvedConfig) -> list
     ladder = [("device", "device", "device")]
     offloads = are_states_crowded(job, config) if space.offloads is None else space.offloads
     if offloads:
+        # Beside adapters the frozen weights are what is large.
+        ladder += [("host", "device", "device")] * (not trains_all(config))
         ladder += [("device", "device", "host"), ("device", "host", "host"), ("host", "host", "host")]
         if job.cluster.host.nvme_bytes:
             ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]
