@@ -18,6 +18,7 @@ from rich.text import Text
 from shardwise.cli.command import Amount, Choice, Count, OutputFile, Seconds, as_written, settings, show_dry_run, split
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, is_config
+from shardwise.config.untrusted_files import read_text
 from shardwise.config.written_files import write_asked
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
 from shardwise.report.console import Terminal, progress, write_line
@@ -32,7 +33,10 @@ _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 _SAVED_S: Final = 3600.0
 _LONG_NAME: Final = 80
 _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
-_CLUSTER: Final = re.compile(r"[\w.-]+:\d+(x\d+)?")
+_CLUSTER: Final = re.compile(r"[\w. -]+:-?\d+(x\d+)?")
+# How lines begin in configs of other tools that are not read.
+_FOREIGN: Final = MappingProxyType({"distributed_type:": "Accelerate", "[parallelism]": "torchtitan"})
+_MAX_BYTES: Final = 2**18
 # What people call the config's keys that pin what the planner would choose.
 _PINS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -170,12 +174,18 @@ def _flag(name: str) -> str:
 def with_words(arguments: SimpleNamespace) -> list[str]:
     """Return the settings with those of the flags that pin; take a cluster among them for that of `--cluster`."""
     cluster_keys = [setting for setting in arguments.settings if _CLUSTER.fullmatch(setting)]
+    words = [setting for setting in arguments.settings if "=" not in setting]
+    if len(words) > 1 and not cluster_keys:  # one may be a device whose count was left out, which is refused as that
+        from shardwise.planner.hardware import known_gpu
+
+        cluster_keys = [word for word in words if known_gpu(word) is not None]
     clusters = [*cluster_keys, *([] if arguments.cluster is None else [arguments.cluster])]
     if len(clusters) > 1:
         raise ConfigError("two-clusters", f"{' and '.join(clusters)} are two clusters; give one of them")
     arguments.cluster = next(iter(clusters), None)
     pinned = [f"{key}={getattr(arguments, name)}" for name, key in _PINS.items() if getattr(arguments, name)]
-    pinned += ["lora.rank=16"] * bool((arguments.lora or arguments.lora_base) and not arguments.lora_rank)
+    adapts = arguments.lora or arguments.lora_base or arguments.lora_targets
+    pinned += ["lora.rank=16"] * bool(adapts and not arguments.lora_rank)
     if arguments.lora_targets:
         pinned.append(f"lora.targets={json.dumps([name.strip() for name in arguments.lora_targets.split(',')])}")
     return [setting for setting in arguments.settings if setting not in cluster_keys] + pinned
@@ -188,6 +198,8 @@ def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence
     model = model or arguments.compare  # its own, where it names one
     if model is None and arguments.explain is None and not arguments.fit:
         raise ConfigError("plan-needs-model", _NO_MODEL)
+    for source in filter(None, (model, arguments.explain, arguments.compare)):
+        _refuse_foreign(Path(source))
     num_procs = None if arguments.cluster else _num_procs(arguments.explain or model, assignments)
     cluster = read_cluster(arguments.cluster, num_procs)
     if arguments.fit:
@@ -196,6 +208,19 @@ def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence
         return _explain(arguments, cluster, model, assignments)
     assert model is not None
     return _search(arguments, cluster, model, assignments)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse by its tool's name a config that would be read as if it were ours, or Megatron's."""
+    if path.suffix not in (".yaml", ".yml", ".toml") or not path.is_file():
+        return
+    lines = read_text(path, "give a config", max_bytes=_MAX_BYTES).splitlines()
+    if tool := next((tool for start, tool in _FOREIGN.items() if any(line.startswith(start) for line in lines)), None):
+        raise ConfigError(
+            "foreign-config",
+            f"{path.name} is a config of {tool}'s, which is not read; pin its layout by flags, such as --zero 3 "
+            "--recompute full, or give our TOML, DeepSpeed's JSON or Megatron's flags",
+        )
 
 
 def _num_procs(source: str | None, assignments: Sequence[str]) -> int | None:
@@ -258,7 +283,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         reasons,
         num_shown=arguments.top,
         is_whole=arguments.more,
-        notes=(*asked.notes, *notes, *note, *filter(None, [asked.plan_only])),
+        notes=tuple(dict.fromkeys((*asked.notes, *notes, *note, *filter(None, [asked.plan_only])))),
         verdict=ruling,
         num_tokens=arguments.tokens,
     )
@@ -296,7 +321,7 @@ def _footer(arguments: SimpleNamespace, winner: Estimate | None, plan_only: str)
 
 
 def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate | None, tuple[str, ...]]:
-    """Return the price of the user's own config, or notes on why it has none here.
+    """Return the price of the user's own config, and notes on how it was read or on why it has none here.
 
     Args:
         own: the file that was given to compare; a mistake in it is an error.
@@ -310,7 +335,7 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
 
     try:
         asked = split_for(source, pricer.job)
-        return (pricer if asked.job is pricer.job else Pricer(asked.job)).price(asked.config), ()
+        return (pricer if asked.job is pricer.job else Pricer(asked.job)).price(asked.config), asked.notes
     except ConfigError as error:
         name = Path(source).name if len(source) < _LONG_NAME else "the layout of your flags"
         if own is not None:

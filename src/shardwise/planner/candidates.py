@@ -33,7 +33,7 @@ from shardwise.layout.tp_sharding import expert_split
 from shardwise.layout.zero_stages import STAGES, Placement, effective_stage
 from shardwise.models.shape import ModelShape, UnitKind, with_adapters
 from shardwise.optim.rules import num_states
-from shardwise.planner.job import PlanJob, changed, num_data_ranks, param_of, world_size
+from shardwise.planner.job import PlanJob, changed, num_data_ranks, param_of, trains_all, world_size
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.pipelines import RECIPES
 
@@ -377,6 +377,8 @@ def _all_tiers(job: PlanJob, space: SearchSpace, config: ResolvedConfig) -> list
     ladder = [("device", "device", "device")]
     offloads = are_states_crowded(job, config) if space.offloads is None else space.offloads
     if offloads:
+        # Beside adapters the frozen weights are what is large.
+        ladder += [("host", "device", "device")] * (not trains_all(config))
         ladder += [("device", "device", "host"), ("device", "host", "host"), ("host", "host", "host")]
         if job.cluster.host.nvme_bytes:
             ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]

@@ -109,7 +109,8 @@ class ComputeTimeModel:
         linears = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.batch.micro_size, s.batch.accumulation > 1)
         number = self._numbers.of
         sections = number(s.recompute), number(s.precision), number(s.lora)
-        key = (*linears, s.tensor.sequence_parallel, s.zero.stage >= 3, s.compile.enabled, s.experts.skew, *sections)
+        switches = s.tensor.sequence_parallel, s.zero.stage >= 3, s.compile.enabled, s.context.chunk_tokens is None
+        key = (*linears, *switches, s.experts.skew, *sections)
         if key not in self._blocks:
             self._blocks[key] = self._block(s)
         return self._blocks[key]
@@ -176,6 +177,7 @@ class ComputeTimeModel:
         attention, streams = self.attention(s), self._streams(s)
         products = self._linears(self._attention_linears(s), s, product_dtype(s))
         expert_share = shape.num_expert_layers / shape.num_layers
+        in_chunks_s = 0.0
         for has_experts, share in ((False, 1 - expert_share), (True, expert_share)):
             if share > 0:
                 dense = self._ffn_linears(s, shape.ffn_size / s.mesh.tp, self._tokens(s))
@@ -183,11 +185,14 @@ class ComputeTimeModel:
                 kernels = self._linears(linears, s, product_dtype(s)).plus(self._adapters(s, has_experts=has_experts))
                 kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
                 products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
+                in_chunks_s += 0.0 if has_experts or s.context.chunk_tokens is None else share * kernels.forward_s
         kernels = products.plus(attention).plus(streams)
         corrected = self._corrections.block(kernels, s, self._tokens(s))
         streamed_s = max(0.0, streams.forward_s + corrected.forward_s - kernels.forward_s)
         again = {"none": 0.0, "full": corrected.forward_s, "selective": streamed_s}[s.recompute.mode]
-        return replace(corrected, recompute_s=again / s.recompute.every)
+        # A block that is not recomputed as a whole computes a feed-forward in chunks once more (`tensor.chunked`).
+        in_chunks_s *= 1 - (s.recompute.mode == "full") / s.recompute.every
+        return replace(corrected, recompute_s=again / s.recompute.every + in_chunks_s)
 
     # --- matrix products -------------------------------------------------------------------------------------------
 

@@ -202,9 +202,11 @@ def read_examples(
     Raises:
         ConfigError: there is no such file, or it has something else than counts of tokens.
     """
-    num_epochs = num_epochs or 1.0
+    if lengths is None and num_examples is None and num_epochs is not None:
+        raise ConfigError("examples-missing", "--epochs says not of how many examples; add --examples N")
     if lengths is None and num_examples is None:
         return None, ()
+    num_epochs = num_epochs or 1.0
     if lengths is None:
         note = f"examples of {USUAL_TOKENS} tokens are assumed; --lengths N, or a file with the length of each"
         return Examples(num_examples=num_examples or 1, lengths=(USUAL_TOKENS,), num_epochs=num_epochs), (note,)
@@ -284,7 +286,7 @@ def run_line(price: Estimate, examples: Examples | None) -> str:
     """Say how long the examples take under a config, and what they cost; of a step where there are none."""
     time, job = price.time, price.job
     if (num_steps := _steps(price, examples)) is None or examples is None:
-        return f"{format_s(time.step_s)} for {job.global_batch:,} sequences; --examples N times your data"
+        return f"{format_s(time.step_s)} for {job.global_batch:,} sequences; --examples N says how long N examples take"
     span = f"{_clock(num_steps * time.step_s)} ({_clock(num_steps * time.low_s)} to {_clock(num_steps * time.high_s)})"
     money = "" if price.usd_per_step is None else f", {money_words(num_steps * price.usd_per_step)}"
     sequences = f"{examples.num_sequences(job.seq_len):,} sequences of {job.seq_len:,}"

@@ -22,11 +22,12 @@ from shardwise.planner.explain import Reasons, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.render import plan_view
 from shardwise.planner.request import PlanRequest, Question, model_of, written
-from shardwise.planner.results import Estimate
+from shardwise.planner.results import Estimate, simplest
 from shardwise.planner.search import Limits, SearchResult, search
 from shardwise.runtime.format import format_bytes, format_s
 
 _WIDTH: Final = 100
+_LOGITS_SHARE: Final = 0.25
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,6 +92,8 @@ class Plan:
 def find(question: Question, look: Callable[[PlanRequest], SearchResult]) -> tuple[PlanRequest, SearchResult]:
     """Answer a question; where nothing fits, with the loss in chunks, and then for shorter sequences than the longest.
 
+    The loss is also tried in chunks where logits fill much of a device; what is then faster, or simpler, is the answer.
+
     Args:
         look: searches the layouts of what was asked.
 
@@ -102,12 +105,15 @@ def find(question: Question, look: Callable[[PlanRequest], SearchResult]) -> tup
     """
     asked = question.ask()
     result = look(asked)
-    if result.winner is not None:
+    best = result.winner
+    if best is not None and best.memory.worst.bytes_of("logits") < _LOGITS_SHARE * best.memory.worst.peak_bytes:
         return asked, result
     for easier in question.easier(asked):
         further = easier.ask()
+        if best is not None and further.job.seq_len != asked.job.seq_len:
+            break
         found = look(further)
-        if found.winner is not None:
+        if found.winner is not None and (best is None or simplest([best, found.winner]) is found.winner):
             return replace(further, notes=(*further.notes, *question.differences(easier))), found
     return asked, result
 

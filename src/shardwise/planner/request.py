@@ -154,7 +154,7 @@ class Question:
                 f"{easier.seq_len:,}; --seq N for another"
             )
         if easier.settings != self.settings:
-            yield f"nothing fits with all logits at once; {easier.settings[-1]} computes the loss and MLPs in chunks"
+            yield f"all logits at once take too much; {easier.settings[-1]} computes the loss and MLPs in chunks"
 
 
 def read_model(text: str) -> ModelSource:

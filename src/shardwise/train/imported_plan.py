@@ -143,8 +143,10 @@ def split_for(source: str, job: PlanJob) -> ImportedPlan:
     if is_config(source):
         config = _config_on(source, job.cluster, _given(job.seq_len, job.global_batch))
         resolved = config.resolve(job.cluster.num_gpus)
+        notes: tuple[str, ...] = ()
     else:
-        resolved = _config(_imported(source), job.cluster, job.global_batch)
+        imported = _imported(source)
+        resolved, notes = _config(imported, job.cluster, job.global_batch), imported.notes
     mesh, batch, pipeline = resolved.mesh, resolved.batch.global_size, resolved.pipeline
     if batch != job.global_batch:
         raise ConfigError(
@@ -160,7 +162,7 @@ def split_for(source: str, job: PlanJob) -> ImportedPlan:
         raise ConfigError(
             "more-stages-than-layers", f"it has more stages than {job.shape.num_layers} layers; take fewer"
         )
-    return ImportedPlan(job=job, config=split_as(job.base, resolved))
+    return ImportedPlan(job=job, config=split_as(job.base, resolved), notes=notes)
 
 
 def _imported(source: str) -> ModelSource:

@@ -32,6 +32,19 @@ def test_the_loss_in_chunks_is_tried_before_nothing_fits() -> None:
     assert any("context.chunk_tokens=1024" in note for note in found.asked.notes)
 
 
+def test_the_loss_in_chunks_is_taken_where_logits_fill_a_device_and_it_is_faster() -> None:
+    """Of 24 GiB, 151,936 logits of 16,384 tokens take 9."""
+    shape = replace(read_model("1b").shape, vocab_size=151_936, name="wide")
+    settings = ["mesh.cp=1", "mesh.tp=1", "mesh.pp=1", "batch.micro_size=1"]
+    found, whole = (
+        plan(shape, "rtx-3090:2", seq_len=16_384, global_batch=4, settings=[*settings, *given])
+        for given in ((), ("context.chunk_tokens=none",))
+    )
+    assert found.best.price.time.step_s < whole.best.price.time.step_s
+    assert any("context.chunk_tokens=1024" in note for note in found.asked.notes)
+    assert whole.asked.notes == ()
+
+
 LLAMA = read_model("llama-3-8b")
 
 

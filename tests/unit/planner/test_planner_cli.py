@@ -76,10 +76,12 @@ def test_your_own_layout_stands_beside_the_best(capsys):
     printed(capsys, "--explain", "mine.toml", *given)
     assert json.loads(Path("plan.json").read_text())["step_s"] == yours["step_s"]
     # A config of another tool's says the batch, too.
-    Path("ds.json").write_text(json.dumps({"train_batch_size": 24, "zero_optimization": {"stage": 3}}))
+    zero = {"stage": 3, "reduce_bucket_size": 500}
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 24, "zero_optimization": zero}))
     text = printed(capsys, "--model", "25m", "--seq", "512", "--compare", "ds.json", *given)
     assert "yours ZeRO-3 over 4, micro-batch 1 x 6" in text
     assert "24 sequences of 512 tokens" in text
+    assert "no effect here: zero_optimization.reduce_bucket_size" in text
     Path("ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}))
     text = printed(capsys, "--model", "25m", "--seq", "512", "--compare", "ds.json", *given)
     assert "yours DDP over 4, micro-batch 2 x 3" in text

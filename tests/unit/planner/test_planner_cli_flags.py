@@ -69,6 +69,36 @@ def test_flags_that_people_guess_pin_what_keys_do() -> None:
     assert set(pins_of(sorted(expected))) == set(keys)
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--lora-targets", "q_proj"), ("--lora-base", "nf4")])
+def test_a_flag_of_adapters_alone_asks_for_adapters(flag: str, value: str) -> None:
+    assert "lora.rank=16" in with_words(arguments_of("llama-7b", "h100:8", flag, value))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "code"), [("h100", "gpu-count-missing"), ("h100:-8", "gpu-count-missing"), ("M3 Max:1", "apple-device")]
+)
+def test_a_cluster_without_a_count_is_refused_as_a_cluster(
+    cluster: str, code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "llama-7b", cluster]) == 2
+    assert f"[{code}]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tool"),
+    [("fsdp.yaml", "distributed_type: FSDP\n", "Accelerate"), ("job.toml", "[parallelism]\n", "torchtitan")],
+)
+@pytest.mark.parametrize("flag", ["--compare", "--explain", "--model"])
+def test_a_config_of_another_tool_is_refused_by_its_name(
+    name: str, text: str, tool: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert cli.main(["plan", flag, str(tmp_path / name), "--cluster", "h100:8"]) == 2
+    said = capsys.readouterr().err
+    assert "[foreign-config]" in said
+    assert tool in said
+
+
 def test_a_cluster_may_stand_beside_the_model() -> None:
     arguments = arguments_of("llama-70b", "h100:64x8", "zero.stage=3")
     assert with_words(arguments) == ["llama-70b", "zero.stage=3"]

@@ -58,6 +58,8 @@ def test_lengths_are_a_mean_or_a_file(tmp_path: Path, text: str, lengths: tuple[
 def test_lengths_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     with refused("examples-missing", "--examples"):
         read_examples(None, "300")  # a mean alone does not say of how many
+    with refused("examples-missing", "--epochs"):
+        read_examples(None, None, 3.0)
     (tmp_path / "lengths.txt").write_text(text)
     with refused("lengths-of-examples", "--lengths"):
         read_examples(100, str(tmp_path / "lengths.txt"))
@@ -140,3 +142,9 @@ def test_three_lines_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_usual_sizes_of_fine_tuning(num_gpus: int) -> None:
     asked = plan("llama-3-8b", parse_cluster(f"a100-80:{num_gpus}"), settings=["lora.rank=16"]).asked
     assert (asked.job.seq_len, asked.job.global_batch) == (2048, 32)
+
+
+def test_adapters_stay_on_the_device_where_the_weights_beside_them_do_not() -> None:
+    """8 B weights in bf16 leave too little of 24 GiB for activations; rank 16 takes 0.5 GiB."""
+    tiers = plan("llama-3-8b", "rtx-4090:1", settings=["lora.rank=16"]).best.price.config.tiers
+    assert (tiers.params, tiers.grads, tiers.optimizer) == ("host", "device", "device")

@@ -192,6 +192,16 @@ def test_what_is_computed_again_is_what_was_not_kept() -> None:
     assert scores.block(selective).recompute_s == pytest.approx(0.0)
 
 
+def test_a_feed_forward_in_chunks_is_computed_once_more_where_its_block_is_not() -> None:
+    products = model(products=RATE)
+    again = [
+        products.block(changed(BASE, {"recompute.mode": mode, "context.chunk_tokens": chunk})).recompute_s
+        for mode in ("none", "full")
+        for chunk in (None, 1024)
+    ]
+    assert again[0] == 0.0 < again[1] < again[2] == again[3]
+
+
 def test_the_loss_reads_and_writes_whole_logits_or_a_rank_s_own() -> None:
     split, whole = changed(BASE, {"mesh.tp": 4}), BASE
     own, kept = model(stream=RATE), published(model(stream=RATE), logits_bytes=4.0, splits_logits=False)
