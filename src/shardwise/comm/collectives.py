@@ -407,9 +407,9 @@ class Comm(ABC):
         self._check_exchange(sends, receives)
         if self.world_size == 1:
             return AsyncWork()
-        num_bytes = sum(each.numel() * each.element_size() for tensors in sends.values() for each in tensors)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensors in sends.values() for tensor in tensors)
         call = self.count_exchange(name, num_bytes)
-        held = [each for tensors in (*sends.values(), *receives.values()) for each in tensors]
+        held = [tensor for tensors in (*sends.values(), *receives.values()) for tensor in tensors]
         with self.launch(call, stream) as started:
             if not self._is_connected:
                 # NCCL makes a communicator with the first batch, in which all ranks must take part; some might not.

@@ -331,7 +331,7 @@ def _stack_of(thread: int) -> tuple[str, tuple[str, ...]]:
     # No source is read: the disk may be what hangs.
     frames = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)][::-1]
     library = str(Path(__file__).parent)
-    own = [each for each in frames if not _is_torch_or_python(each[0]) and not each[0].startswith(library)]
+    own = [frame for frame in frames if not _is_torch_or_python(frame[0]) and not frame[0].startswith(library)]
     path, line, name = (own or frames)[-1]
     shown = [each for each in frames[:-_NUM_INNERMOST] if not _is_torch_or_python(each[0])] + frames[-_NUM_INNERMOST:]
     stack = tuple(f"{path}:{line} in {name}" for path, line, name in shown[-_MAX_FRAMES:])

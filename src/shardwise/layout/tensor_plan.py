@@ -159,7 +159,7 @@ def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
     }
     regions = {(pattern(region.module), *region.inputs) for region in plan.regions}
     attributes = {(pattern(module), name) for module, name, _ in plan.attributes}
-    stacks = {(pattern(f"{name}.x")[:-2], "stack", each.argument) for each in plan.stacks for name in each.modules}
+    stacks = {(pattern(f"{name}.x")[:-2], "stack", stack.argument) for stack in plan.stacks for name in stack.modules}
     return layers | regions | attributes | stacks | {(pattern(name),) for name in plan.partial}
 
 

@@ -423,7 +423,7 @@ def own_classes(kind: type, with_joined: bool = False) -> list[type]:
     Args:
         with_joined: also those that the library has joined with one of the user's, and that have its name.
     """
-    own = [each for each in kind.__mro__ if not _is_others(each.__module__)]
+    own = [base for base in kind.__mro__ if not _is_others(base.__module__)]
     return [
         each for each in own if with_joined or each.__qualname__ not in {base.__qualname__ for base in each.__bases__}
     ]

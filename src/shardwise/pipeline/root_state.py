@@ -310,7 +310,7 @@ class RootState:
             return
         if not self._is_agreed:
             self._notes[self._stage].reads[label] = ""
-        is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
+        is_left = any(isinstance(leaf, Tensor) and (is_fake(leaf) or leaf.is_meta) for leaf in _leaves(value))
         if (is_left or label in self._stale.get(self._stage, ())) and self._accesses.reads.judge(site, name) is None:
             raise stale_state(label, self._stage)
 

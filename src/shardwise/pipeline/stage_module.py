@@ -553,7 +553,7 @@ def _in_own_containers(value: Any) -> Any:
 
 def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
     """Return a module's class and its parameters' shapes: modules that have both in common return equal shapes."""
-    return type(module), tuple(tuple(each.shape) for each in module.parameters())
+    return type(module), tuple(tuple(parameter.shape) for parameter in module.parameters())
 
 
 def _key_of(kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

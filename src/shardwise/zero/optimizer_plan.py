@@ -67,7 +67,7 @@ class OptimizerPlan:
         """Return the parameter groups for what is trainable in a layout; as many, unless a group was added."""
         taken = {name for group in self.added for name in group.names}
         own = self.own_groups(layout, taken)
-        kept = [NamedGroup(tuple(each for each in group.names if each not in taken), group.options) for group in own]
+        kept = [NamedGroup(tuple(name for name in group.names if name not in taken), group.options) for group in own]
         return [*kept, *self.added]
 
     def add(self, group: Mapping[str, Any], held: Collection[str]) -> NamedGroup:
@@ -81,7 +81,7 @@ class OptimizerPlan:
         """
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
-        params = [each if isinstance(each, Tensor) else each[1] for each in params]  # named parameters are pairs
+        params = [param if isinstance(param, Tensor) else param[1] for param in params]  # named parameters are pairs
         names = _names_of(params, self.name_of)
         if twice := next((name for name in names if name in held), None):
             raise ConfigError(
@@ -168,7 +168,7 @@ def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimiz
     try:
         made: Any = factory(groups)
     except Exception as error:
-        sizes = ", ".join(str(list(each.shape)) for each in groups[0]["params"][:4])
+        sizes = ", ".join(str(list(param.shape)) for param in groups[0]["params"][:4])
         error.add_note(
             "initialize has called the function given as optimizer with a list of one parameter group, whose "
             f"parameters are {sizes}; first with small ones, to see what it makes"

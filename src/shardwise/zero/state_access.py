@@ -314,7 +314,7 @@ def _of_holder(
         except ConfigError as error:
             note = {"code": error.code, "error": str(error)}
     notes = [json.loads(text) for text in exchange_texts(states.comms.pipeline, json.dumps(note), what)]
-    found: dict[str, Any] = next(each for each in notes if each)
+    found: dict[str, Any] = next(note for note in notes if note)
     if "error" in found:
         raise ConfigError(found["code"], found["error"])
     return found
@@ -432,7 +432,7 @@ def write_optimizer_state(states: EngineState, place: ParamLocation, value: Tens
 
 def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
     pieces = states.sharded.pieces
-    return next((each for each in pieces if each.group is place.group and each.name == place.spec.name), None)
+    return next((piece for piece in pieces if piece.group is place.group and piece.name == place.spec.name), None)
 
 
 def own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
