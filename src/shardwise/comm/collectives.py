@@ -420,7 +420,7 @@ class Comm(ABC):
                 to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
                 for op, peer, buffers in ((self._c10d.isend, to, sends), (self._c10d.irecv, source, receives)):
                     moved = map(_bytes_of, buffers.get(peer, ()))
-                    batch += [self._c10d.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
+                    batch += [self._c10d.P2POp(op, payload, group=self._group, group_peer=peer) for payload in moved]
             # One batch, so that on NCCL no order of sends and receives deadlocks.
             started.add(*(self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else ()))
         # [Note: Tensors that a side stream uses]

@@ -324,11 +324,11 @@ class Checkpoints:
         self, saved: Sequence[StateShard | ScalarState]
     ) -> tuple[tuple[StateShard, ...], tuple[ScalarState, ...]]:
         """Return the shards of what is saved, and the numbers that this rank writes."""
-        shards = tuple(each for each in saved if isinstance(each, StateShard))
+        shards = tuple(state for state in saved if isinstance(state, StateShard))
         written = {shard.name for shard in shards if shard.written}
         # Of a parameter that one rank steps whole, other ranks may write the elements.
         has_owners = self._parts.states().sharded.whole is not None
-        numbers = (each for each in saved if isinstance(each, ScalarState))
+        numbers = (state for state in saved if isinstance(state, ScalarState))
         return shards, tuple(number for number in numbers if has_owners or number.name in written)
 
     def _with_buffers(self, request: SaveRequest, buffers: Sequence[SavedBuffer]) -> SaveRequest:

@@ -201,7 +201,7 @@ def _ends_of(tensor: Tensor) -> tuple[bool, bool]:
         if kind in _OPENS or kind in _CLOSES:
             ends.add(kind in _OPENS)
         else:
-            nodes += [each for each, _ in node.next_functions]
+            nodes += [parent for parent, _ in node.next_functions]
     return True in ends, False in ends
 
 

@@ -396,7 +396,7 @@ def _read_pinned(units: Sequence[StageUnit], num_stages: int, pinned: Sequence[s
         if name in legal:
             continue
         if name in index_of:
-            later = next((each for each in legal if index_of[each] > index_of[name]), legal[-1])
+            later = next((other for other in legal if index_of[other] > index_of[name]), legal[-1])
             why = "the first stage begins there" if index_of[name] == 0 else "it is not parted from the one before it"
             raise ConfigError(
                 "cut-not-allowed", f"pipeline.cut={name!r} is no place to cut: {why}; the next is {later}"
@@ -481,7 +481,7 @@ def estimate_costs(
 def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float]) -> tuple[UnitCost, ...]:
     for pattern, seconds in measured.items():
         if not any(fnmatch.fnmatchcase(estimate.name, pattern) for estimate in estimates):
-            names = ", ".join(each.name for each in (estimates[0], estimates[-1]))
+            names = ", ".join(unit.name for unit in (estimates[0], estimates[-1]))
             raise ConfigError(
                 "no-unit-matches", f"measured times: {pattern!r} matches no unit; units are named such as {names}"
             )
@@ -495,7 +495,7 @@ def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float])
     ]
     pairs = [(seconds, each.compute) for seconds, each in zip(times, estimates, strict=True) if seconds is not None]
     known_flops = sum(flops for seconds, flops in pairs if flops)
-    unmeasured_flops = sum(each.compute for seconds, each in zip(times, estimates, strict=True) if seconds is None)
+    unmeasured_flops = sum(unit.compute for seconds, unit in zip(times, estimates, strict=True) if seconds is None)
     if unmeasured_flops and not known_flops:
         raise ConfigError(
             "measured-no-matrices",

@@ -313,7 +313,7 @@ def layer_lines(layers: Iterable[LayerSplit]) -> list[str]:
     groups: list[list[LayerSplit]] = []
     for layer in layers:
         before = groups[-1][-1] if groups else layer
-        meets_whole = any(each.gathers_output or each.splits_input for each in (before, layer))
+        meets_whole = any(state.gathers_output or state.splits_input for state in (before, layer))
         if groups and (before.style, layer.style) in _IN_ONE_LINE and not meets_whole:
             groups[-1].append(layer)
         else:

@@ -328,13 +328,13 @@ class _Flow:
         """Follow an argument into a method of the same class, whose call stands alone."""
         outer = self.file.around(self.read, (ast.ClassDef,))
         body = outer.body if isinstance(outer, ast.ClassDef) and self._is_own(call.func) else []
-        named = (each for each in body if isinstance(each, ast.FunctionDef) and not each.decorator_list)
-        method = next((each for each in named if each.name == _name_of(call.func)), None)
+        named = (node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list)
+        method = next((node for node in named if node.name == _name_of(call.func)), None)
         if method is None or self.is_in_method or not isinstance(self.file.parents[call], ast.Expr):
             return False
         own, *names = [arg.arg for arg in method.args.args]
         given = dict(zip(names, call.args, strict=False))
-        name = next((name for name, each in given.items() if each is argument), "")
+        name = next((name for name, value in given.items() if value is argument), "")
         read = ast.Attribute(ast.Name(own, ast.Load()), name, ast.Load())  # as if the method read it itself
         self.file.parents[read] = method
         keys = (name for name, each in given.items() if isinstance(each, ast.Constant) and isinstance(each.value, str))

@@ -380,9 +380,9 @@ def digest(value: Any, depth: int = 4) -> str:
     if isinstance(value, CONSTANTS) or not depth:
         return ""
     if isinstance(value, dict):
-        return "".join(f"{key!r}:{digest(each, depth - 1)}," for key, each in value.items())
+        return "".join(f"{key!r}:{digest(item, depth - 1)}," for key, item in value.items())
     if isinstance(value, list | tuple | deque):
-        return f"{len(value)}:" + ",".join(digest(each, depth - 1) for each in value)
+        return f"{len(value)}:" + ",".join(digest(item, depth - 1) for item in value)
     return digest(vars(value), depth - 1) if hasattr(value, "__dict__") else ""
 
 

@@ -89,7 +89,7 @@ class SkippedUnits:
         held: Sequence[int],
         placeholders: PlaceholderTensors,
     ) -> None:
-        self._model, self._names, self._ranges = model, names, [range(*each) for each in ranges]
+        self._model, self._names, self._ranges = model, names, [range(*pair) for pair in ranges]
         self._modules = [model.get_submodule(name) for name in names]
         self._units_of: dict[int, set[int]] = {}  # by id of a module, the indices of the units that it is in
         for index, unit in enumerate(self._modules):
@@ -361,7 +361,7 @@ def _shared(unit: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, Valu
     for prefix, values in places:
         for name, value in [*values.items()]:
             parts = [*value.values()] if type(value) is dict else [value]
-            if parts and not name.startswith("__") and all(type(each) in (int, float, Tensor) for each in parts):
+            if parts and not name.startswith("__") and all(type(item) in (int, float, Tensor) for item in parts):
                 yield f"{prefix}{name}", values, name, value_before(value, Walk())
 
 

@@ -325,7 +325,7 @@ def _of_backward(
     ]
     edges = [get_gradient_edge(output) for output in outputs]
     if inputs is not None:
-        inputs = [get_gradient_edge(each) for each in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        inputs = [get_gradient_edge(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     return partial(torch.autograd.backward, edges, gradients, retain_graph, create_graph, grad_variables, inputs)
 
 

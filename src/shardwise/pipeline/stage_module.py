@@ -144,7 +144,7 @@ class StageForward:
         if self._is_chain:
             return undo
         undo += [
-            intercept_forward(module, self._answer) for module in {id(each): each for each in self._modules}.values()
+            intercept_forward(module, self._answer) for module in {id(inner): inner for inner in self._modules}.values()
         ]
         return undo
 
@@ -382,7 +382,7 @@ class StageForward:
         tensors = tensors_in(args)
         is_known = not any(map(self._placeholders.is_one, tensors))
         given = tensors if is_known else tensors_in(without_recorded(self._received))
-        return any(each.requires_grad for each in given)
+        return any(tensor.requires_grad for tensor in given)
 
     def _check_function(self, index: int) -> None:
         """Check that autograd sees a unit at a cut, which the forward of a function of its own hides.

@@ -218,7 +218,7 @@ def _adopt(
         isinstance(each, Tensor) and each.is_meta for _, own in states.values() for each in own.values()
     )
     first_states = {
-        name: {key: _first_value(key, each, param) for key, each in own.items()}
+        name: {key: _first_value(key, value, param) for key, value in own.items()}
         for name, (param, own) in (states.items() if has_values else ())
     }
     known = {name for group in named_groups for name in group.names}
@@ -359,12 +359,12 @@ def follow_calls(
 
         return changed
 
-    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group, "zero_grad": zero_grad}
+    methods: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group, "zero_grad": zero_grad}
     # Some, such as schedule-free ones, train with other weights than those to evaluate.
-    found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
-    for name, method in found.items():
+    methods |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
+    for name, method in methods.items():
         setattr(optimizer, name, method)
-    return tuple(found)
+    return tuple(methods)
 
 
 def _trainable_names(layout: Layout) -> list[str]:

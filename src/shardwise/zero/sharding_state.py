@@ -286,8 +286,8 @@ class ShardingState:
                 self._close_backward(unit)
                 self._prefetch_units()
             self.reductions.mark_done(group)  # see [Note: One order of reductions]
-            for each in self._ready():
-                self._reduce(each)
+            for ready in self._ready():
+                self._reduce(ready)
 
     def _is_over(self, unit: Unit) -> bool:
         """Say whether nothing can need a unit's parameters in this backward.

@@ -157,7 +157,7 @@ class GroupState:
     @property
     def storages(self) -> list[StateStorage]:
         """Return all storages."""
-        return [each for each in (self.whole, self._scales, self._small) if each is not None]
+        return [stored for stored in (self.whole, self._scales, self._small) if stored is not None]
 
     def of_piece(self, piece: ParamPiece) -> FlatState:
         """Return the values of a piece."""
