@@ -147,9 +147,9 @@ StepPlan = tuple[ParamPiece, Options, float, bool]
 """A piece that is stepped, its options, how many steps it has taken, and whether it has no state yet."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepCounts:
-    """Tracks how often a piece has been stepped, whether it has states, and whether it ever will."""
+    """Says how often a piece has been stepped, whether it has states, and whether it ever will."""
 
     num_steps: float = 0.0
     is_present: bool = False
@@ -307,7 +307,7 @@ class StoredStep(GroupStep, StateKeeper):
     def _expect(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
         """Mark a piece as one that has states, whose tensors the caller fills."""
         counts = self._counts[piece.name]
-        counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
+        self._counts[piece.name] = StepCounts(numbers.get("step", counts.num_steps), True, counts.is_trained)
         self._show(piece)
 
     def _forget(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
@@ -338,7 +338,7 @@ class StoredStep(GroupStep, StateKeeper):
             snapshot = options.setdefault(id(current), _snapshot(current))
             counts = self._counts[piece.name]
             plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
-            counts.num_steps, counts.is_present = counts.num_steps + 1, True
+            self._counts[piece.name] = StepCounts(counts.num_steps + 1, True, counts.is_trained)
             for state in self.states.values():
                 state.settle(piece)
             self._show(piece)
