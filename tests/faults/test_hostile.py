@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -204,7 +205,8 @@ def test_the_optimizers_parameters_are_no_option(tmp_path: Path) -> None:
     forge(saved_by(tmp_path), lambda values: options_of_group(values).update(params=[1.0], foreach="x"))
     with engine_of(arguments=adamw) as engine:
         engine.load(tmp_path)
-        take_steps(engine, 1)
+        assert math.isfinite(take_steps(engine, 1)[0])
+        assert all(isinstance(each, nn.Parameter) for each in engine.optimizer.param_groups[0]["params"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import signal
 from collections import OrderedDict, UserDict
@@ -1110,6 +1111,7 @@ RIGHT: dict[str, Call] = {
 def test_right_calls_go_on(call: Call, world: World) -> None:
     call(world)
     world.engine.zero_grad()
+    assert math.isfinite(world.engine.train_step([batch()]).loss)
 
 
 def test_a_number_of_numpy_is_taken_as_one_of_python(world: World) -> None:

@@ -140,6 +140,7 @@ def test_a_step_waits_for_the_norm_alone(
             for step in batches[2:]:
                 engine.train_step(step[0])
             engine.tiers.wait_idle()
+        assert engine.num_steps == NUM_STEPS
 
 
 def test_nothing_is_left_when_an_engine_is_closed(tmp_path: Path) -> None:

@@ -202,6 +202,37 @@ def test_no_work_inside_assert() -> None:
                 assert set(calls) <= {"isinstance", "len"}, f"{path}, line {node.lineno} calls {calls}"
 
 
+# What a test calls, or writes, that can fail.
+CHECKS = re.compile(r"\b(assert|raise|check|refuse|require|verify|fail)")
+
+
+def blocks_of(path: Path) -> dict[str, str]:
+    """Name of a function, class or constant of a module -> its text, without a function's signature."""
+    blocks = {}
+    for block in re.split(
+        r'(?<!"""\n)^(?=(?:async )?def |class |[A-Z_]+\b.* = )', path.read_text(), flags=re.MULTILINE
+    ):
+        name = re.match(r"(?:async def |def |class )?(\w+)", block)
+        is_function = "def " in block.partition("\n")[0]
+        if name is not None:
+            blocks[name[1]] = re.split(r":\n", block, maxsplit=1)[-1] if is_function else block
+    return blocks
+
+
+def can_fail(name: str, blocks: dict[str, str]) -> bool:
+    others = {other: text for other, text in blocks.items() if other != name and not other.startswith("test_")}
+    called = sorted(set(re.findall(r"\w+", blocks[name])) & set(others))
+    return CHECKS.search(blocks[name]) is not None or any(can_fail(each, others) for each in called)
+
+
+def test_every_test_can_fail() -> None:
+    blocks = {path: blocks_of(path) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    tests = [(path, name) for path, of_path in blocks.items() for name in of_path if name.startswith("test_")]
+    assert len(tests) > 3000
+    found = [f"{path.relative_to(ROOT)}: {name}" for path, name in tests if not can_fail(name, blocks[path])]
+    assert not found, "\n".join(["assert something in:", *found])
+
+
 def words_in(line: str) -> list[str]:
     """The words of a line, or of lines, in lower case, those of its names too: `_HostRooms` has host and rooms."""
     spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", ALLOWED.sub(" ", line)).replace("_", " ")

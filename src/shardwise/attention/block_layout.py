@@ -309,7 +309,7 @@ def _figures(layout: BlockLayout) -> Iterator[str]:
     per_head = int(pattern.blocks.sum()) / layout.num_heads
     yield f"blocks       {per_head:,.0f} of {num_blocks**2:,} a head, of {pattern.block} tokens"
     yield f"visible      {100 * layout.density:.3g} % of all pairs{half}"
-    ones = [torch.ones_like(each.blocks) for each in layout.patterns]
+    ones = [torch.ones_like(pattern.blocks) for pattern in layout.patterns]
     dense = BlockLayout(
         tuple(
             replace(each, blocks=blocks.tril() if each.causal else blocks)

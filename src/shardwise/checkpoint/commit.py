@@ -82,7 +82,7 @@ def step_of(folder: Path) -> int | None:
 
 def step_folders(root: Path) -> list[Path]:
     """Return the step folders in a root, newest first; none where there is no root yet. They need not be whole."""
-    by_step = {step: each for each in entries(root) if (step := step_of(each)) is not None and each.is_dir()}
+    by_step = {step: entry for entry in entries(root) if (step := step_of(entry)) is not None and entry.is_dir()}
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
@@ -213,14 +213,14 @@ def clean(root: Path) -> None:
     Raises:
         CheckpointError: the system refuses.
     """
-    for each in leftovers(root):
-        with named_errors("remove", each):
-            remove(each)
+    for leftover in leftovers(root):
+        with named_errors("remove", leftover):
+            remove(leftover)
 
 
 def leftovers(root: Path) -> list[Path]:
     """Return what saves have begun to write, or to delete, in a root: by a run that lives, or left by a dead one."""
-    return [each for each in entries(root) if _LEFTOVER.fullmatch(each.name)]
+    return [entry for entry in entries(root) if _LEFTOVER.fullmatch(entry.name)]
 
 
 def read_manifest(step_folder: Path, checks_files: bool = True) -> Manifest:
@@ -319,11 +319,11 @@ def rename_later(root: Path, after_step: int) -> list[Path]:
         CheckpointError: the system refuses.
     """
     folders = step_folders(root)
-    later = [each for each in folders if (step_of(each) or 0) > after_step]
+    later = [folder for folder in folders if (step_of(folder) or 0) > after_step]
     if not later:
         return []
     # Before anything is renamed: a process killed in between must not leave `latest` naming a folder that is gone.
-    _move_latest(root, next((each.name for each in folders if each not in later and _is_whole(each)), ""))
+    _move_latest(root, next((folder.name for folder in folders if folder not in later and _is_whole(folder)), ""))
     moved = []
     with named_errors("rename checkpoints in", root):
         for folder in later:
@@ -352,8 +352,8 @@ def _missing(path: Path) -> CheckpointError:
         return CheckpointError(
             "not-a-folder", f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
         )
-    parent = next(each for each in path.parents if each.is_dir())
-    names = sorted(each.name for each in entries(parent))
+    parent = next(parent for parent in path.parents if parent.is_dir())
+    names = sorted(entry.name for entry in entries(parent))
     close = difflib.get_close_matches(path.relative_to(parent).parts[0], names, n=3)
     there = f"has {listed_names(names)}" if names else "is empty"
     fix = f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"

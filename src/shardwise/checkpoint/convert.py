@@ -90,12 +90,12 @@ def export_checkpoint(
     kept.update(manifest.layout.get("wide", ()) if dtype is None else ())
     exported = [
         ExportTensor(
-            *(each.name, each.aliases, each.shape),
-            dtype=exported_dtype(stored, _named(wanted) or stored, each.name in kept),
-            copies=each.aliases if each.kind == "buffer" else (),
+            *(tensor.name, tensor.aliases, tensor.shape),
+            dtype=exported_dtype(stored, _named(wanted) or stored, tensor.name in kept),
+            copies=tensor.aliases if tensor.kind == "buffer" else (),
         )
-        for each in tensors
-        for stored in [each.states[PARAM].dtype]
+        for tensor in tensors
+        for stored in [tensor.states[PARAM].dtype]
     ]
     main_dtype = _named(wanted) or (exported[0].dtype if exported else "F32")
     shapes = {name: tensor.shape for tensor in tensors for name in (tensor.name, *tensor.aliases)}

@@ -164,7 +164,7 @@ class _Files:
 
     @classmethod
     def of(cls, folder: Path) -> _Files:
-        names = sorted(each.name for each in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
         is_universal = (folder / _UNIVERSAL).is_dir()
         found = [[each for each in map(kind.fullmatch, names) if each] for kind in (_MODEL, _OPTIMIZER)]
         of_parts = [each[0] for kind in found for each in kind if int(each[2])]

@@ -168,12 +168,12 @@ def plan_load(
     there = {name for tensor in stored for name in (tensor.name, *tensor.aliases)} if is_partial else set()
     wanted = [
         WantedState(
-            each.name, each.aliases, each.global_shape, number_kind(str(each.flat.dtype).removeprefix("torch."))
+            shard.name, shard.aliases, shard.global_shape, number_kind(str(shard.flat.dtype).removeprefix("torch."))
         )
-        for each in state_shards
-        if each.kind != "rank"
-        and each.state == PARAM
-        and (each.trainable or not is_partial or not there.isdisjoint((each.name, *each.aliases)))
+        for shard in state_shards
+        if shard.kind != "rank"
+        and shard.state == PARAM
+        and (shard.trainable or not is_partial or not there.isdisjoint((shard.name, *shard.aliases)))
     ]
     result = match(stored, wanted)
     for name, tensor in result.found.items():

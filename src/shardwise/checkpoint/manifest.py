@@ -554,11 +554,11 @@ def _state_from_json(values: Mapping[str, Any]) -> StoredState:
         return StoredState(values["dtype"], value=values["value"])
     pieces = tuple(
         StoredChunk(
-            rect=Rect(tuple(each["start"]), tuple(each["stop"])),
-            file=each["file"],
-            offset=each["offset"],
-            crcs=tuple(int(each["crc32"][at : at + 8], 16) for at in range(0, len(each["crc32"]), 8)),
+            rect=Rect(tuple(piece["start"]), tuple(piece["stop"])),
+            file=piece["file"],
+            offset=piece["offset"],
+            crcs=tuple(int(piece["crc32"][at : at + 8], 16) for at in range(0, len(piece["crc32"]), 8)),
         )
-        for each in values["pieces"]
+        for piece in values["pieces"]
     )
     return StoredState(values["dtype"], pieces, codec=values["codec"])

@@ -256,7 +256,7 @@ class _Writer:
             base = None
         if base is None and not dataclasses.is_dataclass(kind):
             raise NoWordError(f"{name} is a {kind.__qualname__}")
-        if any(hasattr(each, "__slots__") and each.__slots__ for each in kind.__mro__):
+        if any(hasattr(base, "__slots__") and base.__slots__ for base in kind.__mro__):
             raise NoWordError(f"{name} is a {kind.__qualname__}, which has slots")
         content: Any = None
         if base is dict:

@@ -84,7 +84,7 @@ def _opened(file: BinaryIO, path: Path) -> tuple[bytes, list[zipfile.ZipInfo]]:
     try:
         with zipfile.ZipFile(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-            packed = next((each for each in records if each.compress_type != zipfile.ZIP_STORED), None)
+            packed = next((record for record in records if record.compress_type != zipfile.ZIP_STORED), None)
             if packed is not None:
                 raise DamagedError(
                     "pickle-compressed",
@@ -92,8 +92,8 @@ def _opened(file: BinaryIO, path: Path) -> tuple[bytes, list[zipfile.ZipInfo]]:
                     f"which torch.save never does; {_FIX}",
                 )
             # Torch compares names without case, and takes the folder of the first.
-            names = {each.filename.lower() for each in records}
-            found = [each for each in records if each.filename.rpartition("/")[2].lower() == _PICKLE]
+            names = {record.filename.lower() for record in records}
+            found = [record for record in records if record.filename.rpartition("/")[2].lower() == _PICKLE]
             is_plain = len(names) == len(records) <= _MOST_RECORDS and not archive.comment and len(found) == 1
             if not is_plain or any(each.file_size != each.compress_size or each.flag_bits & 1 for each in records):
                 raise DamagedError("deepspeed-malformed", f"{path} is no archive of torch.save; {_FIX}")

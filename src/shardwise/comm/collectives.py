@@ -407,9 +407,9 @@ class Comm(ABC):
         self._check_exchange(sends, receives)
         if self.world_size == 1:
             return AsyncWork()
-        num_bytes = sum(each.numel() * each.element_size() for tensors in sends.values() for each in tensors)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensors in sends.values() for tensor in tensors)
         call = self.count_exchange(name, num_bytes)
-        held = [each for tensors in (*sends.values(), *receives.values()) for each in tensors]
+        held = [tensor for tensors in (*sends.values(), *receives.values()) for tensor in tensors]
         with self.launch(call, stream) as started:
             if not self._is_connected:
                 # NCCL makes a communicator with the first batch, in which all ranks must take part; some might not.
@@ -420,7 +420,7 @@ class Comm(ABC):
                 to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
                 for op, peer, buffers in ((self._c10d.isend, to, sends), (self._c10d.irecv, source, receives)):
                     moved = map(_bytes_of, buffers.get(peer, ()))
-                    batch += [self._c10d.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
+                    batch += [self._c10d.P2POp(op, payload, group=self._group, group_peer=peer) for payload in moved]
             # One batch, so that on NCCL no order of sends and receives deadlocks.
             started.add(*(self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else ()))
         # [Note: Tensors that a side stream uses]

@@ -147,7 +147,7 @@ class Collective(NamedTuple):
         return f"{self.op} #{self.number} of {self.name} over {self.axis} ({self.num_ranks} ranks)"
 
 
-@dataclass
+@dataclass(frozen=True)
 class CollectiveCount:
     """Counts calls and bytes of one op on one axis."""
 
@@ -250,9 +250,8 @@ class CommLog:
         position = self.positions[group.key]
         call = Collective(self.num_calls, op, name, group, position, numel, dtype, wire_bytes)
         self.recent.append(call)
-        count = self.counts.setdefault((group.axis, op), CollectiveCount())
-        count.num_calls += 1
-        count.wire_bytes += wire_bytes
+        count = self.counts.get((group.axis, op), CollectiveCount())
+        self.counts[group.axis, op] = CollectiveCount(count.num_calls + 1, count.wire_bytes + wire_bytes)
         return call
 
     def enqueue(self, call: Collective, done: Event) -> None:

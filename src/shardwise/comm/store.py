@@ -94,9 +94,9 @@ class PatientStore(dist.Store):
         clock = AwakeClock(gap_s=2 * _SLICE_S)
         while (left_s := patience_s - clock.now_s()) > 0:
             with suppress(TimeoutError):
-                found = answer.result(min(_SLICE_S, left_s))
+                value = answer.result(min(_SLICE_S, left_s))
                 self._is_silent = False
-                return found
+                return value
         answer.cancel()
         self._is_silent = True
         raise StoreSilentError(

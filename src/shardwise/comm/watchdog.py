@@ -331,7 +331,7 @@ def _stack_of(thread: int) -> tuple[str, tuple[str, ...]]:
     # No source is read: the disk may be what hangs.
     frames = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)][::-1]
     library = str(Path(__file__).parent)
-    own = [each for each in frames if not _is_torch_or_python(each[0]) and not each[0].startswith(library)]
+    own = [frame for frame in frames if not _is_torch_or_python(frame[0]) and not frame[0].startswith(library)]
     path, line, name = (own or frames)[-1]
     shown = [each for each in frames[:-_NUM_INNERMOST] if not _is_torch_or_python(each[0])] + frames[-_NUM_INNERMOST:]
     stack = tuple(f"{path}:{line} in {name}" for path, line, name in shown[-_MAX_FRAMES:])
@@ -450,12 +450,12 @@ def _first_divergence(reports: Reports) -> str:
 def _late_ranks(reports: Reports, waiting: Mapping[int, RankReport]) -> Iterator[str]:
     """Describe the ranks that are in no collective, or silent, and for which others wait."""
     for rank, report in reports.items():
-        awaited = [each for each in waiting.values() if rank in each.members and each.inside is not None]
-        calls = [each.inside for each in awaited if each.inside is not None]
+        awaited = [waiter for waiter in waiting.values() if rank in waiter.members and waiter.inside is not None]
+        calls = [waiter.inside for waiter in awaited if waiter.inside is not None]
         if not calls or rank in waiting:
             continue
         call = min(calls, key=lambda call: call.number)
-        waiters = listed([each.rank for each in awaited])
+        waiters = listed([waiter.rank for waiter in awaited])
         verb = "waits" if len(awaited) == 1 else "wait"
         if report is None:
             yield f"rank {rank} does not answer: {_SILENT}; {waiters} {verb} for it in {call.title}"

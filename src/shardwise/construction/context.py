@@ -101,8 +101,8 @@ class _Construction:
         """Make parameters whole that an operation uses, one of which is sharded, and shard all others."""
         if self._comm is None:
             refuse(parameters)
-        sharded = dict.fromkeys(each for each in parameters if type(each) is not nn.Parameter)
-        used = sharded | dict.fromkeys(each for each in parameters if each in self._whole)
+        sharded = dict.fromkeys(parameter for parameter in parameters if type(parameter) is not nn.Parameter)
+        used = sharded | dict.fromkeys(parameter for parameter in parameters if parameter in self._whole)
         self._whole = {each: None for each in self._whole if each not in used}
         self._shard_whole()
         self._whole = used

@@ -101,7 +101,7 @@ def check_plain(model: nn.Module) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("scripted-model", "the model is compiled by torch.jit; give the module that it was made from")
-    if any(isinstance(each, UninitializedParameter) for each in model.parameters()):
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         raise ConfigError("lazy-parameters", "the model has parameters without a shape; run it once on a batch before")
 
 

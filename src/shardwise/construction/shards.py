@@ -139,7 +139,7 @@ def unshard(parameter: nn.Parameter) -> None:
 @contextmanager
 def gathered_shards(parameters: Sequence[nn.Parameter], source: int | None) -> Iterator[None]:
     """Make slices whole inside the context, and keep what the rank `source` writes there; None for all ranks."""
-    shared = dict.fromkeys(each for each in parameters if isinstance(values_of(each), ParamShard))
+    shared = dict.fromkeys(parameter for parameter in parameters if isinstance(values_of(parameter), ParamShard))
     sharded = dict.fromkeys(each for each in shared if isinstance(each, ShardedParameter))
     for parameter in sharded:
         unshard(parameter)

@@ -277,7 +277,7 @@ def _share_out(params: Sequence[ParamEntry], groups: Sequence[tuple[str, ...]]) 
     for entry in params:
         users = set()
         for name in (entry.name, *entry.aliases):
-            owner = next((each for each in _ancestors(name) if each in group_of), None)
+            owner = next((ancestor for ancestor in _ancestors(name) if ancestor in group_of), None)
             users |= set(range(len(groups)) if owner is None else [group_of[owner]])
         for index in users:
             shared_out[index].append(replace(entry, unit=groups[index][0]))

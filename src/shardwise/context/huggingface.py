@@ -225,7 +225,7 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
 def _takes(model: nn.Module, name: str) -> bool:
     """Say whether the model's forward takes an argument of this name."""
     parameters = inspect.signature(model.forward).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _refuse_unknown(model: nn.Module, given: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
@@ -324,7 +324,7 @@ def _finds_packing(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     inner = next(_inner(model))
     use_cache = inputs.get("use_cache")
     use_cache = getattr(inner.config, "use_cache", False) if use_cache is None else use_cache
-    checkpoints = model.training and any(getattr(each, "gradient_checkpointing", False) for each in model.modules())
+    checkpoints = model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     tells = not getattr(inner.config, "is_decoder", False) and not any(map(_counts_mask, model.modules()))
     return attends_causally(model) and tells and (checkpoints or not use_cache)
 

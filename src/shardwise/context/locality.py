@@ -382,9 +382,9 @@ def _numbers_in(model: nn.Module, written: Sequence[_Written]) -> dict[str, list
         value = attributes.get(name)
         is_object = hasattr(value, "__dict__") and not isinstance(value, (Tensor, *CONSTANTS))
         leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(vars(value) if is_object else value)
-        numbers = [each for each in leaves if isinstance(each, Tensor | int | float) and not isinstance(each, bool)]
+        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor | int | float) and not isinstance(leaf, bool)]
         if numbers and id(attributes) in prefixes:
-            found[prefixes[id(attributes)] + name] = [_copied(each) for each in numbers]
+            found[prefixes[id(attributes)] + name] = [_copied(number) for number in numbers]
     return found
 
 

@@ -63,10 +63,10 @@ class VisibilityIndex:
         return intersect(join(self._each(keys, lambda own, there: _queries_seeing(own, there, among))), among)
 
     def _each(self, runs: Runs, find: Callable[[_Document, Runs], Runs]) -> Iterator[Runs]:
-        for each in self.documents:
-            own = intersect(runs, ((each.before, each.before + each.num_tokens),))
+        for document in self.documents:
+            own = intersect(runs, ((document.before, document.before + document.num_tokens),))
             if own:
-                yield find(each, shift(own, -each.before))
+                yield find(document, shift(own, -document.before))
 
 
 def _document(pattern: Pattern, before: int) -> _Document:

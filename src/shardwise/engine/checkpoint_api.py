@@ -205,7 +205,7 @@ class Checkpoints:
         plan: LoadPlan | None = None
         extra_states: dict[str, Any] = {}
         num_bytes, buffers = 0, saved_buffers(parts)
-        targets = [*checkpoint_state.held_parameters(parts.states()), *(each.state_shard for each in buffers)]
+        targets = [*checkpoint_state.held_parameters(parts.states()), *(buffer.state_shard for buffer in buffers)]
 
         def make_plan() -> str:
             nonlocal plan
@@ -224,7 +224,7 @@ class Checkpoints:
             if loaded.with_states:
                 checkpoint_state.prepare_optimizer_states(parts.states(), loaded.optimizer_states())
                 all_states = checkpoint_state.held_optimizer_states(parts.states())
-                states += [each for each in all_states if isinstance(each, StateShard)]
+                states += [state for state in all_states if isinstance(state, StateShard)]
             num_bytes = loaded.read(folder, [*targets, *states], parts.agreement.show_progress)
             for each in buffers:
                 each.restore()
@@ -304,8 +304,8 @@ class Checkpoints:
         is_partial = contents == "trainable"
         if not is_partial:
             yield from saved_extra_states(self._parts.model, partial(_role_of, self._parts))
-        yield from (each for each in checkpoint_state.held_parameters(states) if each.trainable or not is_partial)
-        yield from (each.state_shard for each in buffers)
+        yield from (param for param in checkpoint_state.held_parameters(states) if param.trainable or not is_partial)
+        yield from (buffer.state_shard for buffer in buffers)
         if contents != "weights":
             yield from checkpoint_state.held_optimizer_states(states)
 
@@ -324,20 +324,20 @@ class Checkpoints:
         self, saved: Sequence[StateShard | ScalarState]
     ) -> tuple[tuple[StateShard, ...], tuple[ScalarState, ...]]:
         """Return the shards of what is saved, and the numbers that this rank writes."""
-        shards = tuple(each for each in saved if isinstance(each, StateShard))
+        shards = tuple(state for state in saved if isinstance(state, StateShard))
         written = {shard.name for shard in shards if shard.written}
         # Of a parameter that one rank steps whole, other ranks may write the elements.
         has_owners = self._parts.states().sharded.whole is not None
-        numbers = (each for each in saved if isinstance(each, ScalarState))
-        return shards, tuple(each for each in numbers if has_owners or each.name in written)
+        numbers = (state for state in saved if isinstance(state, ScalarState))
+        return shards, tuple(number for number in numbers if has_owners or number.name in written)
 
     def _with_buffers(self, request: SaveRequest, buffers: Sequence[SavedBuffer]) -> SaveRequest:
         """Add the buffers of this rank to its request: those that differ from the written ones are saved too."""
         rank = self._parts.comm.rank
         own = tuple(
-            whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)
-            for each in buffers
-            if each.role == "runs"
+            whole(rank_name(rank, _BUFFER + buffer.state_shard.name), buffer.buffer, kind="rank", is_written=True)
+            for buffer in buffers
+            if buffer.role == "runs"
         )
         written = digests(buffers, "writes") if self._parts.comm.world_size > 1 else {}
         return replace(request, digests=written, own_digests=digests(buffers, "runs"), own=own)
@@ -477,7 +477,7 @@ def _role_of(parts: EngineParts, name: str) -> Role:
 def saves_from_files(layout: Layout) -> bool:
     """Say whether any rank saves from files on NVMe, so that training waits for every save."""
     groups = layout.model_groups
-    return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in groups)
+    return "nvme" in (group.tiers.optimizer if group.trainable else group.tiers.params for group in groups)
 
 
 def _checked(extra: Any) -> Any:

@@ -74,7 +74,7 @@ def export_weights(
 
 def _weights(parts: EngineParts) -> tuple[StateShard, ...]:
     """Return the state shards of parameters and persistent buffers."""
-    return (*checkpoint_state.held_parameters(parts.states()), *(each.state_shard for each in saved_buffers(parts)))
+    return (*checkpoint_state.held_parameters(parts.states()), *(buffer.state_shard for buffer in saved_buffers(parts)))
 
 
 def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
@@ -94,7 +94,7 @@ def _opened(
     model: nn.Module, folder: Path, weights: Iterable[StateShard | WantedState], rules: NameMap
 ) -> tuple[StoredTensor, ...]:
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()  # as transformers loads a folder
-    return open_folder(folder, {each.name: each.aliases for each in weights}, rules, ignored)
+    return open_folder(folder, {weight.name: weight.aliases for weight in weights}, rules, ignored)
 
 
 def _tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes | Path]:
@@ -108,8 +108,8 @@ def _tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes | Path]:
 
 def _rules(model: nn.Module, names: Names | None, weights: Iterable[StateShard | WantedState]) -> NameMap:
     shapes = {
-        name: each.shape if isinstance(each, WantedState) else each.global_shape
-        for each in weights
-        for name in (each.name, *each.aliases)
+        name: weight.shape if isinstance(weight, WantedState) else weight.global_shape
+        for weight in weights
+        for name in (weight.name, *weight.aliases)
     }
     return hub_rules(model, names or "hf", shapes)

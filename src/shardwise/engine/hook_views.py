@@ -80,8 +80,8 @@ class HookViews:
         self._placements = placements
         self._parameters = parameters
         self._keeps_whole = keeps_whole
-        self._modules = {name: each for name, each in model.named_modules() if name and placements.has_parts(name)}
-        self._dicts = [(each, name) for name, module in self._modules.items() for each in hook_dicts(module)]
+        self._modules = {name: module for name, module in model.named_modules() if name and placements.has_parts(name)}
+        self._dicts = [(hooks, name) for name, module in self._modules.items() for hooks in hook_dicts(module)]
         self._undo: dict[str, list[Callable[[], None]]] = {}
         self.joined: set[str] = set()
 

@@ -259,7 +259,7 @@ class _Execution:
         self._taken = taken
         self._losses = losses
         self._evaluate = evaluate
-        self.shapes: Sequence[Shapes] = [_shapes_of(each.share.inputs) for each in taken]
+        self.shapes: Sequence[Shapes] = [_shapes_of(batch.share.inputs) for batch in taken]
         pipeline = pipeline_of(parts.layout)
         self._last = pipeline.num_stages - 1
         self._keeps = parts.layout.stage.unshard_for_use and pipeline.gathers_once

@@ -83,7 +83,7 @@ class PlanPlacements:
     def of_module(self, name: str) -> Placements:
         """Return what follows from the plan for a module."""
         layer = self._layers.get(name)
-        stack = next((each for each in self._plan.stacks if is_within(name, each.modules)), None)
+        stack = next((stack for stack in self._plan.stacks if is_within(name, stack.modules)), None)
         is_sequence = self._splits_sequence and stack is not None
         outside = SEQUENCE if is_sequence else WHOLE
         if layer is not None:
@@ -201,7 +201,7 @@ def _ends_of(tensor: Tensor) -> tuple[bool, bool]:
         if kind in _OPENS or kind in _CLOSES:
             ends.add(kind in _OPENS)
         else:
-            nodes += [each for each, _ in node.next_functions]
+            nodes += [parent for parent, _ in node.next_functions]
     return True in ends, False in ends
 
 

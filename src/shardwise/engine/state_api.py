@@ -71,8 +71,8 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     check("gathered", "parameters", given, list[nn.Parameter])
     with ExitStack() as stack:
-        wanted = {id(each) for each in given}
-        noted = dict.fromkeys(_ENGINE_OF.get(id(each)) for each in given)
+        wanted = {id(parameter) for parameter in given}
+        noted = dict.fromkeys(_ENGINE_OF.get(id(parameter)) for parameter in given)
         for parts in filter(None, noted):
             groups = [group for group in parts.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(parts.sharding.absent.names):  # other stages may have them

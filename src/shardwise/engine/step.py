@@ -363,7 +363,7 @@ def _check_gradients(parts: EngineParts) -> None:
 
 def _untrained(parts: EngineParts) -> Iterator[nn.Parameter]:
     """Return the parameters that were frozen when the step began."""
-    return (each for group in parts.sharding.groups if group.grads is None for each in group.parameters)
+    return (parameter for group in parts.sharding.groups if group.grads is None for parameter in group.parameters)
 
 
 def _to_mean(parts: EngineParts, count: float) -> float:

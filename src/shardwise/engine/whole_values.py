@@ -241,10 +241,10 @@ class _ForwardReads(_Reads):
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parts = parts
         self._tables = {
-            id(each)
+            id(parameter)
             for module in model.modules()
             if isinstance(module, VocabEmbedding | ColumnEmbedding | VocabParallelHead)
-            for each in module.parameters(recurse=False)
+            for parameter in module.parameters(recurse=False)
         }
 
     @contextmanager

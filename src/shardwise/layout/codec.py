@@ -143,7 +143,7 @@ def code_values(is_signed: bool, device: torch.device = torch.device("cpu")) -> 
     for decade in range(7):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64)
         middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        found += [*middles, *(-each for each in middles if is_signed)]
+        found += [*middles, *(-middle for middle in middles if is_signed)]
     found.sort(key=lambda each: (each < 0, each))
     return torch.tensor(found, dtype=torch.float64).to(torch.float32).to(device)
 

@@ -379,7 +379,7 @@ class Layout:
             return {}
         tiers, numel = group.tiers, group.shard_numel
         precision = self.precision_of(group)
-        param_bytes, grad_bytes = (numel * DTYPE_BYTES[each] for each in (precision.param, precision.accumulate))
+        param_bytes, grad_bytes = (numel * DTYPE_BYTES[dtype] for dtype in (precision.param, precision.accumulate))
         for _ in range(self.num_unshards(group, num_micro_batches)):
             _cross(across, tiers.params, "device", param_bytes)
         if not group.trainable:
@@ -391,10 +391,10 @@ class Layout:
         steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
         _cross(across, tiers.grads, steps_on, grad_bytes)
         kept = [state for state in self.states if state.role == "optimizer" and state.is_kept_by(group)]
-        kept_bytes = numel * sum(DTYPE_BYTES[each.dtype_in(group)] for each in kept)
+        kept_bytes = numel * sum(DTYPE_BYTES[state.dtype_in(group)] for state in kept)
         _cross(across, tiers.optimizer, steps_on, kept_bytes)
         _cross(across, steps_on, tiers.optimizer, kept_bytes)
-        if not any(each.name == "master" for each in kept):  # the step updates the parameters themselves
+        if not any(state.name == "master" for state in kept):  # the step updates the parameters themselves
             _cross(across, tiers.params, steps_on, param_bytes)
         _cross(across, steps_on, tiers.params, param_bytes)
         return dict(across)
@@ -471,7 +471,7 @@ def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[Grou
     params = _chosen(sharded, config.params, config.params_on_device)
     grads = _chosen(trainable, config.grads, config.grads_on_device)
     optimizer = _chosen(trainable, config.optimizer, config.optimizer_on_device)
-    return tuple(replace(each, tiers=GroupTiers(params(each), grads(each), optimizer(each))) for each in groups)
+    return tuple(replace(group, tiers=GroupTiers(params(group), grads(group), optimizer(group))) for group in groups)
 
 
 def assign_tiers_by_rank(

@@ -225,9 +225,9 @@ def nearest_divisors(number: int, wanted: int) -> str:
     >>> nearest_divisors(12, 5)
     '4, 6'
     """
-    divisors = [each for each in range(1, number + 1) if number % each == 0]
-    below = [each for each in divisors if each < wanted][-1:]
-    return ", ".join(map(str, below + [each for each in divisors if each > wanted][:1]))
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = [divisor for divisor in divisors if divisor < wanted][-1:]
+    return ", ".join(map(str, below + [divisor for divisor in divisors if divisor > wanted][:1]))
 
 
 def check_rank(rank: int, world_size: int) -> None:

@@ -54,7 +54,7 @@ def resolve_layout(
     if plan is not None and mesh.tp > 1:
         _LOG.info("split over tp=%d:\n%s", mesh.tp, plan)
         is_sequence = config.tensor.sequence_parallel
-        splits = param_splits([each for each in facts.params if not each.is_in_experts], plan, mesh.tp, is_sequence)
+        splits = param_splits([param for param in facts.params if not param.is_in_experts], plan, mesh.tp, is_sequence)
         tensor = TensorLayout(plan, splits, mesh.tp, is_sequence)
     return layout_of(facts, config, tensor, pipeline)
 

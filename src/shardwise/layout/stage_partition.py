@@ -396,7 +396,7 @@ def _read_pinned(units: Sequence[StageUnit], num_stages: int, pinned: Sequence[s
         if name in legal:
             continue
         if name in index_of:
-            later = next((each for each in legal if index_of[each] > index_of[name]), legal[-1])
+            later = next((other for other in legal if index_of[other] > index_of[name]), legal[-1])
             why = "the first stage begins there" if index_of[name] == 0 else "it is not parted from the one before it"
             raise ConfigError(
                 "cut-not-allowed", f"pipeline.cut={name!r} is no place to cut: {why}; the next is {later}"
@@ -461,7 +461,7 @@ def estimate_costs(
     Raises:
         ConfigError: a pattern matches no unit, or a measured time is not a positive number.
     """
-    in_all = set.intersection(*({each.name for each in unit.params} for unit in units)) if len(units) > 1 else set()
+    in_all = set.intersection(*({param.name for param in unit.params} for unit in units)) if len(units) > 1 else set()
     estimates = tuple(
         UnitCost(
             unit.name,
@@ -480,8 +480,8 @@ def estimate_costs(
 
 def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float]) -> tuple[UnitCost, ...]:
     for pattern, seconds in measured.items():
-        if not any(fnmatch.fnmatchcase(each.name, pattern) for each in estimates):
-            names = ", ".join(each.name for each in (estimates[0], estimates[-1]))
+        if not any(fnmatch.fnmatchcase(estimate.name, pattern) for estimate in estimates):
+            names = ", ".join(unit.name for unit in (estimates[0], estimates[-1]))
             raise ConfigError(
                 "no-unit-matches", f"measured times: {pattern!r} matches no unit; units are named such as {names}"
             )
@@ -490,12 +490,12 @@ def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float])
                 "measured-time-range", f"measured times: {pattern}={seconds} s; a time is a finite number above 0"
             )
     times = [
-        next((seconds for pattern, seconds in measured.items() if fnmatch.fnmatchcase(each.name, pattern)), None)
-        for each in estimates
+        next((seconds for pattern, seconds in measured.items() if fnmatch.fnmatchcase(estimate.name, pattern)), None)
+        for estimate in estimates
     ]
     pairs = [(seconds, each.compute) for seconds, each in zip(times, estimates, strict=True) if seconds is not None]
     known_flops = sum(flops for seconds, flops in pairs if flops)
-    unmeasured_flops = sum(each.compute for seconds, each in zip(times, estimates, strict=True) if seconds is None)
+    unmeasured_flops = sum(unit.compute for seconds, unit in zip(times, estimates, strict=True) if seconds is None)
     if unmeasured_flops and not known_flops:
         raise ConfigError(
             "measured-no-matrices",

@@ -159,7 +159,7 @@ def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
     }
     regions = {(pattern(region.module), *region.inputs) for region in plan.regions}
     attributes = {(pattern(module), name) for module, name, _ in plan.attributes}
-    stacks = {(pattern(f"{name}.x")[:-2], "stack", each.argument) for each in plan.stacks for name in each.modules}
+    stacks = {(pattern(f"{name}.x")[:-2], "stack", stack.argument) for stack in plan.stacks for name in stack.modules}
     return layers | regions | attributes | stacks | {(pattern(name),) for name in plan.partial}
 
 
@@ -313,7 +313,7 @@ def layer_lines(layers: Iterable[LayerSplit]) -> list[str]:
     groups: list[list[LayerSplit]] = []
     for layer in layers:
         before = groups[-1][-1] if groups else layer
-        meets_whole = any(each.gathers_output or each.splits_input for each in (before, layer))
+        meets_whole = any(state.gathers_output or state.splits_input for state in (before, layer))
         if groups and (before.style, layer.style) in _IN_ONE_LINE and not meets_whole:
             groups[-1].append(layer)
         else:

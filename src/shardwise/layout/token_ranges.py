@@ -159,7 +159,7 @@ def zigzag(length: int, degree: int) -> TokenSplit:
 def _check(length: int, divisor: int, degree: int, kind: str) -> None:
     if length % divisor or not length:
         below = length // divisor * divisor
-        legal = ", ".join(str(each) for each in (below, below + divisor) if each)
+        legal = ", ".join(str(length) for length in (below, below + divisor) if length)
         named = "" if kind == "contiguous" else f" with context.token_layout={kind}"  # the others need as many
         raise ConfigError(
             "cp-divides-tokens",

@@ -111,7 +111,7 @@ def check_length(length: int, degree: int, key: str, fix: str, cp: int = 1) -> N
     unit = degree * cp
     if length % unit:
         below = length // unit * unit
-        nearest = ", ".join(str(each) for each in (below, below + unit) if each)
+        nearest = ", ".join(str(size) for size in (below, below + unit) if size)
         over_cp = f" x cp={cp}" if cp > 1 else ""
         raise ConfigError(
             "tp-divides-tokens",

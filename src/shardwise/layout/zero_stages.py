@@ -110,7 +110,7 @@ def effective_stage(
     if not near or near >= num_shards:
         return stage
     if num_shards % near:
-        legal = ", ".join(str(each) for each in range(1, num_shards) if num_shards % each == 0)
+        legal = ", ".join(str(number) for number in range(1, num_shards) if num_shards % number == 0)
         raise ConfigError(
             "secondary-shard-divides",
             f"zero.secondary_shard={near} does not divide the {num_shards} ranks that share the parameters; "

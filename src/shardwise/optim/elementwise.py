@@ -59,7 +59,7 @@ class StepTensors:
         for tensors in zip(self.params, self.grads, *map(self.all, names), strict=True):
             is_cut = tensors[0].numel() > _BLOCK_NUMEL and all(each.is_cpu and each.is_contiguous() for each in tensors)
             if is_cut:
-                yield from zip(*(each.view(-1).split(_BLOCK_NUMEL) for each in tensors), strict=True)
+                yield from zip(*(tensor.view(-1).split(_BLOCK_NUMEL) for tensor in tensors), strict=True)
             else:
                 yield tensors
 

@@ -116,7 +116,7 @@ class OptimizerRule:
         try:
             yield
         except KeyError as error:
-            kept = ", ".join(sorted({*options, *(name for each in states for name in each)} - {"params"}))
+            kept = ", ".join(sorted({*options, *(name for state in states for name in state)} - {"params"}))
             raise ConfigError(
                 "rule-of-other-optimizer",
                 f"the rule of {self.kind.__name__} asks for {error}, which is no option and no state of it ({kept}); "

@@ -328,13 +328,13 @@ class _Flow:
         """Follow an argument into a method of the same class, whose call stands alone."""
         outer = self.file.around(self.read, (ast.ClassDef,))
         body = outer.body if isinstance(outer, ast.ClassDef) and self._is_own(call.func) else []
-        named = (each for each in body if isinstance(each, ast.FunctionDef) and not each.decorator_list)
-        method = next((each for each in named if each.name == _name_of(call.func)), None)
+        named = (node for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list)
+        method = next((node for node in named if node.name == _name_of(call.func)), None)
         if method is None or self.is_in_method or not isinstance(self.file.parents[call], ast.Expr):
             return False
         own, *names = [arg.arg for arg in method.args.args]
         given = dict(zip(names, call.args, strict=False))
-        name = next((name for name, each in given.items() if each is argument), "")
+        name = next((name for name, value in given.items() if value is argument), "")
         read = ast.Attribute(ast.Name(own, ast.Load()), name, ast.Load())  # as if the method read it itself
         self.file.parents[read] = method
         keys = (name for name, each in given.items() if isinstance(each, ast.Constant) and isinstance(each.value, str))
@@ -423,7 +423,7 @@ def own_classes(kind: type, with_joined: bool = False) -> list[type]:
     Args:
         with_joined: also those that the library has joined with one of the user's, and that have its name.
     """
-    own = [each for each in kind.__mro__ if not _is_others(each.__module__)]
+    own = [base for base in kind.__mro__ if not _is_others(base.__module__)]
     return [
         each for each in own if with_joined or each.__qualname__ not in {base.__qualname__ for base in each.__bases__}
     ]

@@ -205,7 +205,7 @@ class RemoteEnd:
             transfers = [out.words.send([_packed(agreed, given, len(text))], out.name)]
         else:
             transfers = [out.words.send([_packed(_NOTHING, (), len(text))], out.name)]
-            transfers.append(out.tensors.send([_for_wire(each, out.tensors.device) for each in given], out.name))
+            transfers.append(out.tensors.send([_for_wire(tensor, out.tensors.device) for tensor in given], out.name))
         if not is_agreed:
             unagreed = [_bytes(text, self._is_simulated), _packed(spec, tensors)]
             transfers.append(out.unagreed.send(unagreed, f"{out.name} not agreed"))
@@ -279,7 +279,7 @@ class RemoteEnd:
             spec = spec or PytreeSpec.from_json(bytes(text.tolist()).decode())
             buffer = torch.empty(spec.offsets[-1], dtype=torch.uint8)
             way.unagreed.receive([buffer], f"{way.name} not agreed").wait()
-            tensors = [each.to(way.tensors.device) for each in _unpacked(buffer, spec)]
+            tensors = [tensor.to(way.tensors.device) for tensor in _unpacked(buffer, spec)]
         else:
             assert spec is not None, "a word of 0 says that a value is as agreed"
             tensors = posted.tensors or _unpacked(posted.first, spec)

@@ -187,6 +187,6 @@ def _sendable(value: Any) -> Any:
         take_apart(value)
     except ConfigError:
         if isinstance(value, Mapping):
-            return {key: _sendable(each) for key, each in value.items()}
+            return {key: _sendable(inner) for key, inner in value.items()}
         return tuple(map(_sendable, value)) if type(value) in (tuple, list) else None
     return value

@@ -114,19 +114,15 @@ class StageCompute:
                 output = events.forward(stage, micro_batch)
         finally:
             self.stage_forward.end()
-        record = _MicrobatchState(leaves_with_gradient(received), [], output)
-        if torch.is_grad_enabled():
+        # [Note: Edges in place of outputs]
+        # A backward begins at the output's place in the graph, and needs none of its values. A stage holds several
+        # micro-batches between forward and backward, and tensors would hold the memory of their outputs; an edge holds
+        # the graph alone. The output lives until it has been sent.
+        is_last, has_graph = stage == self.last, torch.is_grad_enabled()
+        edges = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)] if has_graph and not is_last else []
+        if has_graph or not is_last:
+            record = _MicrobatchState(leaves_with_gradient(received), [output] if is_last else edges, output)
             self._in_flight[stage, micro_batch] = record
-            if stage == self.last:
-                record.roots = [output]
-            else:
-                # [Note: Edges in place of outputs]
-                # A backward begins at the output's place in the graph, and needs none of its values. A stage holds
-                # several micro-batches between forward and backward, and tensors would hold the memory of their
-                # outputs; an edge holds the graph alone. The output lives until it has been sent.
-                record.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
-        elif stage != self.last:
-            self._in_flight[stage, micro_batch] = record  # kept until the output is sent
         if outlet is not None and outlet.is_local:
             self._send_output(stage, micro_batch, outlet)
 
@@ -150,7 +146,7 @@ class StageCompute:
         given = [
             (root, gradient) for root, gradient in zip(record.roots, gradients, strict=True) if gradient is not None
         ]
-        record.roots = []
+        record.roots.clear()
         if given:
             with self._splitting():
                 torch.autograd.backward([root for root, _ in given], [gradient for _, gradient in given])
@@ -158,8 +154,8 @@ class StageCompute:
         events.after_backward(stage, micro_batch)
         if self.queue is not None:
             self.queue.collect((stage, micro_batch))  # see [Note: Weight gradients and reductions]
-        record.gradients = [leaf.grad for leaf in record.received]
-        record.received = []
+        record.gradients.extend(leaf.grad for leaf in record.received)
+        record.received.clear()
         if inlet is None:
             del self._in_flight[stage, micro_batch]
         elif inlet.is_local:

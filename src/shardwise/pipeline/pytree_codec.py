@@ -189,9 +189,9 @@ def _encode(value: Any, path: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple, torch.Size):
-        return [type(value).__name__, [_encode(each, path) for each in value]]
+        return [type(value).__name__, [_encode(item, path) for item in value]]
     if type(value) is dict:
-        return ["dict", [[_encode(key, path), _encode(each, path)] for key, each in value.items()]]
+        return ["dict", [[_encode(key, path), _encode(item, path)] for key, item in value.items()]]
     if isinstance(value, torch.dtype):
         return ["dtype", str(value).removeprefix("torch.")]
     if isinstance(value, type):
@@ -208,12 +208,12 @@ def _decode(value: Any, types: tuple[type, ...]) -> Any:
         return value
     word, content = value
     if word == "dict":
-        return {_decode(key, types): _decode(each, types) for key, each in content}
+        return {_decode(key, types): _decode(item, types) for key, item in content}
     if word == "dtype":
         return _dtype(content)
     if word == "type":
         return _look_up(content, types)
-    values = [_decode(each, types) for each in content]
+    values = [_decode(item, types) for item in content]
     return values if word == "list" else tuple(values) if word == "tuple" else torch.Size(values)
 
 

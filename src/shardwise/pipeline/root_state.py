@@ -310,7 +310,7 @@ class RootState:
             return
         if not self._is_agreed:
             self._notes[self._stage].reads[label] = ""
-        is_left = any(isinstance(each, Tensor) and (is_fake(each) or each.is_meta) for each in _leaves(value))
+        is_left = any(isinstance(leaf, Tensor) and (is_fake(leaf) or leaf.is_meta) for leaf in _leaves(value))
         if (is_left or label in self._stale.get(self._stage, ())) and self._accesses.reads.judge(site, name) is None:
             raise stale_state(label, self._stage)
 
@@ -380,9 +380,9 @@ def digest(value: Any, depth: int = 4) -> str:
     if isinstance(value, CONSTANTS) or not depth:
         return ""
     if isinstance(value, dict):
-        return "".join(f"{key!r}:{digest(each, depth - 1)}," for key, each in value.items())
+        return "".join(f"{key!r}:{digest(item, depth - 1)}," for key, item in value.items())
     if isinstance(value, list | tuple | deque):
-        return f"{len(value)}:" + ",".join(digest(each, depth - 1) for each in value)
+        return f"{len(value)}:" + ",".join(digest(item, depth - 1) for item in value)
     return digest(vars(value), depth - 1) if hasattr(value, "__dict__") else ""
 
 

@@ -89,7 +89,7 @@ class SkippedUnits:
         held: Sequence[int],
         placeholders: PlaceholderTensors,
     ) -> None:
-        self._model, self._names, self._ranges = model, names, [range(*each) for each in ranges]
+        self._model, self._names, self._ranges = model, names, [range(*pair) for pair in ranges]
         self._modules = [model.get_submodule(name) for name in names]
         self._units_of: dict[int, set[int]] = {}  # by id of a module, the indices of the units that it is in
         for index, unit in enumerate(self._modules):
@@ -176,7 +176,7 @@ class SkippedUnits:
         for label, place, name, number in shared:
             if number.differs(place.get(name)):
                 self._note_write(label, place.get(name))
-        returned = {id(each) for each in _containers(output)}
+        returned = {id(container) for container in _containers(output)}
         names = [*[*inspect.signature(module.forward).parameters][: len(args)], *kwargs]
         for name, value, argument in zip(names, values, held, strict=False):
             if _is_container(value) and id(value) not in returned and argument.differs(value):
@@ -298,13 +298,13 @@ class SkippedUnits:
         if self._is_own(module, reader):
             return not reads.are_harmless_in(type(module), name)
         labels = [label, f"{prefix}{_ALL_BUFFERS}"] if name in buffers else [label]
-        return any(reads.kept(each) is None for each in labels)
+        return any(reads.kept(label) is None for label in labels)
 
     def _reaches_in_code(self, reader: int, label: str) -> bool:
         """Say whether code of a stage lets a number of a class or of a Python module reach its results."""
         name, is_variable, reads = label.rpartition(".")[2], label.startswith(_VARIABLE), self._reads[reader]
         own = {*self._ranges[reader]}
-        modules = [each for each in self._model.modules() if self._units_of.get(id(each), own) & own]
+        modules = [module for module in self._model.modules() if self._units_of.get(id(module), own) & own]
         return any(not reads.are_harmless_in(kind, name, is_variable) for kind in set(map(type, modules)))
 
     def _keep_quiet(self, read: Mapping[str, int]) -> None:
@@ -323,7 +323,7 @@ class SkippedUnits:
 
     def _aliases(self, value: Any) -> list[str]:
         """Return the full names of the attributes in which a container, an object or a tensor is."""
-        wanted = {id(value)} if isinstance(value, Tensor) else {id(each) for each in _containers(value)}
+        wanted = {id(value)} if isinstance(value, Tensor) else {id(container) for container in _containers(value)}
         return [
             f"{prefix}{name}"
             for prefix, (_, dicts) in self._places.items()
@@ -354,14 +354,14 @@ def _shared(unit: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], str, Valu
     Yields:
         the label, what holds it, the name there, and the value.
     """
-    kinds = {kind for each in unit.modules() for kind in own_classes(type(each), with_joined=True)}
+    kinds = {kind for module in unit.modules() for kind in own_classes(type(module), with_joined=True)}
     places = [(f"{_CLASS}{kind.__qualname__}.", vars(kind)) for kind in kinds]
     modules = {name: sys.modules[name] for kind in kinds if (name := kind.__module__) in sys.modules}
     places += [(f"{_VARIABLE}{name}.", MappingProxyType(vars(module))) for name, module in modules.items()]
     for prefix, values in places:
         for name, value in [*values.items()]:
             parts = [*value.values()] if type(value) is dict else [value]
-            if parts and not name.startswith("__") and all(type(each) in (int, float, Tensor) for each in parts):
+            if parts and not name.startswith("__") and all(type(item) in (int, float, Tensor) for item in parts):
                 yield f"{prefix}{name}", values, name, value_before(value, Walk())
 
 

@@ -316,7 +316,7 @@ def _of_backward(
     not that of an edge of the graph.
     """
     outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if not all(isinstance(each, Tensor) and each.requires_grad for each in outputs):
+    if not all(isinstance(output, Tensor) and output.requires_grad for output in outputs):
         return None
     given = [grad_tensors] * len(outputs) if grad_tensors is None or isinstance(grad_tensors, Tensor) else grad_tensors
     gradients = [
@@ -325,7 +325,7 @@ def _of_backward(
     ]
     edges = [get_gradient_edge(output) for output in outputs]
     if inputs is not None:
-        inputs = [get_gradient_edge(each) for each in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+        inputs = [get_gradient_edge(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     return partial(torch.autograd.backward, edges, gradients, retain_graph, create_graph, grad_variables, inputs)
 
 

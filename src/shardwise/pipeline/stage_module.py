@@ -144,7 +144,7 @@ class StageForward:
         if self._is_chain:
             return undo
         undo += [
-            intercept_forward(module, self._answer) for module in {id(each): each for each in self._modules}.values()
+            intercept_forward(module, self._answer) for module in {id(inner): inner for inner in self._modules}.values()
         ]
         return undo
 
@@ -382,7 +382,7 @@ class StageForward:
         tensors = tensors_in(args)
         is_known = not any(map(self._placeholders.is_one, tensors))
         given = tensors if is_known else tensors_in(without_recorded(self._received))
-        return any(each.requires_grad for each in given)
+        return any(tensor.requires_grad for tensor in given)
 
     def _check_function(self, index: int) -> None:
         """Check that autograd sees a unit at a cut, which the forward of a function of its own hides.
@@ -553,7 +553,7 @@ def _in_own_containers(value: Any) -> Any:
 
 def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
     """Return a module's class and its parameters' shapes: modules that have both in common return equal shapes."""
-    return type(module), tuple(tuple(each.shape) for each in module.parameters())
+    return type(module), tuple(tuple(parameter.shape) for parameter in module.parameters())
 
 
 def _key_of(kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

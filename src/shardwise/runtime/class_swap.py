@@ -47,7 +47,7 @@ def subclass_module(
 def _joined(kind: type[nn.Module], own: type[nn.Module], base: type[nn.Module] | None) -> type[nn.Module]:
     is_beneath = base is not None and own is not base
     bases = (own, kind) if is_beneath else (kind, own)
-    made = [each for each in own.__subclasses__() if each.__bases__ == bases]
+    made = [subclass for subclass in own.__subclasses__() if subclass.__bases__ == bases]
     if made:
         return made[0]
 
@@ -76,7 +76,7 @@ def intercept_forward(module: nn.Module, answer: Answer) -> Callable[[], None]:
     """
     own = type(module)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    made = [each for each in own.__subclasses__() if each.__bases__ == (_InterceptedForward, own)]
+    made = [subclass for subclass in own.__subclasses__() if subclass.__bases__ == (_InterceptedForward, own)]
     undo_class = swap_class(module, made[0] if made else type(own.__name__, (_InterceptedForward, own), names))
     undo_answer = set_attribute(module, "_shardwise_answer", answer)
 
@@ -132,7 +132,7 @@ def watch_attributes(module: nn.Module, watch: Watch) -> Callable[[], None]:
         module.__dict__[_WATCH] = both
         return lambda: module.__dict__.update({_WATCH: outer})
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    made = [each for each in own.__subclasses__() if each.__bases__ == (_WatchedAttributes, own)]
+    made = [subclass for subclass in own.__subclasses__() if subclass.__bases__ == (_WatchedAttributes, own)]
     module.__dict__[_WATCH] = watch
     undo_class = swap_class(module, made[0] if made else type(own.__name__, (_WatchedAttributes, own), names))
 

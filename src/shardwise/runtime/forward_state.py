@@ -160,7 +160,7 @@ class ForwardState:
         self._writes |= record.close()
         self._copies_arguments = record.writes_arguments or (self._copies_arguments and not is_new)
         if record.streams:
-            self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
+            self._streams = tuple(stream for stream in STREAMS if stream in self._streams or stream in record.streams)
         if not is_known:
             self._learn(record, {id(self.module), *map(id, ran)})
 
@@ -221,7 +221,7 @@ def is_state(name: str) -> bool:
 
 def _places(root: nn.Module) -> Iterator[_Place]:
     """Yield the attributes of a module, its submodules, and modules that these hold in lists and do not register."""
-    seen = {id(each): each for each in root.modules()}
+    seen = {id(module): module for module in root.modules()}
     for module in [*seen.values()]:
         for value in vars(module).values():
             for part in value if isinstance(value, list | tuple) else ():
@@ -537,10 +537,10 @@ class CheckpointStates:
             yield function
             return
         parts = (function, *args, *kwargs.values())
-        modules = [each for part in parts for each in _modules_of(part, depth=4)] or [self._model]
-        inner = {id(child) for each in modules for child in each.modules() if child is not each}
+        modules = [module for part in parts for module in _modules_of(part, depth=4)] or [self._model]
+        inner = {id(child) for module in modules for child in module.modules() if child is not module}
         with ExitStack() as stack:
-            for module in {id(each): each for each in modules if id(each) not in inner}.values():
+            for module in {id(module): module for module in modules if id(module) not in inner}.values():
                 state = self._states.setdefault(id(module), ForwardState(module))
                 record = stack.enter_context(state.first())
                 record.hold(args, kwargs)

@@ -159,7 +159,7 @@ def other_use(parameter: nn.Parameter) -> str:
             is_repeated = name != "_init_weights" or _takes_module(getattr(owner, name, None))
         if is_repeated:
             return ""
-    users = (each for each in frames if each.f_globals["__name__"].partition(".")[0] not in ("torch", "shardwise"))
+    users = (frame for frame in frames if frame.f_globals["__name__"].partition(".")[0] not in ("torch", "shardwise"))
     user = next(users, frames[-1])
     return f"{user.f_code.co_filename}:{user.f_lineno}"
 

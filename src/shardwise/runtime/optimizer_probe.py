@@ -278,7 +278,7 @@ def copy_over(
         group["params"] = list(params)
     for old, params, nums in zip(optimizer.param_groups, groups, dims, strict=True):
         for param, num in zip(params, nums, strict=True):  # states that were made in the constructor
-            before = next(each for each in old["params"] if each.dim() == num)
+            before = next(param for param in old["params"] if param.dim() == num)
             if before in optimizer.state:
                 states = optimizer.state[before].items()
                 found.state[param] = {key: _first_state(value, before, param) for key, value in states}

@@ -89,7 +89,7 @@ def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
 # What runs torch's checkpoint: from torch 2.15 on with the arguments in a tuple and a dict; before, after settings.
 _CHECKPOINT: Final = max(name for name in vars(checkpoints) if name.startswith("_checkpoint_without_reentrant_gen"))
 _SETTINGS: Final = tuple(inspect.signature(getattr(checkpoints, _CHECKPOINT)).parameters.values())
-_NUM_SETTINGS: Final = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in _SETTINGS) - 1
+_NUM_SETTINGS: Final = sum(setting.kind is setting.POSITIONAL_OR_KEYWORD for setting in _SETTINGS) - 1
 
 FirstPass = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], AbstractContextManager[Callable[..., Any]]]
 

@@ -70,8 +70,8 @@ class HooksOnce:
     """Keeps hooks on the forward that only look from looking again in a recomputation."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
-        modules = {id(each): each for unit in units for each in unit.modules() if each is not unit}
-        self._dicts = [hooks for each in modules.values() for hooks in hook_dicts(each)[:2]]
+        modules = {id(module): module for unit in units for module in unit.modules() if module is not unit}
+        self._dicts = [hooks for module in modules.values() for hooks in hook_dicts(module)[:2]]
 
     def follow(self) -> None:
         """Take note of the hooks that there are by now."""
@@ -395,5 +395,5 @@ def reads_first_argument(hook: Any) -> bool:
     num_before = int(inspect.ismethod(hook))
     place = num_before if code.co_argcount > num_before else code.co_argcount + code.co_kwonlyargcount
     name = code.co_varnames[place] if len(code.co_varnames) > place else None
-    read = [each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")]
+    read = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname.startswith("LOAD")]
     return name is None or any(each == name or (isinstance(each, tuple) and name in each) for each in read)

@@ -201,7 +201,7 @@ def shape_hint(error: BaseException, model: nn.Module, tensor: TensorLayout) -> 
     if failed is None:
         return ""
     name = names[id(failed)]
-    layer = next((each for each in tensor.plan.layers if each.module == name), None)
+    layer = next((layer for layer in tensor.plan.layers if layer.module == name), None)
     fix = _layer_fix(layer) if layer is not None else _module_fix(name, failed, tensor)
     return f"mesh.tp={tensor.degree}: {name or type(model).__name__} {fix}"
 

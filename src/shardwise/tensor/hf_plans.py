@@ -550,20 +550,20 @@ def _join(one: TensorPlan, other: TensorPlan) -> TensorPlan:
 def _moved(plan: TensorPlan, prefix: str) -> TensorPlan:
     """Return the plan of a submodule with the names that its modules have in the whole model."""
     return TensorPlan(
-        layers=tuple(replace(each, module=prefix + each.module) for each in plan.layers),
-        regions=tuple(replace(each, module=prefix + each.module) for each in plan.regions),
+        layers=tuple(replace(layer, module=prefix + layer.module) for layer in plan.layers),
+        regions=tuple(replace(region, module=prefix + region.module) for region in plan.regions),
         stacks=tuple(
             replace(
-                each,
-                first=prefix + each.first,
-                last=prefix + each.last,
-                modules=tuple(prefix + name for name in each.modules),
+                stack,
+                first=prefix + stack.first,
+                last=prefix + stack.last,
+                modules=tuple(prefix + name for name in stack.modules),
             )
-            for each in plan.stacks
+            for stack in plan.stacks
         ),
         partial=tuple(prefix + name for name in plan.partial),
         after_rows=tuple(prefix + name for name in plan.after_rows),
         attributes=tuple((prefix + name, attribute, value) for name, attribute, value in plan.attributes),
-        dropouts=tuple(replace(each, module=prefix + each.module) for each in plan.dropouts),
+        dropouts=tuple(replace(dropout, module=prefix + dropout.module) for dropout in plan.dropouts),
         notes=plan.notes,
     )

@@ -52,7 +52,7 @@ def _leaves_lookup(kind: type) -> bool:
     code = getattr(inspect.unwrap(forward), "__code__", None)
     if code is None or not {"super", "forward"} <= set(code.co_names):
         return False
-    names = [each.argval for each in dis.get_instructions(code)]
+    names = [instruction.argval for instruction in dis.get_instructions(code)]
     after = [names[place + 1] for place, name in enumerate(names[:-1]) if name == "weight"]
     return set(after) <= {"dtype", "device"}
 

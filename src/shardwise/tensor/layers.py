@@ -261,7 +261,7 @@ def place_of(module: nn.Module, name: str, argument: str) -> ForwardArgument:
         ConfigError: it takes none of that name.
     """
     parameters = inspect.signature(module.forward).parameters
-    kinds = [each.kind for each in parameters.values()]
+    kinds = [parameter.kind for parameter in parameters.values()]
     if argument not in parameters:
         if inspect.Parameter.VAR_KEYWORD in kinds:
             return ForwardArgument(argument, None)

@@ -163,7 +163,7 @@ class _LogitsSource:
 
 def deferring_heads(model: nn.Module) -> tuple[LazyLogitsHead, ...]:
     """Return what the heads of a model share with the logits that they defer."""
-    states = [vars(each).get(HEAD_STATE) for each in model.modules()]
+    states = [vars(module).get(HEAD_STATE) for module in model.modules()]
     found = [state if isinstance(state, LazyLogitsHead) else getattr(state, "head", None) for state in states]
     return tuple(dict.fromkeys(head for head in found if head is not None))
 

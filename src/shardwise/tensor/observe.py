@@ -112,7 +112,7 @@ class Observation:
 
     def feeders(self, name: str, layers: Collection[str]) -> set[str]:
         """Return the layers whose outputs become a layer's input, or with no name the model's, through no other one."""
-        made = {self.calls[each].outputs[0]: each for each in layers}
+        made = {self.calls[layer].outputs[0]: layer for layer in layers}
         starts = [_node(self.calls[name].first)] if name else self._returned
         return {made[node] for node in _nodes_before(starts, made) if node in made}
 
@@ -137,7 +137,7 @@ class Observation:
             NotProvedError: without gradients it is not called.
             Exception: of the model's code, or its arguments cannot be copied.
         """
-        copied, inputs = copy.deepcopy(model), {id(each.first) for each in self.calls.values()}
+        copied, inputs = copy.deepcopy(model), {id(call.first) for call in self.calls.values()}
 
         def end(called: nn.Module, args: Any, kwargs: Any) -> Any:
             raise _ReachedError(copy.deepcopy((args, kwargs)))

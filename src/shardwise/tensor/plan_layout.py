@@ -229,7 +229,7 @@ def small_copy(model: nn.Module, degree: int) -> tuple[nn.Module, dict[str, Tens
             values["output_router_logits"] = False  # parts of those of a sequence are gathered in an engine alone
         small_config = type(config).from_dict(values)
         with torch.device("meta"):
-            num_elements = sum(each.numel() for each in type(model)(small_config).parameters())
+            num_elements = sum(parameter.numel() for parameter in type(model)(small_config).parameters())
         if num_elements > MAX_ELEMENTS:
             raise NotProvedError(f"of {num_elements:,} elements, as not all sizes in its config are known")
         with torch.device("cpu"):
@@ -250,7 +250,7 @@ def check_provable(model: nn.Module, batch: Any) -> None:
     """
     tensors = [*model.parameters(), *model.buffers()]
     given = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    num_elements = sum(each.numel() for each in tensors)
+    num_elements = sum(tensor.numel() for tensor in tensors)
     if num_elements > MAX_ELEMENTS:
         raise NotProvedError(f"the model has {num_elements:,} elements, and at most {MAX_ELEMENTS:,} are computed")
     if any(each.is_meta or is_fake(each) for each in (*tensors, *given)):

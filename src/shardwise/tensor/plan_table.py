@@ -445,7 +445,7 @@ def unknown_name(name: str, names: Iterable[str], kind: str) -> ConfigError:
     Args:
         kind: module or parameter, for the message.
     """
-    names = [each for each in names if each]
+    names = [name for name in names if name]
     close = difflib.get_close_matches(name, names, n=3)
     fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
     return ConfigError(

@@ -108,8 +108,8 @@ def _proposed(model: nn.Module, batch: Any, tp: int, given: tuple[nn.Module, Any
 def _provable(model: nn.Module, batch: Any, tp: int, given: tuple[nn.Module, Any] | None) -> tuple[nn.Module, Any, int]:
     """Return a model that can be run, its batch, and over how many ranks it is split: the model, or a small one."""
     tensors = [*model.parameters(), *model.buffers()]
-    if sum(each.numel() for each in tensors) <= MAX_ELEMENTS:
-        missing = {id(each): _with_values(each) for each in tensors if _has_none(each)}
+    if sum(tensor.numel() for tensor in tensors) <= MAX_ELEMENTS:
+        missing = {id(tensor): _with_values(tensor) for tensor in tensors if _has_none(tensor)}
         batch = pytree.tree_map(lambda leaf: _with_values(leaf) if isinstance(leaf, Tensor) else leaf, batch)
         return (copy.deepcopy(model, missing) if missing else model), batch, tp
     try:
@@ -212,10 +212,10 @@ class _BlockSet:
             return None
         return TensorPlan(
             tuple(layers),
-            regions=tuple(replace(each, module=named(each.module)) for each in self.regions),
+            regions=tuple(replace(region, module=named(region.module)) for region in self.regions),
             partial=tuple(map(named, self.partial)),
             attributes=tuple((*value, number // tp) for value, number in zip(values, numbers, strict=True)),
-            dropouts=tuple(replace(each, module=named(each.module)) for each in self.dropouts),
+            dropouts=tuple(replace(dropout, module=named(dropout.module)) for dropout in self.dropouts),
         )
 
 
@@ -396,7 +396,7 @@ class _Search:
         widths = {self._linears[name].num_out for name in layers}
         found = []
         for name, module in self._model.named_modules():
-            is_inner = is_within(name, around) and not any(is_within(each, (name,)) for each in self._linears)
+            is_inner = is_within(name, around) and not any(is_within(linear, (name,)) for linear in self._linears)
             if (name in around or is_inner) and not type(module).__module__.startswith("torch.nn"):
                 found += [
                     (name, key)
@@ -442,7 +442,7 @@ class _Search:
         if found.wrong:
             return found.wrong
         for regions in self._regions(tried, scope):
-            better = (replace(tried, regions=(*tried.regions, each)) for each in regions)
+            better = (replace(tried, regions=(*tried.regions, region)) for region in regions)
             tried = next((each for each in better if not compare(each).wrong), tried)
         try:
             training = copy.deepcopy(run.source).train()
@@ -495,7 +495,7 @@ class _Search:
         whole = {name: "no other layers fit" for name in linears if not is_within(name, self._seen.deciding)}
         lines = [f"{pattern(name)} whole: {why}" for name, why in (whole | self._whole).items() if name not in taken]
         fields = ("layers", "regions", "partial", "attributes", "dropouts")
-        joined = {key: tuple(itertools.chain(*(getattr(each, key) for each in plans))) for key in fields}
+        joined = {key: tuple(itertools.chain(*(getattr(plan, key) for plan in plans))) for key in fields}
         left = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", line) for line in lines)
         return TensorPlan(**joined, notes=(*layer_lines(joined["layers"]), *left))
 

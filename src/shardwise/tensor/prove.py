@@ -475,7 +475,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 def _whole_gradients(name: str, ranks: list[nn.Module], split: ParamSplit) -> Iterator[Tensor]:
     """Yield the gradient as the engine assembles it; of a parameter that is whole on all ranks, each rank's."""
-    local = [each.get_parameter(name) for each in ranks]
+    local = [rank.get_parameter(name) for rank in ranks]
     grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in local]
     shares = [[(share, rank) for share in split.shares(rank)] for rank in range(len(ranks))]
     if split.dim is None and not any(share.is_summed for share, _ in shares[0]):

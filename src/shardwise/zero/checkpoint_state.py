@@ -174,7 +174,7 @@ def _writes_first_element(states: EngineState, name: str) -> bool:
 
 
 def _group_of(states: EngineState, name: str) -> ParamGroup:
-    return next(each for each in states.sharding.groups if any(spec.name == name for spec in each.spec.params))
+    return next(group for group in states.sharding.groups if any(spec.name == name for spec in group.spec.params))
 
 
 def _is_in_first_stage(states: EngineState, group: ParamGroup) -> bool:

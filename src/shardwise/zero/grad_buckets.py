@@ -287,7 +287,7 @@ class GradBucket:
         waiting, self._waiting = self._waiting, {}
         places = self.arrivals.places or self.arrivals.open(self._open_bucket(will_reduce))
         for is_there, write in ((False, copy_all), (True, add_all)):
-            found = [(index, gradient) for index, (gradient, each) in waiting.items() if each is is_there]
+            found = [(index, gradient) for index, (gradient, was_there) in waiting.items() if was_there is is_there]
             if found:
                 write([places[index] for index, _ in found], [gradient for _, gradient in found])
 

@@ -272,7 +272,7 @@ class MemoryRelease:
 
     def _on_device(self, name: str) -> Iterator[Tensor]:
         """Yield the tensors on the device that belong to a state."""
-        yield from (each.tensor for each in self._storages(name) if isinstance(each, DeviceStorage))
+        yield from (storage.tensor for storage in self._storages(name) if isinstance(storage, DeviceStorage))
         for group in self._sharding.groups:
             if name == "params":
                 yield group.full
@@ -289,7 +289,7 @@ class MemoryRelease:
     def _on_host(self, name: str) -> Iterator[HostStorage]:
         """Yield the host storages that go into the file."""
         if self._target.place == "nvme":
-            yield from (each for each in self._storages(name) if isinstance(each, HostStorage))
+            yield from (storage for storage in self._storages(name) if isinstance(storage, HostStorage))
 
     def _storages(self, name: str) -> Iterator[StateStorage]:
         for group in self._sharding.groups:
@@ -307,7 +307,7 @@ class MemoryRelease:
         """Free memory that holds no gradients; return its bytes."""
         idle = [each.grads for each in self._sharding.groups if each.grads is not None and not each.grads.has_gradients]
         storages = [grads.storage for grads in idle if grads.is_away and self._target.place == "nvme"]
-        on_host = [_OnHost(each) for each in storages if isinstance(each, HostStorage)]
+        on_host = [_OnHost(storage) for storage in storages if isinstance(storage, HostStorage)]
         for memory in on_host:
             memory.free()
             self._given_up.append(memory)

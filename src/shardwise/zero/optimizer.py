@@ -114,7 +114,7 @@ class ShardedOptimizer:
         self._make_steps()
         views = self.views()
         known = {id(view) for view in views.values()} | {id(self._placeholder)}
-        for view in [each for each in self.optimizer.state if isinstance(each, Tensor) and id(each) not in known]:
+        for view in [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) not in known]:
             del self.optimizer.state[view]
         new = {name for name, view in views.items() if view is not before.get(name)}
         for keeper in self.keepers:

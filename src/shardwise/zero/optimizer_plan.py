@@ -67,7 +67,7 @@ class OptimizerPlan:
         """Return the parameter groups for what is trainable in a layout; as many, unless a group was added."""
         taken = {name for group in self.added for name in group.names}
         own = self.own_groups(layout, taken)
-        kept = [NamedGroup(tuple(each for each in group.names if each not in taken), group.options) for group in own]
+        kept = [NamedGroup(tuple(name for name in group.names if name not in taken), group.options) for group in own]
         return [*kept, *self.added]
 
     def add(self, group: Mapping[str, Any], held: Collection[str]) -> NamedGroup:
@@ -81,7 +81,7 @@ class OptimizerPlan:
         """
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
-        params = [each if isinstance(each, Tensor) else each[1] for each in params]  # named parameters are pairs
+        params = [param if isinstance(param, Tensor) else param[1] for param in params]  # named parameters are pairs
         names = _names_of(params, self.name_of)
         if twice := next((name for name in names if name in held), None):
             raise ConfigError(
@@ -168,7 +168,7 @@ def _made_by(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> Optimiz
     try:
         made: Any = factory(groups)
     except Exception as error:
-        sizes = ", ".join(str(list(each.shape)) for each in groups[0]["params"][:4])
+        sizes = ", ".join(str(list(param.shape)) for param in groups[0]["params"][:4])
         error.add_note(
             "initialize has called the function given as optimizer with a list of one parameter group, whose "
             f"parameters are {sizes}; first with small ones, to see what it makes"
@@ -218,7 +218,7 @@ def _adopt(
         isinstance(each, Tensor) and each.is_meta for _, own in states.values() for each in own.values()
     )
     first_states = {
-        name: {key: _first_value(key, each, param) for key, each in own.items()}
+        name: {key: _first_value(key, value, param) for key, value in own.items()}
         for name, (param, own) in (states.items() if has_values else ())
     }
     known = {name for group in named_groups for name in group.names}
@@ -359,12 +359,12 @@ def follow_calls(
 
         return changed
 
-    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group, "zero_grad": zero_grad}
+    methods: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group, "zero_grad": zero_grad}
     # Some, such as schedule-free ones, train with other weights than those to evaluate.
-    found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
-    for name, method in found.items():
+    methods |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
+    for name, method in methods.items():
         setattr(optimizer, name, method)
-    return tuple(found)
+    return tuple(methods)
 
 
 def _trainable_names(layout: Layout) -> list[str]:

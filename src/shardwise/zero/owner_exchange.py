@@ -69,7 +69,7 @@ class OwnerExchange:
         """
         sends: dict[int, list[Tensor]] = {}
         receives: dict[int, list[Tensor]] = {}
-        found: dict[str, list[tuple[HeldPart, Tensor]]] = {}
+        parts_of: dict[str, list[tuple[HeldPart, Tensor]]] = {}
         for matrix in matrices:
             name, is_mine = matrix.place.name, matrix.owner == self._comm.rank
             for part in self._parts(matrix) if is_mine or name in own else ():
@@ -80,14 +80,14 @@ class OwnerExchange:
                     if values is None:
                         values = torch.empty(part.stop - part.start, dtype=dtype[name], device=self._comm.device)
                         receives.setdefault(part.rank, []).append(values)
-                    found.setdefault(name, []).append((part, values))
+                    parts_of.setdefault(name, []).append((part, values))
                 elif part.rank == self._comm.rank:
                     sends.setdefault(matrix.owner, []).append(own[name])
         # Parts have no names on the wire: each end lists those of the other in the order of `matrices`.
         self._comm.exchange(sends, receives, what).wait()
         for matrix in matrices:
             if matrix.owner == self._comm.rank:
-                yield matrix.place.name, self._assemble(matrix, found.pop(matrix.place.name), dtype)
+                yield matrix.place.name, self._assemble(matrix, parts_of.pop(matrix.place.name), dtype)
 
     def give_back(
         self, matrices: Sequence[OwnedMatrix], made: Mapping[str, Tensor], dtype: Mapping[str, torch.dtype], what: str

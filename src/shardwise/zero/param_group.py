@@ -114,8 +114,8 @@ class ParamWrites:
         if index is None:
             self._hashes.clear()
             self._is_refused = False
-        for each in range(len(self._parameters)) if index is None else (index,):
-            self._versions[each] = version(self._parameters[each])
+        for position in range(len(self._parameters)) if index is None else (index,):
+            self._versions[position] = version(self._parameters[position])
 
     @property
     def _has_new_version(self) -> bool:

@@ -123,9 +123,9 @@ class ShardingState:
                     groups[spec] = self._make_group(spec, layout)
         finally:  # where this fails half way, `close` gives back the groups that there are, and no others
             unit.groups = tuple(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
-            self.groups = [group for each in self.units for group in each.groups]
+            self.groups = [group for unit in self.units for group in unit.groups]
             self.reductions.set_groups(
-                group for each in reversed(self.units) for group in each.groups if group.grads is not None
+                group for unit in reversed(self.units) for group in unit.groups if group.grads is not None
             )
 
     def _make_group(self, spec: GroupSpec, layout: Layout) -> ParamGroup:
@@ -180,7 +180,7 @@ class ShardingState:
             self._enter_block(unit, self.order.enter_forward)
             return
         self.watch.pause(self.reductions.groups)
-        if torch.is_grad_enabled() and any(each.awaits_backward for each in self.units):
+        if torch.is_grad_enabled() and any(unit.awaits_backward for unit in self.units):
             self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
         self._resources.timeline.is_recording = torch.is_grad_enabled()
@@ -286,8 +286,8 @@ class ShardingState:
                 self._close_backward(unit)
                 self._prefetch_units()
             self.reductions.mark_done(group)  # see [Note: One order of reductions]
-            for each in self._ready():
-                self._reduce(each)
+            for ready in self._ready():
+                self._reduce(ready)
 
     def _is_over(self, unit: Unit) -> bool:
         """Say whether nothing can need a unit's parameters in this backward.

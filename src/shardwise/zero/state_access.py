@@ -291,7 +291,7 @@ def spec_of(states: EngineState, name: str) -> ParamSpec:
     found = next((spec for spec in specs if name == spec.name or name in spec.aliases), None)
     if found is not None:
         return found
-    names = [each for spec in specs for each in (spec.name, *spec.aliases)]
+    names = [alias for spec in specs for alias in (spec.name, *spec.aliases)]
     close = difflib.get_close_matches(name, names, n=3)
     fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
     raise ConfigError("unknown-parameter", f"the model has no parameter {name!r}; {fix}")
@@ -314,10 +314,10 @@ def _of_holder(
         except ConfigError as error:
             note = {"code": error.code, "error": str(error)}
     notes = [json.loads(text) for text in exchange_texts(states.comms.pipeline, json.dumps(note), what)]
-    found: dict[str, Any] = next(each for each in notes if each)
-    if "error" in found:
-        raise ConfigError(found["code"], found["error"])
-    return found
+    result: dict[str, Any] = next(note for note in notes if note)
+    if "error" in result:
+        raise ConfigError(result["code"], result["error"])
+    return result
 
 
 def _across_stages(states: EngineState, name: str, what: str, read: Callable[[], Tensor | None]) -> Tensor | None:
@@ -432,7 +432,7 @@ def write_optimizer_state(states: EngineState, place: ParamLocation, value: Tens
 
 def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
     pieces = states.sharded.pieces
-    return next((each for each in pieces if each.group is place.group and each.name == place.spec.name), None)
+    return next((piece for piece in pieces if piece.group is place.group and piece.name == place.spec.name), None)
 
 
 def own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:

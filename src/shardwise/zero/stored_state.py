@@ -157,7 +157,7 @@ class GroupState:
     @property
     def storages(self) -> list[StateStorage]:
         """Return all storages."""
-        return [each for each in (self.whole, self._scales, self._small) if each is not None]
+        return [stored for stored in (self.whole, self._scales, self._small) if stored is not None]
 
     def of_piece(self, piece: ParamPiece) -> FlatState:
         """Return the values of a piece."""
@@ -239,7 +239,7 @@ def place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Ten
     elif current is not None:
         of_piece[state] = type(current)(value.item() if isinstance(value, Tensor) else value)
     elif isinstance(value, Tensor):
-        options = next(group for group in optimizer.param_groups if any(each is view for each in group["params"]))
+        options = next(group for group in optimizer.param_groups if any(param is view for param in group["params"]))
         # torch keeps step counts on the host, except for kernels that read them on the device.
         is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
         kept = value.detach().to("cpu" if is_on_host else view.device, copy=True)

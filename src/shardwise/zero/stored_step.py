@@ -147,9 +147,9 @@ StepPlan = tuple[ParamPiece, Options, float, bool]
 """A piece that is stepped, its options, how many steps it has taken, and whether it has no state yet."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepCounts:
-    """Tracks how often a piece has been stepped, whether it has states, and whether it ever will."""
+    """Says how often a piece has been stepped, whether it has states, and whether it ever will."""
 
     num_steps: float = 0.0
     is_present: bool = False
@@ -230,14 +230,14 @@ class StoredStep(GroupStep, StateKeeper):
         # wait for what is enqueued later, such as the next forward: the worker thread opens and closes a chunk at any
         # time. What is stored off the device is ready when the worker thread has done what was submitted before.
         after = Event.record(self.tiers.device)
-        found = []
+        chunks = []
         numel = group.master.numel
         length = even_chunk_numel(numel, SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL)
         for start in range(0, numel, length or 1):
             stop = min(start + length, numel)
             work = partial(self._step_range, plans, factor, start, stop)
-            found.append(StepChunk(parts, start, stop, work, after, grads.taking))
-        return found
+            chunks.append(StepChunk(parts, start, stop, work, after, grads.taking))
+        return chunks
 
     def _end(self, last: Task) -> Task:
         """Return the task that ends when all of an update is stored; `last` is the task of its last chunk."""
@@ -285,8 +285,8 @@ class StoredStep(GroupStep, StateKeeper):
     def _lend(self, piece: ParamPiece, name: str) -> Tensor:
         """Return a state's values once no step of it is under way."""
         self.tiers.wait_idle()
-        found = self.states_of(piece)[name]
-        return found if isinstance(found, Tensor) else found.read(0, found.numel)
+        state = self.states_of(piece)[name]
+        return state if isinstance(state, Tensor) else state.read(0, state.numel)
 
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         if state in self.states:
@@ -307,7 +307,7 @@ class StoredStep(GroupStep, StateKeeper):
     def _expect(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
         """Mark a piece as one that has states, whose tensors the caller fills."""
         counts = self._counts[piece.name]
-        counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
+        self._counts[piece.name] = StepCounts(numbers.get("step", counts.num_steps), True, counts.is_trained)
         self._show(piece)
 
     def _forget(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
@@ -338,7 +338,7 @@ class StoredStep(GroupStep, StateKeeper):
             snapshot = options.setdefault(id(current), _snapshot(current))
             counts = self._counts[piece.name]
             plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
-            counts.num_steps, counts.is_present = counts.num_steps + 1, True
+            self._counts[piece.name] = StepCounts(counts.num_steps + 1, True, counts.is_trained)
             for state in self.states.values():
                 state.settle(piece)
             self._show(piece)
@@ -352,7 +352,7 @@ class StoredStep(GroupStep, StateKeeper):
         by_kernel = has_kernels(tensors[_MASTER].device)
         if by_kernel:
             plans = self.runs(plans)
-        found: list[StepPiece] = []
+        pieces: list[StepPiece] = []
         end = 0
         for piece, options, num_steps, is_first in plans:
             first, last = max(piece.start, start), min(piece.stop, stop)
@@ -366,9 +366,9 @@ class StoredStep(GroupStep, StateKeeper):
                 }
                 param = tensors[_PARAM][low:high] if _PARAM in tensors else None
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
-                found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
+                pieces.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
         self._narrow(tensors, end, stop - start)
-        left = _step_on_gpu(self.rule, found, factor) if by_kernel else found
+        left = _step_on_gpu(self.rule, pieces, factor) if by_kernel else pieces
         step_pieces(self.rule, left, factor, self.tiers.step_threads if self.reads_stored else None)
 
     # [Note: Pieces that a kernel steps at once]
@@ -377,17 +377,17 @@ class StoredStep(GroupStep, StateKeeper):
     # neighbours, and step by the same numbers, are one piece to a kernel whose launch costs more than its work.
     def runs(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
         """Return plans in which neighbours that have encoded states, and step by the same numbers, are one piece."""
-        found: list[StepPlan] = []
+        merged: list[StepPlan] = []
         for plan in plans:
             piece, *how = plan
-            if found and self._is_encoded(piece):
-                before, *how_before = found[-1]
+            if merged and self._is_encoded(piece):
+                before, *how_before = merged[-1]
                 is_next = 0 <= piece.start - before.stop < BLOCK_NUMEL and self._is_encoded(before)
                 if is_next and id(how[0]) == id(how_before[0]) and how[1:] == how_before[1:]:
-                    found[-1] = replace(before, stop=piece.stop), *found[-1][1:]
+                    merged[-1] = replace(before, stop=piece.stop), *merged[-1][1:]
                     continue
-            found.append(plan)
-        return found
+            merged.append(plan)
+        return merged
 
     def _is_encoded(self, piece: ParamPiece) -> bool:
         return bool(self.states) and all(state.encodes(piece) for state in self.states.values())

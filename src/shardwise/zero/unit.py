@@ -358,7 +358,7 @@ class GradientWatch:
             )
 
     def _clear(self, module: Any) -> None:
-        if not isinstance(module, nn.Module) or all(each is not self._model() for each in module.modules()):
+        if not isinstance(module, nn.Module) or all(submodule is not self._model() for submodule in module.modules()):
             raise ConfigError(
                 "gradients-cleared-partly",
                 f"{type(module).__name__}.zero_grad() of a part of the model, between engine.backward and engine.step: "
@@ -374,7 +374,7 @@ class GradientWatch:
         """
         is_lost = self._mode == "on" and parameter.requires_grad and ("clear" in self.minds or value is not None)
         if is_lost and (model := self._model()) is not None:
-            name = next((name for name, each in model.named_parameters() if each is parameter), "")
+            name = next((name for name, other in model.named_parameters() if other is parameter), "")
             write = f"use engine.write({name!r}, value, 'grad'), or safe_set_full_grad"
             fix = "call engine.zero_grad()" if value is None else write
             raise ConfigError(

@@ -57,27 +57,27 @@ class WholeParameters:
         specs = [group.spec for group in groups]
         self._owned = assign_whole(specs, names, kept, at_one=self.at_one)
         self._pieces = {piece.name: piece for piece in pieces if piece.name in self.owners}
-        self._dtypes = {each.place.name: groups[each.group].master.dtype for each in self._owned}
+        self._dtypes = {matrix.place.name: groups[matrix.group].master.dtype for matrix in self._owned}
         self._exchange = OwnerExchange(groups, self._pieces, self.comm)
         before = self.views
         self.views = {}
-        for each in self._owned:
-            name, group = each.place.name, groups[each.group]
-            if each.owner == self.comm.rank:
+        for matrix in self._owned:
+            name, group = matrix.place.name, groups[matrix.group]
+            if matrix.owner == self.comm.rank:
                 away = group.spec.tiers.optimizer != "device"
                 device = torch.device("cpu") if away else self.comm.device
-                empty = _without_values(each.place.global_shape, group.master.dtype, device)
+                empty = _without_values(matrix.place.global_shape, group.master.dtype, device)
                 self.views[name] = before[name] if name in before else nn.Parameter(empty)
 
     @property
     def owners(self) -> dict[str, int]:
         """Return the owners by name of the parameter."""
-        return {each.place.name: each.owner for each in self._owned}
+        return {matrix.place.name: matrix.owner for matrix in self._owned}
 
     @property
     def places(self) -> dict[str, ParamSpec]:
         """Return by name the parameters that this rank owns."""
-        return {each.place.name: each.place for each in self._owned if each.place.name in self.views}
+        return {matrix.place.name: matrix.place for matrix in self._owned if matrix.place.name in self.views}
 
     def run(
         self, act: Callable[[], object], used: Mapping[str, bool], gradient_of: Callable[[ParamPiece], Tensor]
@@ -89,7 +89,7 @@ class WholeParameters:
             gradient_of: returns the final gradient of a piece, on the device.
         """
         views, device, dtypes = self.views, self.comm.device, self._dtypes
-        stepped = [each for each in self._owned if used.get(each.place.name)]
+        stepped = [matrix for matrix in self._owned if used.get(matrix.place.name)]
         masters = {name: _master_of(piece, device) for name, piece in self._pieces.items()}
         gradients = {name: gradient_of(piece) for name, piece in self._pieces.items() if used.get(name)}
         try:

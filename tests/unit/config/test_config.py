@@ -456,7 +456,7 @@ def test_a_context_that_cannot_be_is_refused(assignments: str, refusal: tuple[st
     "assignments", ["mesh.cp=4 context.heads_over=2", "mesh.cp=4 context.heads_over=1", "context.chunk_tokens=512"]
 )
 def test_a_context_that_can_be_is_taken(assignments: str) -> None:
-    Config().override(assignments.split()).resolve(4)
+    assert Config().override(assignments.split()).resolve(4).context != Config().context
 
 
 ATTENTIONS = {

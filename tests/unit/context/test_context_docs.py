@@ -56,7 +56,7 @@ def test_the_page_has_configs_and_all_rows() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_configs_are_configs(block: str) -> None:
-    Config.from_dict(tomllib.loads(block))
+    assert Config.from_dict(tomllib.loads(block)) != Config()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

@@ -17,4 +17,5 @@ def test_a_model_of_another_kind_is_refused_by_its_name(config: PreTrainedConfig
 
 
 def test_a_causal_model_is_built() -> None:
-    build_model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16), "model.path=here")
+    model = build_model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16), "model.path=here")
+    assert type(model).__name__ == "GPT2LMHeadModel"

@@ -277,7 +277,7 @@ def _filled(pattern: str, texts: Sequence[str]) -> str:
 
 def _rule(model: str, value: Any) -> Rule:
     options = dict(value) if isinstance(value, Mapping) else {"stored": value}
-    known = [each.name for each in fields(Rule) if each.name != "model"]
+    known = [field.name for field in fields(Rule) if field.name != "model"]
     for key in options:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1) or known

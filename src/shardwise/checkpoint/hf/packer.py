@@ -83,7 +83,7 @@ def pack_folder(source: Path, folder: Path, weights: Weights) -> int:
     try:
         with named_errors("export to", temporary):
             shutil.rmtree(temporary, ignore_errors=True)
-            check_free_space(temporary, sum(each.stat().st_size for each in source.iterdir()))
+            check_free_space(temporary, sum(path.stat().st_size for path in source.iterdir()))
             shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(f"*{_SUFFIX}", CONFIG_NAME, INDEX_NAME))
             (temporary / CONFIG_NAME).write_text(_text(described), "utf-8")
             written = {file: _pack_file(file, temporary / file.name, set(packed), packing) for file in _files(source)}
