@@ -37,7 +37,6 @@ _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or 
 _CLUSTER: Final = re.compile(r"[\w. -]+:-?\d+(x\d+)?")
 # How lines begin in configs of other tools that are not read.
 _FOREIGN: Final = MappingProxyType({"distributed_type:": "Accelerate", "[parallelism]": "torchtitan"})
-_MAX_BYTES: Final = 2**18
 # What people call the config's keys that pin what the planner would choose.
 _PINS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -215,7 +214,7 @@ def _refuse_foreign(path: Path) -> None:
     """Refuse by its tool's name a config that would be read as if it were ours, or Megatron's."""
     if path.suffix not in (".yaml", ".yml", ".toml") or not path.is_file():
         return
-    lines = read_text(path, "give a config", max_bytes=_MAX_BYTES).splitlines()
+    lines = read_text(path, "give a config", max_bytes=2**18).splitlines()
     if tool := next((tool for start, tool in _FOREIGN.items() if any(line.startswith(start) for line in lines)), None):
         raise ConfigError(
             "foreign-config",
