@@ -174,11 +174,11 @@ def _flag(name: str) -> str:
 def with_words(arguments: SimpleNamespace) -> list[str]:
     """Return the settings with those of the flags that pin; take a cluster among them for that of `--cluster`."""
     cluster_keys = [setting for setting in arguments.settings if _CLUSTER.fullmatch(setting)]
-    words = [setting for setting in arguments.settings if "=" not in setting]
-    if len(words) > 1 and not cluster_keys:  # one may be a device whose count was left out, which is refused as that
+    bare_settings = [setting for setting in arguments.settings if "=" not in setting]
+    if len(bare_settings) > 1 and not cluster_keys:  # one may be a device whose count was left out, which is refused as that
         from shardwise.planner.hardware import known_gpu
 
-        cluster_keys = [word for word in words if known_gpu(word) is not None]
+        cluster_keys = [setting for setting in bare_settings if known_gpu(setting)]
     clusters = [*cluster_keys, *([] if arguments.cluster is None else [arguments.cluster])]
     if len(clusters) > 1:
         raise ConfigError("two-clusters", f"{' and '.join(clusters)} are two clusters; give one of them")
