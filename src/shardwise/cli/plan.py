@@ -36,7 +36,6 @@ _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or 
 _CLUSTER: Final = re.compile(r"[\w. -]+:-?\d+(x\d+)?")
 # How lines begin in configs of other tools that are not read.
 _FOREIGN: Final = MappingProxyType({"distributed_type:": "Accelerate", "[parallelism]": "torchtitan"})
-_MAX_BYTES: Final = 2**18
 # What people call the config's keys that pin what the planner would choose.
 _PINS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -174,11 +173,11 @@ def _flag(name: str) -> str:
 def with_words(arguments: SimpleNamespace) -> list[str]:
     """Return the settings with those of the flags that pin; take a cluster among them for that of `--cluster`."""
     cluster_keys = [setting for setting in arguments.settings if _CLUSTER.fullmatch(setting)]
-    words = [setting for setting in arguments.settings if "=" not in setting]
-    if len(words) > 1 and not cluster_keys:  # one may be a device whose count was left out, which is refused as that
+    bare_settings = [setting for setting in arguments.settings if "=" not in setting]
+    if len(bare_settings) > 1 and not cluster_keys:  # one may be a device whose count was left out, which is refused as that
         from shardwise.planner.hardware import known_gpu
 
-        cluster_keys = [word for word in words if known_gpu(word) is not None]
+        cluster_keys = [setting for setting in bare_settings if known_gpu(setting)]
     clusters = [*cluster_keys, *([] if arguments.cluster is None else [arguments.cluster])]
     if len(clusters) > 1:
         raise ConfigError("two-clusters", f"{' and '.join(clusters)} are two clusters; give one of them")
@@ -214,7 +213,7 @@ def _refuse_foreign(path: Path) -> None:
     """Refuse by its tool's name a config that would be read as if it were ours, or Megatron's."""
     if path.suffix not in (".yaml", ".yml", ".toml") or not path.is_file():
         return
-    lines = read_text(path, "give a config", max_bytes=_MAX_BYTES).splitlines()
+    lines = read_text(path, "give a config", max_bytes=2**18).splitlines()
     if tool := next((tool for start, tool in _FOREIGN.items() if any(line.startswith(start) for line in lines)), None):
         raise ConfigError(
             "foreign-config",

@@ -417,8 +417,8 @@ def _shard_sizes(job: PlanJob, space: SearchSpace, config: ResolvedConfig, stage
     if len(every) > 3:
         in_node = max(1, job.cluster.gpus_per_node // (cp * config.mesh.tp))
         sizes = {in_node, 4 * in_node, 32 * in_node}
-        most = {max((size for size in every if size <= wanted), default=every[0]) for wanted in sizes}
-        every = sorted(most | {data_ranks})
+        fitting = {max((size for size in every if size <= limit), default=every[0]) for limit in sizes}
+        every = sorted(fitting | {data_ranks})
     return [size for size in every if size * cp > 1 or (is_away and data_ranks * cp == 1)]
 
 

@@ -48,8 +48,6 @@ _LEARNED: Final[Mapping[str, int]] = MappingProxyType({"gpt2": 0, "gpt_bigcode":
 _UNTIED: Final = frozenset({"gptj", "gpt_neox", "phi"})
 _GATED: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
 _MIXED_WINDOWS: Final = ("gemma2", "gemma3", "cohere2", "gpt_oss")
-# Each layer of experts has a shared one too, of the same size.
-_SHARES_ONE: Final = "llama4"
 _PARTS: Final = ("text_config", "vision_config", "audio_config")
 # What no model has.
 _TOO_MANY: Final = 10**12
@@ -262,7 +260,7 @@ def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
     if not shared:
         shared_size = _size(text, "shared_expert_intermediate_size", source, default=0, least=0)
         shared = max(1, round(shared_size / ffn_size)) if shared_size else 0
-        shared = shared or int(str(text.get("model_type", "")).startswith(_SHARES_ONE))
+        shared = shared or int(str(text.get("model_type", "")).startswith("llama4"))  # which no field says
     dense_layers = text.get("mlp_only_layers") or ()
     if not isinstance(dense_layers, list | tuple):
         raise ConfigError(

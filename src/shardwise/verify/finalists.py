@@ -55,6 +55,8 @@ def _job(price: Estimate) -> tuple[str, int, int] | None:
     """Return what `peak_of` takes; None for what only the planner can have, or what is far from full."""
     if price.memory.worst.peak_bytes < _MATTERS_FROM * price.job.cluster.gpu.memory_bytes:
         return None
+    if price.config.lora.rank and price.job.base.model.path is None:  # adapters of a shape, which no run can have
+        return None
     try:
         config = written(price.job, price.config).override([f"run.device={price.job.cluster.gpu.run_device}"])
     except ConfigError:

@@ -16,6 +16,7 @@ from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.plan import plan
 from shardwise.planner.results import missing_memory
 from shardwise.planner.search import Pricer
+from shardwise.verify.finalists import simulate_finalists
 
 TEN_THOUSAND = Examples(num_examples=10_000, lengths=(400,))
 
@@ -148,3 +149,9 @@ def test_adapters_stay_on_the_device_where_the_weights_beside_them_do_not() -> N
     """8 B weights in bf16 leave too little of 24 GiB for activations; rank 16 takes 0.5 GiB."""
     tiers = plan("llama-3-8b", "rtx-4090:1", settings=["lora.rank=16"]).best.price.config.tiers
     assert (tiers.params, tiers.grads, tiers.optimizer) == ("host", "device", "device")
+
+
+def test_adapters_of_a_model_without_weights_are_not_simulated() -> None:
+    price, said = plan("llama-3-8b", "rtx-4090:1", settings=["lora.rank=16"]).best.price, list[str]()
+    assert simulate_finalists([price], 30.0, said.append) == [price]
+    assert said == []
