@@ -236,10 +236,11 @@ def main(arguments: Sequence[str]) -> None:
         for name, some in by(chosen, _key(options.by)).items():
             print(f"\n{name}\n{table(some)}")
     if options.spread:
-        print("\n".join(spread_lines(chosen, unseen)))
+        print("\n".join(spread_lines([*unseen, *(fresh[1] if fresh else ()), *once] or chosen)))
     if options.markdown:
         section = _sections(options, unseen, fresh, once)
-        options.markdown.write_text(document(rows, table, left_out, section), encoding="utf-8")
+        unfitted = [*unseen, *(fresh[1] if fresh else ()), *once]
+        options.markdown.write_text(document(rows, table, left_out, section, unfitted), encoding="utf-8")
     lines = residual_lines(chosen)
     if options.residuals:
         options.residuals.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -76,7 +76,11 @@ rows and for sources like them.
 
 
 def document(
-    rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], left_out: Mapping[str, Any], unseen: str = ""
+    rows: Sequence[Scored],
+    table: Callable[[Sequence[Scored]], str],
+    left_out: Mapping[str, Any],
+    unseen: str = "",
+    unfitted: Sequence[Scored] = (),
 ) -> str:
     """Return the whole document.
 
@@ -85,6 +89,7 @@ def document(
         table: writes the scores of some rows as lines of text.
         left_out: each source's errors with and without it in the fit; empty where that was not run.
         unseen: the section about sources that were never seen; empty where they were not priced.
+        unfitted: rows of sources that nothing is fitted to, which say how wide an interval must be.
     """
     core = [each for each in rows if each.case.tier == "core"]
     bulk = [each for each in rows if each.case.tier != "core"]
@@ -110,12 +115,12 @@ def document(
         "## Out of memory\n\n" + _matrix({"core": core, "held out": bulk, "all": rows}) + "\n",
         _fenced(
             "## The interval",
-            "`low_s` and `high_s` are meant to contain four of five runs of an unknown source. Their width is the\n"
-            "conformal quantile over sources, each of equal weight whatever the number of its rows (`interval_s`\n"
-            "in `planner/step_time.py`). `by other sources alone` is the mean share of a source's rows within the\n"
-            "width that the other sources give. Large sources are those that the models fit best, so more of all\n"
-            "rows are within.",
-            "\n".join([*spread_lines(rows), *_held({"core": core, "held out": bulk})]),
+            "`low_s` and `high_s` are meant to contain four of five runs of an unknown source: the predicted time\n"
+            "over and times 1 + a share. That is the conformal quantile over sources that nothing is fitted to, each\n"
+            "of equal weight whatever the number of its rows (`SHARES` in `planner/step_time.py`): of the runs that were\n"
+            "never seen, those of 2025 and 2026 that are held out, and those that were priced once. `by other sources\n"
+            "alone` is the mean share of a source's rows within the width that the other sources give.",
+            "\n".join([*spread_lines(unfitted), *_held({"core": core, "held out": bulk})]),
         ),
         _fenced(
             "## Rows that were held out",
@@ -187,7 +192,7 @@ def _fenced(title: str, words: str, text: str) -> str:
 
 
 def _held(groups: Mapping[str, Sequence[Scored]]) -> list[str]:
-    return [f"of these, {name}: {within_interval(rows):.1%}" for name, rows in groups.items()]
+    return [f"of the older rows, {name}: {within_interval(rows):.1%}" for name, rows in groups.items()]
 
 
 def far_off_table(rows: Sequence[Scored], of: Literal["time", "memory"]) -> str:

@@ -26,9 +26,9 @@ offload, Liger's head, Llama 4's experts. These showed where a mechanism was mis
 settled while they were in view, two of them against their source: the rows are held out, but not unseen. Of some the
 words of base, offload and recomputation were seen, too, when the readers of words changed. Surogate's rows with a
 packed base multiply in fp8, and those of its mixtures have the batch and the sequence of its examples' files at the
-commit of its figures, which its table does not say. No factor is fitted to these. Each source has the same weight. A
-row may be of several kinds. What was first priced, before the arrow, had nine rows more, which rules about inputs have
-left out since.
+commit of its figures, which its table does not say, though a general sentence of its document says larger ones. No
+factor is fitted to these. Each source has the same weight. A row may be of several kinds. What was first priced, before
+the arrow, had nine rows more, which rules about inputs have left out since.
 
 Rows are left out by what they say, never by their error: models with layers that are no attention (Gated DeltaNet,
 Mamba), rows whose device, batch, sequence length or feed-forward is not known, whose collector doubts the figure or

@@ -27,7 +27,7 @@ def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
 
 
 def width(rows: Sequence[Scored]) -> float | None:
-    """Return the share, to each side, in which four of five runs of a further source are.
+    """Return by what share, longer or shorter, four of five runs of a further source are off.
 
     This is the conformal quantile (Vovk et al. 2005) over sources: each has the same weight, and the further one counts
     as off by more than all of them. None where they are too few to say.
@@ -52,22 +52,17 @@ def held_by_others(rows: Sequence[Scored]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def spread_lines(rows: Sequence[Scored], unseen: Sequence[Scored] = ()) -> list[str]:
-    """Say how wide each kind of prediction is by these rows, how wide it is said to be, and what that holds.
-
-    Args:
-        rows: to which the width is set.
-        unseen: of sources to which nothing is.
-    """
+def spread_lines(rows: Sequence[Scored]) -> list[str]:
+    """Say how wide each kind of prediction is by these rows, how wide it is said to be, and what that holds."""
     lines = []
     for kind, some in kinds(rows).items():
         shares = [width(some), within_interval(some) if some else None, held_by_others(some)]
         own, held, others = ("–" if share is None else f"{share:.1%}" for share in shares)
         words = f"four of five within {own:>6}  predicted {SHARES[kind]:.0%}, holds {held:>6}"
         lines.append(f"{kind:<9} n {len(some):>3}  {words}  by other sources alone {others:>6}")
-    lines.append(f"within the predicted interval: {within_interval(rows):.1%}")
-    return lines + ([f"of rows never fitted: {within_interval(unseen):.1%}"] if unseen else [])
+    return [*lines, f"within the predicted interval: {within_interval(rows):.1%}"]
 
 
 def _off(each: Scored) -> float:
-    return abs(1 / (each.time_ratio or math.inf) - 1)
+    ratio = each.time_ratio or math.inf
+    return max(ratio, 1 / ratio) - 1

@@ -324,14 +324,14 @@ constants that are not; and kinds of jobs for which fewer runs are known: adapte
 host."""
 
 SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
-    {"measured": 0.12, "fitted": 0.22, "unfitted": 0.55, "adapters": 0.32, "experts": 0.77, "launches": 0.97}
+    {"measured": 0.12, "fitted": 0.39, "unfitted": 0.55, "adapters": 0.46, "experts": 0.53, "launches": 0.86}
 )
-"""Half an interval as a share of the predicted time. A run of an unknown source is off by what its source is off, so
-`fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the number of its
-rows, as `benchmarks/planner_accuracy.py --spread` prints it, and `experts` over six. `measured` holds the twelve runs
-of `benchmarks/planner_machine.py` (docs/benchmarks.md). `adapters` have five sources, which give 0.23 by that quantile:
-their code is taken to be as far off as a source, both as independent errors. `unfitted` and `launches` have three and
-two sources, too few for that quantile: they are what holds four fifths of these."""
+"""By what share a step is longer than its price, or shorter, in four of five runs of an unknown source. Only sources
+count to which nothing is fitted, each with the same weight, as `benchmarks/planner_accuracy.py` writes them: `fitted`
+is the conformal quantile over 24 of these and `adapters` over seven. `experts` have six, and `unfitted` and `launches`
+two, too few for that quantile: `experts` is it over all twelve sources, `launches` what holds four fifths of runs, and
+`unfitted` covers three sources. `measured` holds the twelve runs of `benchmarks/planner_machine.py`
+(docs/benchmarks.md)."""
 
 WITHOUT_EVIDENCE: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -362,5 +362,5 @@ def kind_of(job: PlanJob, config: ResolvedConfig, launching_share: float = 0.0) 
 
 def interval_s(kind: Kind, step_s: float) -> tuple[float, float]:
     """Return the least and the most seconds of a step that four of five runs predicted at `step_s` should take."""
-    share = SHARES[kind]
-    return step_s * (1 - share), step_s * (1 + share)
+    factor = 1 + SHARES[kind]
+    return step_s / factor, step_s * factor

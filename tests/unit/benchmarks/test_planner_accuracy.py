@@ -19,6 +19,7 @@ pytestmark = pytest.mark.begin
 CASES = ROOT / "tests/data/planner_cases.json"
 RECORDED = ROOT / "tests/data/planner_accuracy.json"
 UNSEEN = ROOT / "tests/data/planner_cases_unseen.json"
+UNFITTED = [ROOT / f"tests/data/planner_cases_{name}.json" for name in ("2026_held_out", "fresh2")]
 UNSEEN_RECORDED = ROOT / "tests/data/planner_accuracy_unseen.json"
 SCRIPT = ROOT / "benchmarks/planner_accuracy.py"
 SLACK = 0.003
@@ -83,21 +84,23 @@ def test_unseen_sources_are_none_that_the_models_were_made_by(accuracy: Any, uns
 
 def test_four_of_five_runs_that_nothing_is_fitted_to_lie_in_the_interval(core: list[Any], unseen: list[Any]) -> None:
     spread = importlib.import_module("planner_spread")
-    print("\n".join(spread.spread_lines(core, unseen)))
-    assert 0.78 <= spread.within_interval(unseen) <= 0.92
+    print("\n".join(spread.spread_lines(unseen)))
+    assert 0.80 <= spread.within_interval(unseen) <= 0.95
     # Large sources are those that the models fit best.
     assert 0.80 <= spread.within_interval(core) <= 0.95
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_interval_is_as_wide_as_sources_are_far_off(accuracy: Any) -> None:
+def test_the_interval_is_as_wide_as_sources_are_far_off(accuracy: Any, unseen: list[Any]) -> None:
     spread = importlib.import_module("planner_spread")
-    rows = accuracy.scored_rows(accuracy.read_rows(CASES))
-    fitted = spread.kinds(rows)["fitted"]
-    assert len({each.case.group for each in fitted}) >= 30
-    assert spread.width(fitted) == pytest.approx(spread.SHARES["fitted"], abs=0.015)
-    assert spread.held_by_others(fitted) >= 0.78
+    rows = [*unseen, *(row for path in UNFITTED for row in accuracy.scored_rows(accuracy.read_rows(path)))]
+    for kind, num_sources in (("fitted", 20), ("adapters", 7)):
+        unfitted = spread.kinds(rows)[kind]
+        assert len({each.case.group for each in unfitted}) >= num_sources
+        assert spread.width(unfitted) == pytest.approx(spread.SHARES[kind], abs=0.015)
+        assert spread.held_by_others(unfitted) >= 0.78
+    assert 0.80 <= spread.within_interval(rows) <= 0.92
 
 
 @pytest.mark.parametrize(
