@@ -117,9 +117,9 @@ def document(
             "## The interval",
             "`low_s` and `high_s` are meant to contain four of five runs of an unknown source: the predicted time\n"
             "over and times 1 + a share. That is the conformal quantile over sources that nothing is fitted to, each\n"
-            "of equal weight whatever the number of its rows (`SHARES` in `planner/step_time.py`): of the runs that were\n"
-            "never seen, those of 2025 and 2026 that are held out, and those that were priced once. `by other sources\n"
-            "alone` is the mean share of a source's rows within the width that the other sources give.",
+            "of equal weight whatever the number of its rows (`SHARES` in `planner/step_time.py`): of the runs that\n"
+            "were never seen, those of 2025 and 2026 that are held out, and those that were priced once. `by other\n"
+            "sources alone` is the mean share of a source's rows within the width that the other sources give.",
             "\n".join([*spread_lines(unfitted), *_held({"core": core, "held out": bulk})]),
         ),
         _fenced(
