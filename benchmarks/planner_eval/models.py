@@ -102,7 +102,7 @@ class PublishedComputeModel(ComputeTimeModel):
         if traits.attention == "flash":
             found = super().attention(s).times(LATENT_FLOPS if traits.is_latent else 1.0)
             return self._masked(found, s) if traits.masks_attention else found
-        scores = self._tokens(s) * self._num_keys * shape.num_heads / s.mesh.tp
+        scores = self._tokens(s) * shape.num_keys_read(self.job.seq_len) * shape.num_heads / s.mesh.tp
         width, forward = DTYPE_BYTES[param_of(s)], 4.0 * scores * shape.head_dim
         written_out = WIDE_SOFTMAX if param_of(s) == "fp32" else SOFTMAX
         passes = FUSED_SOFTMAX if traits.attention == "fused-softmax" else written_out

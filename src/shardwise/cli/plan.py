@@ -174,7 +174,9 @@ def with_words(arguments: SimpleNamespace) -> list[str]:
     """Return the settings with those of the flags that pin; take a cluster among them for that of `--cluster`."""
     cluster_keys = [setting for setting in arguments.settings if _CLUSTER.fullmatch(setting)]
     bare_settings = [setting for setting in arguments.settings if "=" not in setting]
-    if len(bare_settings) > 1 and not cluster_keys:  # one may be a device whose count was left out, which is refused as that
+    if (
+        len(bare_settings) > 1 and not cluster_keys
+    ):  # one may be a device whose count was left out, which is refused as that
         from shardwise.planner.hardware import known_gpu
 
         cluster_keys = [setting for setting in bare_settings if known_gpu(setting)]
