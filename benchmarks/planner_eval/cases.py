@@ -31,7 +31,7 @@ from planner_eval.tools import in_our_words
 from planner_eval.traits import PublishedJob, compiles_blocks, is_before_h100, overlaps_of, routing_skew, traits_of
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
 from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.schedule.simulate import OpTimes
@@ -239,11 +239,11 @@ def _window(attention: str, seq_len: int) -> int | None:
     return max(1, (seq_len + min(seq_len, 2 * numbers[0])) // 4)
 
 
-def _experts(moe: Mapping[str, Any] | None, dense_ffn_size: int, etp: int = 1) -> Experts | None:
+def _experts(moe: Mapping[str, Any] | None, dense_ffn_size: int, etp: int = 1) -> ExpertsShape | None:
     """Return the experts; where each is split over `etp` ranks, its parts, which are experts that tokens all go to."""
     if not moe or not moe.get("experts"):
         return None
-    return Experts(
+    return ExpertsShape(
         num_experts=etp * int(moe["experts"]),
         num_chosen=etp * int(moe.get("top_k") or 1),
         ffn_size=int(moe.get("moe_ffn") or dense_ffn_size) // etp,

@@ -19,12 +19,13 @@ from planner_eval.memories import PublishedStages as PublishedStages
 from planner_eval.traits import PublishedTraits, published_traits
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.activation_bytes import FP32_BYTES
+from shardwise.layout.grad_sums import StepCollective
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.models.shape import packed_params
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
-from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes, PricedCollective
+from shardwise.planner.comm_time import BlockComm, CommTimeModel, OverlapTimes
 from shardwise.planner.compute_time import FLASH_SHARES, ComputeTimeModel, GemmShape, alignment_share
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
 from shardwise.planner.host_time import NO_HOST, HostCosts
@@ -101,7 +102,7 @@ class PublishedComputeModel(ComputeTimeModel):
         if traits.attention == "flash":
             found = super().attention(s).times(LATENT_FLOPS if traits.is_latent else 1.0)
             return self._masked(found, s) if traits.masks_attention else found
-        scores = self._tokens(s) * self._num_keys * shape.num_heads / s.mesh.tp
+        scores = self._tokens(s) * shape.num_keys_read(self.job.seq_len) * shape.num_heads / s.mesh.tp
         width, forward = DTYPE_BYTES[param_of(s)], 4.0 * scores * shape.head_dim
         written_out = WIDE_SOFTMAX if param_of(s) == "fp32" else SOFTMAX
         passes = FUSED_SOFTMAX if traits.attention == "fused-softmax" else written_out
@@ -400,14 +401,12 @@ class PublishedCommModel(CommTimeModel):
         step_s = found.step_s + found.first_forward_s
         return dataclasses.replace(found, step_s=step_s, first_forward_s=0.0, alone_forward_s=0.0)
 
-    def _calls_of(
-        self, s: ResolvedConfig, layout: Layout, fold: LayerCount, *, is_first: bool
-    ) -> Iterator[PricedCollective]:
+    def _calls_of(self, s: ResolvedConfig, layout: Layout, fold: LayerCount) -> Iterator[StepCollective]:
         traits, group = published_traits(self.job), fold.group
         shards = traits.optimizer_shards
         if shards is not None and layout.stage.unshard_after_step and group.num_ranks % shards == 0:
             fold = dataclasses.replace(fold, group=dataclasses.replace(group, num_shards=min(shards, group.num_ranks)))
-        for call in super()._calls_of(s, layout, fold, is_first=is_first):
+        for call in super()._calls_of(s, layout, fold):
             if traits.reduces_once and call.op == "reduce_scatter":
                 yield dataclasses.replace(call, moment="last backward")
             else:

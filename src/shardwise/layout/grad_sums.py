@@ -1,9 +1,9 @@
-"""Say how ranks sum the gradients of a group: over which ranks, in which bits, and in how many bytes.
+"""Say how ranks sum the gradients of a group: over which ranks, in which bits, by which collectives.
 
 >>> from shardwise.layout.wire_codec import WireCodec
 >>> a_sum = GradSum(num_ranks=4, numel=4096, dtype="bf16", codec=WireCodec("int8"))
->>> a_sum.num_bytes                                          # 3 rows of 1,024 codes and 4 scales
-3120
+>>> [call.sent_bytes(1) for call in a_sum.collectives(1, "backward")]  # 3 rows of 1,024 codes and 4 scales
+[3120]
 >>> by_node = GradSum(num_ranks=4, numel=4096, dtype="bf16", codec=WireCodec("int8"), node_size=2)
 >>> by_node.hops                                             # to a rank of the node, and of the other node
 ((2, 2080), (2, 1040))
@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +24,38 @@ if TYPE_CHECKING:
 
 SumRanks = Literal["data", "shards", "replicas"]
 """The ranks that sum: all that average gradients, those of the shard group, or those that hold the same shard."""
+
+StepOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Moment = Literal["forward", "backward", "first forward", "last backward", "step"]
+"""A moment of a step: a pass of each micro-batch, or of one of them alone, or the optimizer's step."""
+
+
+@dataclass(frozen=True)
+class StepCollective:
+    """Describe a collective that a step has over ranks that share parameters.
+
+    Attributes:
+        num_bytes: of the whole tensor, of which each rank has or gets a slice.
+        num_ranks, stride: of the group, in rank order.
+        part: of `Layout.bytes_on_wire`.
+        count: how many such calls the pass of `moment` has.
+        num_spared: calls of a step that do not happen, as another collective stands for them.
+    """
+
+    op: StepOp
+    num_bytes: int
+    num_ranks: int
+    stride: int
+    moment: Moment
+    part: str
+    count: int = 1
+    num_spared: int = 0
+
+    def sent_bytes(self, num_micro_batches: int) -> int:
+        """Return the bytes that a rank sends by all such calls of a step, with ring algorithms."""
+        num_calls = self.count * (num_micro_batches if self.moment in ("forward", "backward") else 1) - self.num_spared
+        passes = 2 if self.op == "all_reduce" else 1
+        return num_calls * (passes * self.num_bytes * (self.num_ranks - 1) // self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -62,12 +94,16 @@ class GradSum:
             return ((self.num_ranks, row_bytes),)
         return (self.node_size, self.num_nodes * row_bytes), (self.num_nodes, row_bytes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that a rank sends, with ring algorithms where they are not encoded."""
-        ring_bytes = self.numel * (self.num_ranks - 1) // self.num_ranks * DTYPE_BYTES[self.dtype]
-        scattered = sum((num_ranks - 1) * row_bytes for num_ranks, row_bytes in self.hops)
-        return (scattered if self.codec else ring_bytes) + self.is_for_all * ring_bytes
+    def collectives(self, stride: int, moment: Moment, times: int = 1) -> Iterator[StepCollective]:
+        """Yield the collectives of `times` such sums over ranks at a stride."""
+        part: StepOp = "all_reduce" if self.is_for_all else "reduce_scatter"
+        whole_bytes, hop_stride = self.numel * DTYPE_BYTES[self.dtype], stride
+        for num_ranks, row_bytes in self.hops:
+            yield StepCollective("all_to_all", num_ranks * row_bytes, num_ranks, hop_stride, moment, part, times)
+            hop_stride *= num_ranks
+        if self.is_for_all or not self.hops:
+            op: StepOp = "all_gather" if self.hops else part
+            yield StepCollective(op, whole_bytes, self.num_ranks, stride, moment, part, times)
 
     @property
     def residual_numels(self) -> tuple[int, int]:

@@ -22,7 +22,7 @@ group and no storage. The engine executes it, the planner prices it, a checkpoin
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from shardwise.config.resolve import OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.facts import ModelFacts
-from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
+from shardwise.layout.grad_sums import GradSum, Moment, StepCollective, SumRanks, sums_of
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, GroupTiers
 from shardwise.layout.pipeline_layout import PipelineLayout
@@ -288,26 +288,43 @@ class Layout:
     def group_bytes_on_wire(self, group: GroupSpec, num_micro_batches: int) -> dict[str, int]:
         """Return what `group` adds to `bytes_on_wire`."""
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
-        stage, precision = self.stage_of(group), self.precision_of(group)
-        unshards = self.num_unshards(group, num_micro_batches)
-        ring_bytes = self.gather_bytes(group) * (group.num_shards - 1)
         if self.secondary_bytes(group):
-            near = unshards - min(unshards, int(group.trainable))
-            near_bytes = self.secondary_bytes(group) * (self.stage.secondary_shard - 1)
-            wire["secondary_all_gather"] = near * near_bytes
-            unshards -= near
-        wire["all_gather"] += unshards * ring_bytes
+            wire["secondary_all_gather"] = 0
+        for call in self.step_collectives(group, num_micro_batches):
+            wire[call.part] += call.sent_bytes(num_micro_batches)
+        return wire
+
+    def step_collectives(self, group: GroupSpec, num_micro_batches: int, times: int = 1) -> Iterator[StepCollective]:
+        """Yield a step's collectives over the ranks that share the parameters of `group`, or of `times` such groups."""
+        stage, num_shards, near = self.stage_of(group), group.num_shards, self.mesh_of(group).tp
+        far = near * num_shards
+        uses, param_bytes = self.num_unshards(group, num_micro_batches), num_shards * self.gather_bytes(group)
+        is_near = uses > 0 and self.secondary_bytes(group) > 0
+        is_once, is_first_far = uses == 1 and num_micro_batches > 1, is_near and group.trainable
+        ranks, part = (self.stage.secondary_shard, "secondary_all_gather") if is_near else (num_shards, "all_gather")
+        if is_first_far or (group.trainable and stage.unshard_after_step):
+            yield StepCollective("all_gather", param_bytes, num_shards, near, "first forward", "all_gather", times)
+        elif is_once:
+            yield StepCollective("all_gather", param_bytes, ranks, near, "first forward", part, times)
+        if uses and not is_once:
+            back = uses // num_micro_batches // 2
+            forth = uses // num_micro_batches - back
+            if num_micro_batches == 1:
+                forth, is_first_far = forth - is_first_far, False
+            spared = times * is_first_far
+            yield StepCollective("all_gather", param_bytes, ranks, near, "forward", part, times * forth, spared)
+            yield StepCollective("all_gather", param_bytes, ranks, near, "backward", part, times * back)
         if not group.trainable:
-            return wire
+            return
         if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:
             numel = group.padded_numel if stage.optimizer is Placement.REPLICATE else group.shard_numel
-            wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[precision.master]
-        if stage.unshard_after_step:
-            wire["all_gather"] += ring_bytes
-        for over, each in self.sums_of(group).items():
-            times = self.num_reduces(num_micro_batches) if over == "shards" else 1
-            wire["all_reduce" if each.is_for_all else "reduce_scatter"] += times * each.num_bytes
-        return wire
+            num_bytes = numel * DTYPE_BYTES[self.precision_of(group).master]
+            stride = self.mesh.world_size // self.mesh.pp
+            yield StepCollective("all_reduce", num_bytes, num_holders, stride, "last backward", "all_reduce", times)
+        each_time = self.num_reduces(num_micro_batches) == num_micro_batches > 1
+        for over, total in self.sums_of(group).items():
+            moment: Moment = "backward" if each_time and over == "shards" else "last backward"
+            yield from total.collectives(far if over == "replicas" else near, moment, times)
 
     def exchanged_numel(self, group: GroupSpec) -> float:
         """Return the elements that a rank sends in a step, on average, so that owners step the matrices of a group."""

@@ -28,7 +28,7 @@ from shardwise.schedule.formulas import training_flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class ExpertsShape:
     """Describe the experts of each layer's feed-forward, in all layers but the first `num_dense_layers`.
 
     Attributes:
@@ -106,7 +106,7 @@ class ModelShape:
     has_biases: bool = False
     num_positions: int = 0
     window: int | None = None
-    experts: Experts | None = None
+    experts: ExpertsShape | None = None
     name: str = "model"
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class ModelShape:
     @classmethod
     def of_decoder(cls, config: DecoderConfig, name: str = "decoder") -> ModelShape:
         """Return the shape of our own decoder."""
-        experts = Experts(
+        experts = ExpertsShape(
             num_experts=config.num_experts,
             num_chosen=config.num_chosen,
             ffn_size=config.size_of_expert,
@@ -196,6 +196,10 @@ class ModelShape:
             if len(param.shape) > 1
         )
 
+    def num_keys_read(self, num_keys: float) -> float:
+        """Return the keys, of so many, that a query is multiplied by: masked ones of its window's tiles included."""
+        return num_keys if self.window is None else min(num_keys, 2 * self.window)
+
     def flops_per_token(self, num_keys: float, *, is_causal_halved: bool = False, trains_all: bool = True) -> float:
         """Return the FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
 
@@ -205,8 +209,7 @@ class ModelShape:
                 do not count.
             trains_all: whether the gradients of all weights are computed.
         """
-        keys = num_keys if self.window is None else min(num_keys, 2 * self.window)
-        width = self.num_layers * self.num_heads * self.head_dim
+        keys, width = self.num_keys_read(num_keys), self.num_layers * self.num_heads * self.head_dim
         keys = keys / 2 if is_causal_halved else keys
         return training_flops_per_token(self.num_matmul_params, width, keys, trains=trains_all)
 

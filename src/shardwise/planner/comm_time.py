@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from shardwise.config.resolve import ResolvedConfig
+from shardwise.layout.grad_sums import Moment, StepCollective
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.layout.zero_stages import Placement
 from shardwise.planner.collectives import NetworkModel, Op
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
 from shardwise.planner.job import ModelShape, PlanJob, expert_skew, param_of, world_size
@@ -65,29 +65,6 @@ class BlockComm:
     forward: TokenExchange
     backward: TokenExchange
     recompute: TokenExchange = TokenExchange()
-
-
-Moment = Literal["forward", "backward", "first forward", "last backward", "step"]
-"""A moment of a step: a pass of each micro-batch, or of one of them alone, or the optimizer's step."""
-
-
-@dataclass(frozen=True)
-class PricedCollective:
-    """Describe a collective that a step has over ranks that share parameters.
-
-    Attributes:
-        num_ranks, stride: of the group, in rank order.
-        count: how many such calls the pass of `moment` has.
-        is_alone: whether nothing is computed beside the first of them, or the last in a backward.
-    """
-
-    op: Op
-    num_bytes: int
-    num_ranks: int
-    stride: int
-    moment: Moment
-    count: int = 1
-    is_alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +195,15 @@ class CommTimeModel:
         measured = self.job.cluster.measured.hidden_share
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
         alone = {"forward": 0.0, "backward": 0.0}
-        for call in self.data_calls(s, pipeline_rank):
-            each_s = self.network.collective_s(call.op, call.num_bytes, call.num_ranks, call.stride)
-            seconds[call.moment] += call.count * each_s
-            if call.is_alone:
-                alone[call.moment.rpartition(" ")[2]] += each_s
+        folds = self.layouts.rank(s, pipeline_rank)
+        for fold in folds.folds:
+            # Those of the first group run alone: the forward needs it first, and the backward reduces it last.
+            is_first = fold is folds.folds[0]
+            for call in self._calls_of(s, folds.layout, fold):
+                each_s = self.network.collective_s(call.op, call.num_bytes, call.num_ranks, call.stride)
+                seconds[call.moment] += call.count * each_s
+                if is_first and (call.op != "all_gather" or call.moment != "backward"):
+                    alone[call.moment.rpartition(" ")[2]] += each_s
         return OverlapTimes(
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
@@ -236,66 +217,13 @@ class CommTimeModel:
             hidden_share=HIDDEN_SHARE if measured is None else measured,
         )
 
-    def data_calls(self, config: ResolvedConfig, pipeline_rank: int = 0) -> tuple[PricedCollective, ...]:
-        """Return a step's collectives over the ranks that share parameters: those that `Layout.bytes_on_wire` counts.
-
-        Those of the first group run alone, as the forward needs it first and the backward reduces it last.
-        """
+    def data_calls(self, config: ResolvedConfig, pipeline_rank: int = 0) -> tuple[StepCollective, ...]:
+        """Return a step's collectives over the ranks that share parameters."""
         folds = self.layouts.rank(config, pipeline_rank)
-        return tuple(
-            call
-            for index, fold in enumerate(folds.folds)
-            for call in self._calls_of(config, folds.layout, fold, is_first=index == 0)
-        )
+        return tuple(call for fold in folds.folds for call in self._calls_of(config, folds.layout, fold))
 
-    def _calls_of(
-        self, s: ResolvedConfig, layout: Layout, fold: LayerCount, *, is_first: bool
-    ) -> Iterator[PricedCollective]:
-        group, stage = fold.group, layout.stage_of(fold.group)
-        near = layout.mesh_of(group).tp
-        far = near * group.num_shards
-        widths = layout.precision_of(group)
-        param_bytes = group.num_shards * layout.gather_bytes(group)
-
-        def call(
-            op: Op, num_bytes: int, num_ranks: int, stride: int, moment: Moment, times: int = 1
-        ) -> PricedCollective:
-            is_alone = is_first and (op != "all_gather" or moment != "backward")
-            return PricedCollective(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_alone)
-
-        uses = layout.num_unshards(group, s.batch.accumulation)
-        if (uses == 1 and s.batch.accumulation > 1) or (stage.unshard_after_step and group.trainable):
-            yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
-        elif uses:
-            back, sharers = uses // s.batch.accumulation // 2, group.num_shards
-            forth = uses // s.batch.accumulation - back
-            if layout.secondary_bytes(group):
-                sharers = layout.stage.secondary_shard
-                if group.trainable:
-                    yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
-                    forth -= s.batch.accumulation == 1  # of several, the first's counts twice, once among the sharers
-            yield call("all_gather", param_bytes, sharers, near, "forward", forth)
-            yield call("all_gather", param_bytes, sharers, near, "backward", back)
-        if not group.trainable:
-            return
-        if len(group.stages) > 1 and (holders := len(layout.holders(group))) > 1:
-            is_whole = stage.optimizer is Placement.REPLICATE
-            numel = group.padded_numel if is_whole else group.shard_numel
-            master_bytes = numel * DTYPE_BYTES[widths.master]
-            yield call("all_reduce", master_bytes, holders, world_size(s) // s.mesh.pp, "last backward")
-        each_time = layout.num_reduces(s.batch.accumulation) == s.batch.accumulation > 1
-        for over, total in layout.sums_of(group).items():
-            stride = far if over == "replicas" else near
-            moment: Moment = "backward" if each_time and over == "shards" else "last backward"
-            whole_bytes = total.numel * DTYPE_BYTES[total.dtype]
-            for num_ranks, row_bytes in total.hops:
-                yield call("all_to_all", num_ranks * row_bytes, num_ranks, stride, moment)
-                stride *= num_ranks
-            if total.hops and total.is_for_all:
-                yield call("all_gather", whole_bytes, total.num_ranks, far if over == "replicas" else near, moment)
-            elif not total.hops:
-                op: Op = "all_reduce" if total.is_for_all else "reduce_scatter"
-                yield call(op, whole_bytes, total.num_ranks, stride, moment)
+    def _calls_of(self, s: ResolvedConfig, layout: Layout, fold: LayerCount) -> Iterator[StepCollective]:
+        return layout.step_collectives(fold.group, s.batch.accumulation, fold.count)
 
     def _block(self, s: ResolvedConfig) -> BlockComm:
         pass_s = self._tensor_pass_s(s)

@@ -344,7 +344,7 @@ class ComputeTimeModel:
 
     def attention(self, s: ResolvedConfig) -> PassTimes:
         """Price the attention of one block alone, without its linear layers; it is part of `block`."""
-        shape, keys = self.job.shape, self._num_keys
+        shape, keys = self.job.shape, self.job.shape.num_keys_read(self.job.seq_len)
         heads = shape.num_heads / s.mesh.tp
         forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim
         rates = self._attention_rates(param_of(s))
@@ -357,12 +357,6 @@ class ComputeTimeModel:
             rate * of_head * keys / (keys + ramp) for rate, ramp in zip(best, _FLASH_RAMPS, strict=True)
         )
         return PassTimes(forward / 2 / forward_rate, 2.5 * forward / 2 / backward_rate)
-
-    @property
-    def _num_keys(self) -> int:
-        """Return the keys that a query is multiplied by, masked ones included."""
-        window = self.job.shape.window
-        return self.job.seq_len if window is None else min(self.job.seq_len, 2 * window)
 
     def _flash_rates(self, rate: float) -> tuple[float, float]:
         """Return the FLOPs a second of flash attention at its best, where products reach `rate`, in both passes.

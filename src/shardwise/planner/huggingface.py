@@ -21,7 +21,7 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES, check_model_config
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.job import ModelSource
 
 # The usual name of each size, and others that files have.
@@ -251,7 +251,7 @@ def _window(text: Mapping[str, Any]) -> int | None:
     return window if isinstance(window, int) and window > 0 and is_used else None
 
 
-def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
+def _experts(text: Mapping[str, Any], source: str) -> ExpertsShape | None:
     num_experts = _size(text, "num_experts", source, default=1, least=0)
     if num_experts <= 1:
         return None
@@ -268,7 +268,7 @@ def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
         )
     num_layers = _size(text, "num_hidden_layers", source)
     interleaved = num_layers - num_layers // _size(text, "interleave_moe_layer_step", source, default=1)
-    return Experts(
+    return ExpertsShape(
         num_experts=num_experts,
         num_chosen=_size(text, "num_experts_per_tok", source),
         ffn_size=ffn_size,

@@ -21,7 +21,7 @@ import yaml
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.job import ModelSource
 
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
@@ -159,7 +159,7 @@ def _shape(flags: Any, source: str) -> ModelShape:
     experts = None
     if flags.num_experts is not None:
         of_expert = flags.moe_ffn_hidden_size or ffn_size
-        experts = Experts(
+        experts = ExpertsShape(
             num_experts=flags.num_experts,
             num_chosen=flags.moe_router_topk,
             ffn_size=of_expert,

@@ -22,8 +22,10 @@ from shardwise.planner.hardware import GIB, Cluster, cluster_words, usual_host
 from shardwise.planner.job import PlanJob, product_dtype
 from shardwise.planner.request import CHUNK_TOKENS, SPLITS
 from shardwise.planner.results import (
+    MEMORY_PARTS,
     TIME_PARTS,
     Estimate,
+    Marks,
     RankMemory,
     held_on_node,
     money_words,
@@ -51,22 +53,6 @@ _FIXES: Final[Mapping[str, str]] = MappingProxyType(
         "data": "try a smaller mesh.dp_shard with replicas, a lower zero.stage, or more micro-batches",
         "offload": "try to keep a state on the device, or more tokens a step",
         "recompute": "try recompute.mode=selective, or a larger recompute.every",
-    }
-)
-# A sign for each, and a colour that the eight of every terminal have, or near to one.
-Marks = Mapping[str, tuple[str, str]]
-MEMORY_MARKS: Final[Marks] = MappingProxyType(
-    {
-        "params": ("p", "blue"),
-        "grads": ("g", "green"),
-        "optimizer": ("o", "magenta"),
-        "gathered": ("u", "bright_blue"),  # parameters unsharded for use
-        "buckets": ("b", "bright_green"),  # gradients until they are reduced, and what reductions need
-        "activations": ("a", "yellow"),
-        "logits": ("l", "red"),
-        "workspace": ("w", "cyan"),  # of attention, of the backward's own tensors, of the step
-        "overhead": ("c", "white"),  # the device's context, communicators
-        "rounding": ("r", "bright_black"),  # of the allocator
     }
 )
 Row = tuple[str, RenderableType]
@@ -142,10 +128,10 @@ class _MemoryBar:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         is_coloured = console.color_system is not None and not console.no_color
-        yield bar_of(self.rank.peak, MEMORY_MARKS, self.capacity_bytes, _BAR_WIDTH, is_coloured=is_coloured)
+        yield bar_of(self.rank.peak, MEMORY_PARTS, self.capacity_bytes, _BAR_WIDTH, is_coloured=is_coloured)
         items = []
         for name, large_bytes in _large_parts(self.rank).items():
-            sign, colour = MEMORY_MARKS[name]
+            sign, colour, _ = MEMORY_PARTS[name]
             items.append(Text.assemble(("■", colour) if is_coloured else (sign, "bold"), f" {name} {large_bytes}"))
         yield Columns(items, padding=(0, 2))  # lines break between parts only
 
@@ -153,7 +139,7 @@ class _MemoryBar:
 def _large_parts(rank: RankMemory) -> dict[str, str]:
     """Return in words the size of each part of a rank's peak that is 1 % of it or more."""
     least = _LEAST_SHARE * rank.peak_bytes
-    return {name: format_bytes(rank.peak[name]) for name in MEMORY_MARKS if rank.peak.get(name, 0.0) >= least > 0}
+    return {name: format_bytes(rank.peak[name]) for name in MEMORY_PARTS if rank.peak.get(name, 0.0) >= least > 0}
 
 
 def limit_words(price: Estimate) -> str:
@@ -255,7 +241,7 @@ def bar_of(sizes: Mapping[str, float], marks: Marks, capacity: float, width: int
     ends = accumulate(sizes.get(name, 0.0) for name in marks)
     ends_at = [0, *(round(filled_width * end / (total or 1.0)) for end in ends)]
     bar = Text()
-    for (sign, colour), (start, end) in zip(marks.values(), pairwise(ends_at), strict=True):
+    for (sign, colour, _), (start, end) in zip(marks.values(), pairwise(ends_at), strict=True):
         bar.append(("█" if is_coloured else sign) * (end - start), style=colour if is_coloured else "")
     if total <= capacity:
         return bar.append("·" * (width - len(bar)), style="dim")

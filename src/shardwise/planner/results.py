@@ -53,18 +53,45 @@ TIME_PARTS: Final[Mapping[str, TimePart]] = MappingProxyType(
 
 TIMELINE_PARTS: Final = tuple(dict.fromkeys(entry.timeline for entry in TIME_PARTS.values()))
 
-PEAK_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+
+class MemoryPart(NamedTuple):
+    """Say how a part of a peak is drawn, and in which of the memory tracker's categories it is.
+
+    Attributes:
+        colour: that the eight of every terminal have, or near to one.
+        category: its value; empty for what the tracker does not see.
+    """
+
+    sign: str
+    colour: str
+    category: str = ""
+
+
+Marks = Mapping[str, MemoryPart]
+MEMORY_PARTS: Final[Marks] = MappingProxyType(
     {
-        "PARAMETERS": "params",
-        "GRADIENTS": "grads",
-        "OPTIMIZER": "optimizer",
-        "GATHERED": "gathered",
-        "BUCKETS": "buckets",
-        "ACTIVATIONS": "activations",
-        "OTHER": "workspace",
+        "params": MemoryPart("p", "blue", "parameters"),
+        "grads": MemoryPart("g", "green", "gradients"),
+        "optimizer": MemoryPart("o", "magenta", "optimizer"),
+        "gathered": MemoryPart("u", "bright_blue", "gathered"),  # parameters unsharded for use
+        "buckets": MemoryPart("b", "bright_green", "buckets"),  # gradients until their reduction, and what that needs
+        "activations": MemoryPart("a", "yellow", "activations"),
+        "logits": MemoryPart("l", "red", "activations"),
+        "workspace": MemoryPart("w", "cyan", "other"),  # of attention, of the backward's own tensors, of the step
+        "overhead": MemoryPart("c", "white"),  # the device's context, communicators
+        "rounding": MemoryPart("r", "bright_black"),  # of the allocator
     }
 )
-"""Names of a peak's bytes by those of the memory tracker's categories, which counts `logits` among the activations."""
+"""The planner's parts of the memory at a peak."""
+
+
+def parts_of(category: str) -> tuple[str, ...]:
+    """Return the parts that the memory tracker counts in a category.
+
+    >>> parts_of("activations")
+    ('activations', 'logits')
+    """
+    return tuple(name for name, part in MEMORY_PARTS.items() if part.category == category)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +100,7 @@ class RankMemory:
 
     Attributes:
         at_rest: by role, as `Layout.bytes_at_rest` gives it, of all tiers.
-        peak: of the device at the highest moment of a step, by category.
+        peak: of the device at the highest moment of a step, by `MEMORY_PARTS`.
         elsewhere: stored in other memories, by tier.
         is_simulated: whether the tensors of the peak are the engine's own, simulated, and not the model's estimate.
     """
@@ -89,9 +116,9 @@ class RankMemory:
         """Return the bytes of the device at the peak, all categories."""
         return sum(self.peak.values())
 
-    def bytes_of(self, *categories: str) -> float:
-        """Return the bytes of some categories together."""
-        return sum(self.peak.get(category, 0.0) for category in categories)
+    def bytes_of(self, *parts: str) -> float:
+        """Return the bytes of some parts together."""
+        return sum(self.peak.get(part, 0.0) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from shardwise.config.written_files import write_whole
 from shardwise.launch.host import usable_bytes
 from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu
 from shardwise.planner.profile import find_profile
-from shardwise.planner.results import TIMELINE_PARTS, by_timeline_part
+from shardwise.planner.results import TIMELINE_PARTS, by_timeline_part, parts_of
 from shardwise.planner.search import Pricer
 from shardwise.report.page import installed
 from shardwise.report.run_folder import PREDICTION_NAME
@@ -32,17 +32,6 @@ from shardwise.train.needs import planned_job, sizes_cluster
 
 SCHEMA: Final = 1
 
-# The planner's categories by the memory tracker's, which sees neither the device's context nor allocator rounding.
-_CATEGORIES: Final[Mapping[Category, tuple[str, ...]]] = MappingProxyType(
-    {
-        Category.PARAMETERS: ("params",),
-        Category.GRADIENTS: ("grads",),
-        Category.OPTIMIZER: ("optimizer",),
-        Category.GATHERED: ("gathered",),
-        Category.BUCKETS: ("buckets",),
-        Category.ACTIVATIONS: ("activations", "logits", "workspace"),
-    }
-)
 _PART_OF: Final[Mapping[ActionKind, str]] = MappingProxyType(
     {
         **dict.fromkeys(COMPUTATIONS, "compute"),
@@ -171,8 +160,10 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> StepFigures:
     price = Pricer(job).price(config)
     memory = price.memory.ranks[0]
     is_known = cluster.profile is not None or not cluster.gpu.is_cpu
+    parts_by_category = {category: parts_of(category) for category in Category}
+    parts_by_category[Category.ACTIVATIONS] += parts_by_category.pop(Category.OTHER)  # which the tracker cannot tell
     return StepFigures(
-        peak={category.value: round(memory.bytes_of(*names)) for category, names in _CATEGORIES.items()},
+        peak={category.value: round(memory.bytes_of(*parts)) for category, parts in parts_by_category.items()},
         parts=by_timeline_part(price.time.parts) if is_known else {},
         step_s=price.time.step_s if is_known else None,
         low_s=price.time.low_s if is_known else 0.0,

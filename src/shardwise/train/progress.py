@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.planner.render import bar_of
+from shardwise.planner.results import MEMORY_PARTS, Marks, MemoryPart, parts_of
 from shardwise.report.console import Escaped
 from shardwise.runtime.format import format_bytes, format_clock
 from shardwise.runtime.memory_tracker import Category
@@ -42,16 +43,9 @@ _MIN_ROWS, _MAX_ROWS = 3, 10
 _NUM_PLAIN_LINES = 20
 _REFRESH_S = 0.25
 # The colours of `shardwise plan` for the same things.
-_MARKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
-    {
-        Category.PARAMETERS.value: ("p", "blue"),
-        Category.GRADIENTS.value: ("g", "green"),
-        Category.OPTIMIZER.value: ("o", "magenta"),
-        Category.GATHERED.value: ("u", "bright_blue"),
-        Category.BUCKETS.value: ("b", "bright_green"),
-        Category.ACTIVATIONS.value: ("a", "yellow"),
-        Category.OTHER.value: ("x", "white"),
-    }
+_MARKS: Final[Marks] = MappingProxyType(
+    {category.value: MEMORY_PARTS[parts_of(category)[0]] for category in Category}
+    | {Category.OTHER.value: MemoryPart("x", "white")}
 )
 
 Point = tuple[int, float]
@@ -282,7 +276,7 @@ def _memory(state: Progress, width: int, is_coloured: bool) -> Table:
     grid.add_row("", bar_of(sizes, _MARKS, memory.limit_bytes or whole_bytes, bar_width, is_coloured=is_coloured))
     line = Text()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
-        sign, colour = _MARKS[name]
+        sign, colour, _ = _MARKS[name]
         item = Text.assemble(("■" if is_coloured else sign, colour), f" {name} {format_bytes(sizes[name])}")
         if line and len(line) + 2 + len(item) > bar_width:  # lines break between items only
             grid.add_row("", line)

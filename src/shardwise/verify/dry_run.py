@@ -25,7 +25,7 @@ from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape, check_rank
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.planner.results import PEAK_NAMES, RankMemory
+from shardwise.planner.results import RankMemory, parts_of
 from shardwise.runtime.device import kind_of, wanted_kind
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
@@ -146,9 +146,7 @@ def _within(limit_s: float | None) -> Iterator[None]:
 
 def _estimated(rank: int, layout: Layout, memory: RankMemory) -> RankFigures:
     """Return what a rank holds by the planner's model; its collectives are not known."""
-    of_category: dict[Category, tuple[str, ...]] = {Category[key]: (name,) for key, name in PEAK_NAMES.items()}
-    of_category[Category.ACTIVATIONS] += ("logits",)
-    peak = {category: round(memory.bytes_of(*names)) for category, names in of_category.items()}
+    peak = {category: round(memory.bytes_of(*parts_of(category))) for category in Category}
     return RankFigures(rank, layout, at_rest={}, peak=peak, num_calls={}, wire_bytes={}, num_simulated=0)
 
 

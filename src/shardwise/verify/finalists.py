@@ -18,7 +18,7 @@ from typing import Final
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
 from shardwise.planner.request import written
-from shardwise.planner.results import PEAK_NAMES, Estimate, MemoryEstimate, RankMemory
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, parts_of
 
 _MOST_PROCESSES: Final = 4
 # Below this share of a device's memory no error of an estimate matters.
@@ -70,7 +70,7 @@ def peak_of(config: str, num_ranks: int, rank: int) -> dict[str, float]:
     from shardwise.verify.dry_run import dry_run
 
     figures = dry_run(Config.from_json(config), num_ranks, (rank,)).ranks[0]
-    return {PEAK_NAMES[category.name]: float(num_bytes) for category, num_bytes in figures.peak.items()}
+    return {parts_of(category)[0]: float(num_bytes) for category, num_bytes in figures.peak.items()}
 
 
 def _use_one_core() -> None:

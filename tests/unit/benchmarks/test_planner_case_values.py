@@ -15,7 +15,7 @@ from planner_eval.recomputation import recomputation_of
 from planner_eval.traits import published_traits
 from planner_eval.words import gpu_of
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.hardware import find_gpu
 from shardwise.planner.job import PlanJob, changed, param_of
 
@@ -139,7 +139,7 @@ def test_a_run_of_experts_in_two_pipelines() -> None:
     )  # fmt: skip
     case, job, config = known(row)
     assert case.guesses == ()
-    experts = Experts(num_experts=64, num_chosen=6, ffn_size=1408, num_shared=2, num_dense_layers=1)
+    experts = ExpertsShape(num_experts=64, num_chosen=6, ffn_size=1408, num_shared=2, num_dense_layers=1)
     assert job.shape == ModelShape(
         num_layers=27, hidden_size=2048, num_heads=16, num_kv_heads=1, head_dim=192, ffn_size=10944, vocab_size=102400,
         experts=experts, name="model",
@@ -474,7 +474,7 @@ def test_shapes_by_what_is_written(model: dict[str, Any], expected: tuple[Any, .
 
 def test_experts_that_are_hardly_written_are_as_large_as_the_dense_ones() -> None:
     experts = known(written(LLAMA | {"moe": {"experts": 8}}, "H100", 8))[1].shape.experts
-    assert experts == Experts(num_experts=8, num_chosen=1, ffn_size=14336)
+    assert experts == ExpertsShape(num_experts=8, num_chosen=1, ffn_size=14336)
     assert known(written(LLAMA | {"moe": {"top_k": 2}}, "H100", 8))[1].shape.experts is None
 
 

@@ -17,7 +17,7 @@ from shardwise.config.resolve import Reduce
 from shardwise.config.sections import Gather
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.collectives import NetworkModel
 from shardwise.planner.comm_time import CommTimeModel, TokenExchange, context_bytes, exposed_s
 from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
@@ -131,7 +131,7 @@ def test_keys_move_less_where_few_heads_have_them_than_heads_do() -> None:
 
 
 def test_experts_exchange_tokens_only_where_they_are_split() -> None:
-    experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
+    experts = ExpertsShape(num_experts=8, num_chosen=2, ffn_size=14336)
     job = replace(JOB, shape=replace(JOB.shape, experts=experts))
     model = CommTimeModel(job)
     assert model.block(changed(BASE, {"mesh.dp_shard": 8})).forward.experts_s == 0
@@ -144,7 +144,7 @@ def test_experts_exchange_tokens_only_where_they_are_split() -> None:
 
 def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the_code_sends_it_so() -> None:
     def experts_s(num_chosen: int, **facts: bool) -> float:
-        experts = Experts(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
+        experts = ExpertsShape(num_experts=256, num_chosen=num_chosen, ffn_size=2048)
         job = replace(JOB, shape=replace(JOB.shape, experts=experts))
         return (
             PublishedCommModel(run_by(job, PublishedTraits(**facts)))
@@ -165,7 +165,7 @@ def test_a_token_crosses_the_network_once_for_each_node_of_its_experts_where_the
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tp_sums_what_it_splits_and_gathers_what_experts_return(sequence_parallel: bool) -> None:
     config = changed(BASE, {"mesh.tp": 2, "tensor.sequence_parallel": sequence_parallel})
-    experts = Experts(num_experts=8, num_chosen=2, ffn_size=64)
+    experts = ExpertsShape(num_experts=8, num_chosen=2, ffn_size=64)
     jobs = [replace(JOB, shape=replace(JOB.shape, experts=each)) for each in (None, experts)]
     dense, routed = (CommTimeModel(job).block(config).forward.tensor_s for job in jobs)
     gathered = 0.0 if sequence_parallel else MODEL.network.collective_s("all_gather", ACTIVATION_BYTES, 2)
@@ -443,7 +443,7 @@ def test_what_overlaps_products_or_attention_is_a_share_of_each() -> None:
 
 
 def test_tokens_go_to_experts_and_come_back() -> None:
-    experts = Experts(num_experts=8, num_chosen=2, ffn_size=14336)
+    experts = ExpertsShape(num_experts=8, num_chosen=2, ffn_size=14336)
     model = CommTimeModel(replace(JOB, shape=replace(JOB.shape, experts=experts), usual_skew=1.0))
     there_s = DISPATCH_NETWORK.collective_s("all_to_all", 2 * ACTIVATION_BYTES, 8)
     one, two = (changed(BASE, {"mesh.dp_shard": 8, "mesh.tp": tp, "mesh.ep": 8}) for tp in (1, 2))

@@ -13,7 +13,7 @@ from harness.refusals import refused
 from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.config.toml_text import to_toml
 from shardwise.models.presets import PRESETS, decoder_config, preset
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.folded_layout import StageTable
 from shardwise.planner.hardware import Cluster, find_gpu
@@ -121,7 +121,7 @@ def test_what_the_planner_does_not_choose_stays() -> None:
 
 
 def test_experts_are_written_as_keys_of_the_model() -> None:
-    experts = Experts(num_experts=4, num_chosen=1, ffn_size=8, num_shared=2)
+    experts = ExpertsShape(num_experts=4, num_chosen=1, ffn_size=8, num_shared=2)
     model = written(job(1, 1, replace(SHAPE, experts=experts)), BASE).model
     assert (model.num_experts, model.num_chosen, model.expert_size, model.num_shared_experts) == (4, 1, 8, 2)
     assert ModelShape.of_decoder(decoder_config(model)).experts == experts
@@ -131,7 +131,7 @@ def test_experts_are_written_as_keys_of_the_model() -> None:
     ("shape", "config", "code", "value"),
     [
         (
-            replace(SHAPE, experts=Experts(num_experts=4, num_chosen=1, ffn_size=8, num_dense_layers=1)),
+            replace(SHAPE, experts=ExpertsShape(num_experts=4, num_chosen=1, ffn_size=8, num_dense_layers=1)),
             BASE,
             "model-plan-only",
             "dense layers before its experts",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config.resolve import Config
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import cluster_of, parse_cluster
@@ -21,7 +21,7 @@ from shardwise.planner.search import Pricer, least_states_bytes
 from shardwise.verify.finalists import peak_of
 
 FAST = parse_cluster("h100:64")
-EXPERTS = Experts(num_experts=256, num_chosen=8, ffn_size=512, num_shared=1)
+EXPERTS = ExpertsShape(num_experts=256, num_chosen=8, ffn_size=512, num_shared=1)
 SHAPE = ModelShape(
     num_layers=6, hidden_size=7168, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=18432, vocab_size=32000,
     experts=EXPERTS, name="wide",

@@ -16,7 +16,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.precision import StatesDtype
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.folded_layout import FoldedLayouts
 from shardwise.planner.hardware import Cluster, GpuSpec
 from shardwise.planner.job import BASE, PlanJob, changed, world_size
@@ -173,7 +173,7 @@ def test_encoded_gradients_are_counted_to_the_byte(zero_stage: int, axes: dict[s
 def test_experts_are_spread_over_fewer_ranks() -> None:
     shape = ModelShape(
         num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=256,
-        experts=Experts(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1),
+        experts=ExpertsShape(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1),
     )  # fmt: skip
     job = PlanJob(shape=shape, seq_len=16, global_batch=8, cluster=CLUSTER)
     plain = changed(BASE, {"mesh.dp_shard": 1, "precision.param": "bf16"})

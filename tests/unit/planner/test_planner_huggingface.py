@@ -9,7 +9,7 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.models.presets import preset
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner import huggingface
 from shardwise.planner.huggingface import read_huggingface, source_of
 from shardwise.planner.job import ModelSource
@@ -84,7 +84,7 @@ def test_a_model_of_latent_attention_and_experts() -> None:
         "intermediate_size": 2048, "moe_intermediate_size": 256, "n_routed_experts": 16, "n_shared_experts": 2,
         "num_experts_per_tok": 4, "first_k_dense_replace": 3, "max_position_embeddings": 4096,
     }  # fmt: skip
-    experts = Experts(num_experts=16, num_chosen=4, ffn_size=256, num_shared=2, num_dense_layers=3)
+    experts = ExpertsShape(num_experts=16, num_chosen=4, ffn_size=256, num_shared=2, num_dense_layers=3)
     shape = ModelShape(
         num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=1, head_dim=96, ffn_size=2048, vocab_size=1000,
         experts=experts, name="deepseek_v3",
@@ -182,7 +182,7 @@ def test_transformers_completes_what_a_file_leaves_out() -> None:
         ({"text_config": "none"}, {"hidden_size": 512}),
         (
             {"num_experts": 4, "moe_topk": 1, "moe_intermediate_size": 100, "shared_expert_intermediate_size": 180},
-            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=100, num_shared=2)},
+            {"experts": ExpertsShape(num_experts=4, num_chosen=1, ffn_size=100, num_shared=2)},
         ),
         (
             {
@@ -194,20 +194,20 @@ def test_transformers_completes_what_a_file_leaves_out() -> None:
                 "shared_expert_intermediate_size": 384,
                 "num_key_value_heads": 8,
             },
-            {"experts": Experts(num_experts=8, num_chosen=2, ffn_size=128, num_shared=3, num_dense_layers=2)},
+            {"experts": ExpertsShape(num_experts=8, num_chosen=2, ffn_size=128, num_shared=3, num_dense_layers=2)},
         ),
         (
             {"num_experts": 4, "moe_topk": 1, "n_shared_experts": 1, "shared_expert_intermediate_size": 640},
-            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=64, num_shared=1)},
+            {"experts": ExpertsShape(num_experts=4, num_chosen=1, ffn_size=64, num_shared=1)},
         ),
         ({"sliding_window": 32, "sliding_window_pattern": 6}, {"window": None}),
         ({"sliding_window": 0}, {"window": None}),
         ({"sliding_window": "32"}, {"window": None}),
         ({"num_experts": 1}, {"experts": None}),
-        ({"num_local_experts": 4, "moe_top_k": 2}, {"experts": Experts(num_experts=4, num_chosen=2, ffn_size=64)}),
+        ({"num_local_experts": 4, "moe_top_k": 2}, {"experts": ExpertsShape(num_experts=4, num_chosen=2, ffn_size=64)}),
         (
             {"num_experts": 4, "moe_topk": 1, "moe_intermediate_size": 100, "shared_expert_intermediate_size": 40},
-            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=100, num_shared=1)},
+            {"experts": ExpertsShape(num_experts=4, num_chosen=1, ffn_size=100, num_shared=1)},
         ),
         ({"model_type": "gpt_bigcode", "multi_query": True, "intermediate_size": None}, {"ffn_size": 2048}),
         (

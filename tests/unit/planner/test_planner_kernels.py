@@ -11,7 +11,7 @@ from planner_eval.models import PublishedComputeModel
 from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
@@ -27,7 +27,7 @@ SHAPE = ModelShape(
     num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=96, vocab_size=1000
 )  # fmt: skip
 # Each of 8 holds 3 x 64 x 32 and is one of the router's columns; a token passes 2 of them and 1 that all pass.
-EXPERTS = Experts(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1)
+EXPERTS = ExpertsShape(num_experts=8, num_chosen=2, ffn_size=32, num_shared=1, num_dense_layers=1)
 PASSED_PARAMS = 64 * 8 + 3 * (3 * 64 * 32)
 GPU = GpuSpec(
     name="plain",

@@ -12,7 +12,7 @@ from harness.refusals import refused
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.job import ModelSource
 from shardwise.planner.megatron import read_megatron, script_words, yaml_words
 
@@ -139,10 +139,10 @@ def test_each_flag_of_a_layout_has_its_keys(more: str, expected: dict[str, Any])
         ("--padded-vocab-size 777", {"vocab_size": 777}),
         ("--vocab-size 32001", {"vocab_size": 32128}),
         ("--make-vocab-size-divisible-by 1000 --tensor-model-parallel-size 3", {"vocab_size": 33000}),
-        ("--num-experts 4", {"experts": Experts(num_experts=4, num_chosen=2, ffn_size=3072)}),
+        ("--num-experts 4", {"experts": ExpertsShape(num_experts=4, num_chosen=2, ffn_size=3072)}),
         (
             "--num-experts 4 --moe-router-topk 1 --ffn-hidden-size 500 --moe-shared-expert-intermediate-size 900",
-            {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=500, num_shared=2)},
+            {"experts": ExpertsShape(num_experts=4, num_chosen=1, ffn_size=500, num_shared=2)},
         ),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.profiles import BLOCKS, PROFILE, SHAPES
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.calibration import LogInterpolator
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
@@ -139,7 +139,7 @@ def test_a_split_block_is_corrected_as_a_whole_one_of_as_many_weights():
 
     assert factor(large, split) == pytest.approx(factor(small, changed(BASE, {"precision.param": "fp32"})))
     assert factor(large, split) != pytest.approx(factor(large, changed(BASE, {"precision.param": "fp32"})), rel=0.05)
-    experts = replace(large, shape=replace(large.shape, experts=Experts(num_experts=4, num_chosen=1, ffn_size=64)))
+    experts = replace(large, shape=replace(large.shape, experts=ExpertsShape(num_experts=4, num_chosen=1, ffn_size=64)))
     assert factor(experts, changed(BASE, {"precision.param": "fp32"})) == 1.0  # no block with experts was measured
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.candidates import (
     SearchSpace,
     candidates,
@@ -229,7 +229,7 @@ def test_each_candidate_is_counted_once(memory_gib: float, max_prices: int) -> N
 
 def test_what_fits_only_with_its_activations_away_is_found() -> None:
     """Without recomputation no activations move: the leanest layout is none of those that are looked at first."""
-    experts = Experts(num_experts=128, num_chosen=8, ffn_size=1536)
+    experts = ExpertsShape(num_experts=128, num_chosen=8, ffn_size=1536)
     sizes = {"num_layers": 94, "hidden_size": 4096, "num_heads": 64, "num_kv_heads": 4, "head_dim": 128}
     shape = ModelShape(**sizes, ffn_size=12_288, vocab_size=151_936, experts=experts)
     job = PlanJob(shape=shape, seq_len=40_960, global_batch=64, cluster=parse_cluster("h100:64"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner_eval.models import PublishedComputeModel
 from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import exposed_s
 from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, shape_share
@@ -140,7 +140,7 @@ def test_products_side_by_side_fill_the_cores_that_one_of_them_leaves_idle() -> 
 def test_experts_take_time_by_all_their_tokens_however_many_each_has() -> None:
     seconds = {}
     for num_experts in (16, 12):  # 4096 tokens of each, and 5461 and a third
-        experts = Experts(num_experts=num_experts, num_chosen=4, ffn_size=2048)
+        experts = ExpertsShape(num_experts=num_experts, num_chosen=4, ffn_size=2048)
         job = replace(JOB, shape=replace(SHAPE, experts=experts))
         seconds[num_experts] = ComputeTimeModel(job).block(changed(PLAIN, {"batch.accumulation": 1})).total_s
     assert seconds[12] == pytest.approx(seconds[16], rel=0.05)

@@ -31,6 +31,7 @@ from shardwise.planner.render import (
     time_rows,
 )
 from shardwise.planner.results import (
+    MEMORY_PARTS,
     Estimate,
     MemoryEstimate,
     MissingMemory,
@@ -132,7 +133,7 @@ def test_parts_of_a_step_have_their_seconds() -> None:
 
 
 def test_bars_are_as_long_as_what_they_show() -> None:
-    marks = {"params": ("p", "blue"), "grads": ("g", "green")}
+    marks = {name: MEMORY_PARTS[name] for name in ("params", "grads")}
     assert bar_of({"grads": 10.0, "params": 30.0}, marks, 40.0, 8).plain == "ppppppgg"
     assert bar_of({"params": 40.0}, marks, 80.0, 8).plain == "pppp····"
     assert bar_of({"params": 40.0}, marks, 20.0, 9).plain == "pppp|pppp"
