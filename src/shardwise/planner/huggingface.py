@@ -49,6 +49,20 @@ _UNTIED: Final = frozenset({"gptj", "gpt_neox", "phi"})
 _GATED: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
 _MIXED_WINDOWS: Final = ("gemma2", "gemma3", "cohere2", "gpt_oss")
 _PARTS: Final = ("text_config", "vision_config", "audio_config")
+# What the files of these architectures state beside the names in `_STATED`. Where all of it is there, transformers has
+# nothing to add; its import takes torch's too, some three seconds.
+_STATED: Final = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("max_position_embeddings", "vocab_size", "tie_word_embeddings", "hidden_act"),
+)
+_STATED_TOO: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "llama": (),
+        "qwen2": (),
+        "qwen3": ("head_dim",),
+        "qwen3_moe": ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    }
+)
 # What no model has.
 _TOO_MANY: Final = 10**12
 _MAX_SHOWN, _MAX_KEYS = 60, 1000
@@ -169,6 +183,8 @@ def _completed(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
     if isinstance(text_config, Mapping) and text_config:
         plain = {**{key: values[key] for key in ("tie_word_embeddings", "model_type") if key in values}, **text_config}
     model_type = str(plain.get("model_type", ""))
+    if _is_complete(plain, model_type):
+        return {"use_sliding_window": not model_type.startswith("qwen"), **plain}, True
     if not model_type or find_spec("transformers") is None:
         return plain, model_type in _PLAIN or model_type.startswith(
             ("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek")
@@ -184,6 +200,17 @@ def _completed(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
         return plain, True
     named = {name: getattr(config, name) for name in _NAMES if getattr(config, name, None) is not None}
     return {**plain, **completed, **named}, True
+
+
+def _is_complete(values: Mapping[str, Any], model_type: str) -> bool:
+    """Say whether the values state all that their architecture would complete, each under its usual name alone."""
+    if model_type not in _STATED_TOO or any(part in values for part in _PARTS):
+        return False
+    if model_type.startswith("qwen") and values.get("use_sliding_window"):  # which layers have the window follows
+        return False
+    names = (*_STATED, *_STATED_TOO[model_type])
+    others = {other for name in names for other in _NAMES.get(name, ())} - set(names)
+    return all(values.get(name) is not None for name in names) and not others & values.keys()
 
 
 def _size(values: Mapping[str, Any], name: str, source: str, default: int | None = None, *, least: int = 1) -> int:

@@ -20,6 +20,7 @@ COMMANDS = (
     ("plan llama-3-8b h100:8 --simulate 0", "ZeRO"),
     ("plan states.toml h100:8 --simulate 0", "ZeRO"),
     ("plan mixtral-8x7b h100:64 --simulate 0", "2 of 8 experts"),
+    ("plan qwen.json h100:64 --simulate 0", "experts"),
     ("plan --fit --cluster rtx-4090:1", "largest at"),
     ("plan states.toml h100:8 --simulate 0 optimizer.name=adamw precision.states=int8", "ZeRO"),
 )
@@ -41,6 +42,10 @@ def test_only_what_counts_codes_imports_torch(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(config))
     (tmp_path / "pipe.toml").write_text("[mesh]\npp = 2\n[batch]\nmicro_size = 1\naccumulation = 4\n")
     (tmp_path / "states.toml").write_text('[model]\npreset = "llama-3-8b"\n[optimizer]\nname = "muon"\n')
+    qwen = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32}
+    qwen |= {"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    qwen |= {"num_experts": 128, "num_experts_per_tok": 8, "hidden_act": "silu", "max_position_embeddings": 4096}
+    (tmp_path / "qwen.json").write_text(json.dumps({**qwen, "vocab_size": 1000, "tie_word_embeddings": False}))
     command = [sys.executable, "-c", _RUN, *(each for each, _ in COMMANDS)]
     environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
