@@ -23,7 +23,7 @@ from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.folded_layout import FoldedLayout, FoldedLayouts, StageLayouts
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.host_time import NO_HOST, HostCosts, OffloadTimeModel, queued_s
-from shardwise.planner.job import PlanJob, SectionNumbers, product_dtype, trains_all
+from shardwise.planner.job import PlanJob, SectionNumbers, num_data_ranks, product_dtype, trains_all
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s, least_bubble_share
@@ -123,7 +123,8 @@ class TimeModel:
     def _in_stages(self, config: ResolvedConfig, bubble: _Bubble) -> _InStages:
         cut, s = self.layouts.stages.of(config), config
         schedule = s.pipeline.schedule, s.pipeline.virtual_stages, s.batch.accumulation, s.mesh.pp
-        key = (self._units_key(s), cut.layers, schedule, bubble)
+        # The next stage is so far away.
+        key = (self._units_key(s), cut.layers, schedule, num_data_ranks(s), bubble)
         if key not in self._known_passes:
             self._known_passes[key] = self._passes(s, cut, bubble)
         return self._known_passes[key]
@@ -182,11 +183,12 @@ class TimeModel:
         return [self._known_stages[key, kind] for kind in kinds]
 
     def _units_key(self, s: ResolvedConfig) -> tuple[object, ...]:
-        """Return all of a config that the times of blocks and ends depend on, and whether there is a pipeline."""
+        """Return all of a config that the times of blocks and ends depend on, those of a pipeline's host with them."""
         number = self._numbers.of
-        mesh, batch = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.mesh.pp > 1), (s.batch.micro_size, s.batch.accumulation > 1)
+        mesh = (s.mesh.tp, s.mesh.cp, s.mesh.ep, s.mesh.pp > 1, num_data_ranks(s) > 1)
+        batch = (s.batch.micro_size, s.batch.accumulation > 1)
         sections = number(s.tensor), number(s.context), number(s.recompute), number(s.precision), number(s.lora)
-        return *mesh, *batch, s.zero.stage, *sections
+        return *mesh, *batch, s.zero.stage, s.compile.enabled, s.experts.skew, *sections
 
     def _stage(self, s: ResolvedConfig, num_blocks: int, is_first: bool, is_last: bool) -> _Stage:
         block, first, last = self._units(s)
@@ -242,7 +244,8 @@ class TimeModel:
 
     def _host(self, s: ResolvedConfig) -> HostCosts:
         number = self._numbers.of
-        key = (s.zero.stage, s.mesh.ep, s.batch.accumulation, number(s.recompute), number(s.compile), number(s.lora))
+        mesh = (s.mesh.ep, num_data_ranks(s) > 1)
+        key = (s.zero.stage, *mesh, s.batch.accumulation, number(s.recompute), number(s.compile), number(s.lora))
         if key not in self._hosts:
             self._hosts[key] = self.compute.host(s)
         return self._hosts[key]
