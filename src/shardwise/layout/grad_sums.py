@@ -37,7 +37,7 @@ class StepCollective:
     Attributes:
         num_bytes: of the whole tensor, of which each rank has or gets a slice.
         num_ranks, stride: of the group, in rank order.
-        part: of `Layout.bytes_on_wire`.
+        part: the key of `Layout.bytes_on_wire` under which its bytes count.
         count: how many such calls the pass of `moment` has.
         num_spared: calls of a step that do not happen, as another collective stands for them.
     """
