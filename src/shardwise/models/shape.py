@@ -1,6 +1,7 @@
 """Describe the shape of a transformer: its sizes, the parameters of each kind of its units, and what they cost.
 
 ModelShape     more than `shardwise.models.Decoder` can be: experts, biases, positions
+ModelSource    what a file says of a model and its job: ours, a model's, another tool's
 with_adapters  the parameters of a layer, and LoRA's beside them
 
 >>> from shardwise.models.presets import preset
@@ -10,16 +11,17 @@ with_adapters  the parameters of a layer, and LoRA's beside them
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import ConfigError
-from shardwise.config.resolve import LoraConfig
+from shardwise.config.resolve import Config, LoraConfig
 from shardwise.config.sections import MAX_LAYERS
 from shardwise.layout.facts import ExpertDim
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
@@ -212,6 +214,38 @@ class ModelShape:
         keys, width = self.num_keys_read(num_keys), self.num_layers * self.num_heads * self.head_dim
         keys = keys / 2 if is_causal_halved else keys
         return training_flops_per_token(self.num_matmul_params, width, keys, trains=trains_all)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Describe a job as a file does, ours or another tool's; what it leaves open is None or missing.
+
+    Attributes:
+        shape: of the model; None where the file names none.
+        config: the user's own, from which the plan's config starts.
+        given: keys that the user's config sets.
+        settings: of another tool's layout, by dotted key of our config.
+        longest: the longest sequence that the model is made for, in tokens.
+        notes: what was read differently than it was written, or left out, for people.
+    """
+
+    shape: ModelShape | None = None
+    config: Config = field(default_factory=Config)
+    given: frozenset[str] = frozenset()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    seq_len: int | None = None
+    global_batch: int | None = None
+    longest: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def assignments(self) -> list[str]:
+        """Return the settings as `Config.override` takes them.
+
+        >>> ModelSource(settings={"zero.stage": 3, "precision.param": "bf16"}).assignments
+        ['zero.stage=3', 'precision.param="bf16"']
+        """
+        return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
 
 
 def num_params(config: DecoderConfig) -> int:

@@ -1,14 +1,12 @@
 """Describe what is to be priced, a job; a `ResolvedConfig` says how it is split and how the engine runs it.
 
-PlanJob      the model's shape, tokens of a sequence, samples of a step, the cluster
-ModelSource  what a file says of a job: ours, a model's, another tool's
+PlanJob  the model's shape, tokens of a sequence, samples of a step, the cluster
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -127,35 +125,3 @@ class PlanJob:
     def tokens(self) -> int:
         """Return the tokens of an optimizer step, all ranks together."""
         return self.global_batch * self.seq_len
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Describe a job as a file does, ours or another tool's; what it leaves open is None or missing.
-
-    Attributes:
-        shape: of the model; None where the file names none.
-        config: the user's own, from which the plan's config starts.
-        given: keys that the user's config sets.
-        settings: of another tool's layout, by dotted key of our config.
-        longest: the longest sequence that the model is made for, in tokens.
-        notes: what was read differently than it was written, or left out, for people.
-    """
-
-    shape: ModelShape | None = None
-    config: Config = field(default_factory=Config)
-    given: frozenset[str] = frozenset()
-    settings: Mapping[str, object] = field(default_factory=dict)
-    seq_len: int | None = None
-    global_batch: int | None = None
-    longest: int | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def assignments(self) -> list[str]:
-        """Return the settings as `Config.override` takes them.
-
-        >>> ModelSource(settings={"zero.stage": 3, "precision.param": "bf16"}).assignments
-        ['zero.stage=3', 'precision.param="bf16"']
-        """
-        return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]

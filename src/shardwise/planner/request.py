@@ -23,14 +23,14 @@ from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, Dtype, ModelConfig, ResolvedConfig, is_config, read_toml
+from shardwise.models.huggingface_config import cached_config, is_deepspeed, read_huggingface, read_json, source_of
+from shardwise.models.megatron_flags import read_megatron
 from shardwise.models.presets import PRESETS, DecoderConfig, decoder_config, preset
-from shardwise.models.shape import ModelShape
+from shardwise.models.shape import ModelShape, ModelSource
 from shardwise.optim.rules import wanted_rule
 from shardwise.planner.candidates import PLANNED, SearchSpace, divisors
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
-from shardwise.planner.job import ModelSource, PlanJob, changed
-from shardwise.planner.megatron import read_megatron
+from shardwise.planner.job import PlanJob, changed
 from shardwise.runtime.format import format_count
 
 SPLITS: Final = ("mesh", "batch", "precision", "zero", "tiers", "tensor", "pipeline", "context", "recompute")

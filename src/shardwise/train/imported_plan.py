@@ -9,10 +9,11 @@ from pathlib import Path
 from shardwise.compat.deepspeed.config import translate
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, ResolvedConfig, is_config
+from shardwise.models.huggingface_config import is_huggingface, read_json
+from shardwise.models.megatron_flags import read_megatron
+from shardwise.models.shape import ModelSource
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.huggingface import is_huggingface, read_json
-from shardwise.planner.job import ModelSource, PlanJob
-from shardwise.planner.megatron import read_megatron
+from shardwise.planner.job import PlanJob
 from shardwise.planner.request import Question, job_of, read_model, split_as
 from shardwise.schedule.pipelines import placement_of
 from shardwise.train.setup import check_job, job_config

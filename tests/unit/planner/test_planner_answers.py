@@ -10,8 +10,8 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.cli import main as cli
+from shardwise.models.shape import ModelSource
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.job import ModelSource
 from shardwise.planner.plan import find, plan
 from shardwise.planner.request import Question, read_model
 from shardwise.planner.search import search

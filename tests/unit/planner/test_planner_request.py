@@ -12,10 +12,10 @@ import pytest
 from harness.refusals import refused
 from shardwise.config.resolve import Config, ResolvedConfig
 from shardwise.models.presets import preset
-from shardwise.models.shape import ModelShape
+from shardwise.models.shape import ModelShape, ModelSource
 from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, setups
 from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
-from shardwise.planner.job import BASE, ModelSource, PlanJob, changed, param_of
+from shardwise.planner.job import BASE, PlanJob, changed, param_of
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.profile import Profile
 from shardwise.planner.request import Question, is_split, read_model, usual_batch, usual_dtype

@@ -10,8 +10,8 @@ import pytest
 from harness.refusals import refused
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
-from shardwise.planner.huggingface import is_deepspeed, read_huggingface, source_of
-from shardwise.planner.megatron import read_megatron
+from shardwise.models.huggingface_config import is_deepspeed, read_huggingface, source_of
+from shardwise.models.megatron_flags import read_megatron
 from shardwise.train.imported_plan import read_deepspeed
 
 DEEPSPEED = {

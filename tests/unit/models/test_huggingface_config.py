@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from harness.refusals import refused
+from shardwise.models import huggingface_config
+from shardwise.models.huggingface_config import read_huggingface, source_of
 from shardwise.models.presets import preset
-from shardwise.models.shape import ExpertsShape, ModelShape
-from shardwise.planner import huggingface
-from shardwise.planner.huggingface import read_huggingface, source_of
-from shardwise.planner.job import ModelSource
+from shardwise.models.shape import ExpertsShape, ModelShape, ModelSource
 
 
 def model_of(model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more):
@@ -144,7 +143,7 @@ def test_what_no_file_says(
     if is_installed:
         pytest.importorskip("transformers")
     else:
-        monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
+        monkeypatch.setattr(huggingface_config, "find_spec", lambda name: None)
     for kind in kinds.split():
         values = SIZES | {
             "model_type": kind, "max_position_embeddings": 16, "intermediate_size": 2048, "num_key_value_heads": 8,

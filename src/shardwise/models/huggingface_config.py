@@ -21,8 +21,7 @@ from shardwise.config.errors import ConfigError
 from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES, check_model_config
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
-from shardwise.models.shape import ExpertsShape, ModelShape
-from shardwise.planner.job import ModelSource
+from shardwise.models.shape import ExpertsShape, ModelShape, ModelSource
 
 # The usual name of each size, and others that files have.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

@@ -21,8 +21,7 @@ import yaml
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.models.shape import ExpertsShape, ModelShape
-from shardwise.planner.job import ModelSource
+from shardwise.models.shape import ExpertsShape, ModelShape, ModelSource
 
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 _COUNTS: Final = (

@@ -11,10 +11,9 @@ import pytest
 from harness.refusals import refused
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config
+from shardwise.models.megatron_flags import read_megatron, script_words, yaml_words
 from shardwise.models.presets import preset
-from shardwise.models.shape import ExpertsShape, ModelShape
-from shardwise.planner.job import ModelSource
-from shardwise.planner.megatron import read_megatron, script_words, yaml_words
+from shardwise.models.shape import ExpertsShape, ModelShape, ModelSource
 
 FLAGS = "--num-layers 8 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 32000"
 FULL = "--recompute-granularity full"
