@@ -488,7 +488,8 @@ def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[Grou
     params = _chosen(sharded, config.params, config.params_on_device)
     grads = _chosen(trainable, config.grads, config.grads_on_device)
     optimizer = _chosen(trainable, config.optimizer, config.optimizer_on_device)
-    return tuple(replace(group, tiers=GroupTiers(params(group), grads(group), optimizer(group))) for group in groups)
+    every = [(group, GroupTiers(params(group), grads(group), optimizer(group))) for group in groups]
+    return tuple(group if group.tiers == tiers else replace(group, tiers=tiers) for group, tiers in every)
 
 
 def assign_tiers_by_rank(

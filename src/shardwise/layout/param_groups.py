@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 from shardwise.config.errors import ConfigError
@@ -258,7 +259,8 @@ def build_groups(
         return order[entry.unit], stages(entry), kinds
 
     groups: list[GroupSpec] = []
-    for (index, held_by, kinds), members in groupby(sorted(entries, key=key), key=key):
+    keyed = sorted(((key(entry), entry) for entry in entries), key=itemgetter(0))
+    for (index, held_by, kinds), members in groupby(keyed, key=itemgetter(0)):
         is_experts, is_frozen, is_wide, is_bytes, is_matrix, is_small = kinds
         unit = (ROOT, *units)[index]
         if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
@@ -272,12 +274,19 @@ def build_groups(
         kind = ":bytes" if is_bytes else ":fp32" * is_wide + ":frozen" * is_frozen + ":matrix" * is_matrix
         name = place + ":experts" * is_experts + kind + ":whole" * is_small
         is_replicated = is_small or (replicate_frozen and is_frozen)
-        params = tuple(_place(members, splits or {}))
+        params = tuple(_place((entry for _, entry in members), splits or {}))
         own = mesh.experts if is_experts else mesh
         num_ranks, num_shards = own.size_along(GRADIENT_AXES), own.size_along(SHARD_AXES)
-        spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
-        spec = replace(spec, stages=held_by, is_wide=is_wide, is_opaque=is_bytes, is_matrix=is_matrix)
-        spec = replace(spec, is_small=is_small, is_experts=is_experts, num_parts=own.tp)
+        spec = GroupSpec(
+            *(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated),
+            stages=held_by,
+            is_wide=is_wide,
+            is_opaque=is_bytes,
+            is_matrix=is_matrix,
+            is_small=is_small,
+            is_experts=is_experts,
+            num_parts=own.tp,
+        )
         groups.append(aligned(spec, ALIGNMENT_BYTES) if is_bytes else spec)
     return tuple(groups)
 

@@ -267,10 +267,10 @@ def _fill_table(problem: _PartitionProblem, num_stages: int, limit: int | None) 
     table: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     most = _largest_of_even(problem, num_stages) if limit is None else limit
     # The same as `problem.weights`, whose calls cost too much for the planner, which partitions hundreds of models.
-    compute, memory = problem.compute, problem.memory
+    compute, memory, with_params = problem.compute, problem.memory, problem.num_with_params
     for num_left in range(num_stages - 1, -1, -1):
         row: dict[int, tuple[int, int]] = {}
-        last_start = max(table[-1], default=-1)
+        last_start, before = max(table[-1], default=-1), table[-1]
         for stop in range(1, problem.num_units + 1):
             if max(compute[-1] - compute[stop], memory[-1] - memory[stop]) > num_left * most:
                 continue  # the stages after it could not hold the remaining units
@@ -281,10 +281,10 @@ def _fill_table(problem: _PartitionProblem, num_stages: int, limit: int | None) 
                 # An earlier start only makes the stage larger.
                 if (time if time > held else held) > (row[stop][0] if limit is None and stop in row else most):
                     break
-                if start not in table[-1] or not problem.is_stage(start, stop):
+                if start not in before or not problem.may_begin[start] or with_params[start] == with_params[stop]:
                     continue
-                before = table[-1][start][0]
-                score = max(before, time, held) if limit is None else before + time * time + held * held
+                least = before[start][0]
+                score = max(least, time, held) if limit is None else least + time * time + held * held
                 if stop not in row or score <= row[stop][0]:
                     row[stop] = score, start
         table.append(row)
@@ -314,7 +314,8 @@ class _UnitCosts:
         return other
 
     def put(self, stage: int, start: int, stop: int) -> None:
-        time, held = self.problem.weights(start, stop)
+        compute, memory = self.problem.compute, self.problem.memory
+        time, held = compute[stop] - compute[start], memory[stop] - memory[start]
         self._of_ranks[self._ranks[stage]] += (held - self._held[stage]) * len(self._of_ranks)
         self._times[stage], self._held[stage] = time * len(self._times), held
 

@@ -65,6 +65,16 @@ class StageLayouts:
         return tuple(accumulate(self.layers[:-1], initial=0))
 
     @cached_property
+    def contents(self) -> tuple[tuple[int, bool, bool], ...]:
+        """Return for each stage its blocks, and whether it has the embedding, and the head."""
+        return tuple((num, index == 0, index == self.head_stage) for index, num in enumerate(self.layers))
+
+    @cached_property
+    def of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the stages of each rank of the pipeline."""
+        return tuple(tuple(self.placement.stages_of(rank)) for rank in range(self.placement.num_ranks))
+
+    @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
         """Count for each stage its dense blocks and its blocks with experts."""
         ends = tuple(accumulate(self.layers))
@@ -77,8 +87,7 @@ class StageLayouts:
             (kinds, stage == 0, stage == self.norm_stage, stage == self.head_stage)
             for stage, kinds in enumerate(self.kinds)
         ]
-        ranks = range(self.placement.num_ranks)
-        return {rank: tuple(marked[stage] for stage in self.placement.stages_of(rank)) for rank in ranks}
+        return {rank: tuple(marked[stage] for stage in held) for rank, held in enumerate(self.of_ranks)}
 
     def held_by(self, rank: int) -> tuple[tuple[tuple[int, int], bool, bool, bool], ...]:
         """Return for each stage of a rank its dense blocks and those with experts, and whether it has embedding, norm,
@@ -88,7 +97,7 @@ class StageLayouts:
 
     def layers_on(self, rank: int) -> int:
         """Count the blocks of all stages of a pipeline rank."""
-        return sum(self.layers[stage] for stage in self.placement.stages_of(rank))
+        return sum(self.layers[stage] for stage in self.of_ranks[rank])
 
 
 class StageTable:

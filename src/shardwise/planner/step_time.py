@@ -89,7 +89,7 @@ class TimeModel:
         self.pipelines = PipelineSimulator()
         self._numbers = SectionNumbers()
         self._known_units: dict[tuple[object, ...], tuple[_Stage, _Stage, _Stage]] = {}
-        self._known_stages: dict[tuple[object, ...], _Stage] = {}
+        self._known_stages: dict[tuple[object, ...], dict[tuple[int, bool, bool], _Stage]] = {}
         self._hosts: dict[tuple[object, ...], HostCosts] = {}
         self._steps: dict[tuple[object, ...], float] = {}
         self._known_passes: dict[tuple[object, ...], _InStages] = {}
@@ -132,10 +132,10 @@ class TimeModel:
     def _passes(self, config: ResolvedConfig, cut: StageLayouts, bubble: _Bubble) -> _InStages:
         stages = self._stages(config, cut)
         totals = {id(stage): stage.times.total_s for stage in stages}
-        ranks = [cut.placement.stages_of(rank) for rank in range(config.mesh.pp)]
-        busy = [config.batch.accumulation * sum(totals[id(stages[each])] for each in rank) for rank in ranks]
+        totals_s = [totals[id(stage)] for stage in stages]
+        busy = [config.batch.accumulation * sum([totals_s[each] for each in rank]) for rank in cut.of_ranks]
         worst = busy.index(max(busy))
-        worst_stages = [stages[each] for each in ranks[worst]]
+        worst_stages = [stages[each] for each in cut.of_ranks[worst]]
         parts = dict.fromkeys(TIME_PARTS, 0.0)
         for stage in worst_stages:
             for part, seconds in stage.parts(config.batch.accumulation).items():
@@ -175,12 +175,10 @@ class TimeModel:
 
     def _stages(self, s: ResolvedConfig, cut: StageLayouts) -> list[_Stage]:
         """Return the stages of a config; equal ones are one object, shared by configs that compute the same in them."""
-        key, last = self._units_key(s), len(cut.layers) - 1
-        kinds = [(num_blocks, index == 0, index == last) for index, num_blocks in enumerate(cut.layers)]
-        for kind in set(kinds):
-            if (key, kind) not in self._known_stages:
-                self._known_stages[key, kind] = self._stage(s, *kind)
-        return [self._known_stages[key, kind] for kind in kinds]
+        known = self._known_stages.setdefault(self._units_key(s), {})
+        for content in set(cut.contents) - known.keys():
+            known[content] = self._stage(s, *content)
+        return [known[content] for content in cut.contents]
 
     def _units_key(self, s: ResolvedConfig) -> tuple[object, ...]:
         """Return all of a config that the times of blocks and ends depend on, those of a pipeline's host with them."""
@@ -228,18 +226,17 @@ class TimeModel:
         if s.mesh.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        distinct = {id(stage): stage for stage in stages}  # equal stages are one object
-        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
-        times = [timed[id(stage)] for stage in stages]
         name, v, count = s.pipeline.schedule, s.pipeline.virtual_stages, s.batch.accumulation
         mean_s = sum(busy) / len(busy)
-        quick_s = None if bubble == "exact" else quick_bubble_s(s, times)
+        quick_s = None if bubble == "exact" else quick_bubble_s(s, [stage.times for stage in stages])
         if quick_s is not None:
             span_s = max(busy) + quick_s + 2 * (len(stages) - 1) * transfer_s
             return span_s, 1.0 - mean_s / span_s
         if bubble == "least":
             return max(*busy, mean_s * (1 + least_bubble_share(name, s.mesh.pp, count, v))), None
-        span = self.pipelines.span(name, s.mesh.pp, v, count, times)
+        distinct = {id(stage): stage for stage in stages}  # equal stages are one object
+        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
+        span = self.pipelines.span(name, s.mesh.pp, v, count, [timed[id(stage)] for stage in stages])
         return span.step_s, span.bubble_rate
 
     def _host(self, s: ResolvedConfig) -> HostCosts:
@@ -312,9 +309,11 @@ def quick_bubble_s(s: ResolvedConfig, stages: Sequence[OpTimes]) -> float | None
 
 def _means_of_ranks(stages: Sequence[OpTimes], num_ranks: int) -> tuple[float, float, float]:
     """Return a rank's mean times of forward, and of backward by inputs and by weights, over all its stages."""
-    times = [(stage.forward_s, stage.backward_input_s, stage.backward_weight_s) for stage in stages]
-    forward_s, backward_s, weight_s = (sum(each) / num_ranks for each in zip(*times, strict=True))
-    return forward_s, backward_s, weight_s
+    return (
+        sum([stage.forward_s for stage in stages]) / num_ranks,
+        sum([stage.backward_input_s for stage in stages]) / num_ranks,
+        sum([stage.backward_weight_s for stage in stages]) / num_ranks,
+    )
 
 
 def _added(of_block: Mapping[str, float], num_blocks: int, of_ends: Sequence[Mapping[str, float]]) -> dict[str, float]:

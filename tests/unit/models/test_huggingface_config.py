@@ -183,9 +183,7 @@ def test_transformers_completes_what_a_file_leaves_out() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_a_file_that_states_all_is_read_as_transformers_completes_it(kind: str, more: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
-    values = model_of(
-        kind, 4, 512, 8, 2, 2048, 1000, max_position_embeddings=128, tie_word_embeddings=True, head_dim=32
-    )
+    values = model_of(kind, 4, 512, 8, 2, 2048, 1000, max_position_embeddings=128, head_dim=32)
     values |= (EXPERTS if kind == "qwen3_moe" else {}) | {"hidden_act": "silu", "tie_word_embeddings": True} | more
     # One name is left out, whose default is the same: so the file is completed.
     assert source_of(values, "c") == source_of(without(values, "hidden_act"), "c")
