@@ -81,8 +81,11 @@ def own_loss(model: nn.Module, output: Any, batch: Any) -> tuple[Tensor, int]:
     labels = batch.get("labels") if hasattr(model, "base_model_prefix") else None
     if labels is None or labels.is_floating_point():
         return output["loss"], 1
-    (gradient,) = torch.autograd.grad(output["loss"], output["logits"], retain_graph=True)
-    count = int(gradient.ne(0).any(-1).sum())
+    if labels.shape == output["logits"].shape[:-1]:
+        (gradient,) = torch.autograd.grad(output["loss"], output["logits"], retain_graph=True)
+        count = int(gradient.ne(0).any(-1).sum())
+    else:  # CTC's labels are fewer than its frames
+        count = int(labels.ne(-100).sum())
     return output["loss"] * count, count
 
 

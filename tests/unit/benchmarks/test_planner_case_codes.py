@@ -53,7 +53,7 @@ def price_of(*args: Any, **parallel: Any) -> Estimate:
         ("peft's own loop, transformers 4.57", {}, 14.0),
         ("fsdp_qlora train.py (2024-03)", {}, 16.0),
         ("HF Trainer, transformers 4.44", {}, 12.0),
-        (HUGGING_FACE, {"bf16": True}, 14.0),
+        (HUGGING_FACE, {"bf16": True}, 12.0),
         (HUGGING_FACE, {"loss": "nn.CrossEntropyLoss on bf16 logits"}, 6.0),
         ("Transformer Engine's layers in a loop", {}, 10.0),
         (HUGGING_FACE, {"loss": "Liger fused linear cross-entropy"}, 0.0),
