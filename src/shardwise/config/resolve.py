@@ -56,7 +56,7 @@ from shardwise.config.sections import (
     TiersConfig,
     ZeroConfig,
 )
-from shardwise.config.untrusted_files import UntrustedFileError, parse_json, parse_toml, read_json
+from shardwise.config.untrusted_files import UntrustedFileError, as_config_error, parse_json, parse_toml, read_json
 from shardwise.config.untrusted_files import read_toml as read_foreign_toml
 from shardwise.config.validate import (
     wrong_attention,
@@ -192,10 +192,9 @@ class Config(Section):
     @checked
     def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote."""
-        try:
-            return cls.from_dict(parse_json(text, "the config", "give what to_json wrote"))
-        except UntrustedFileError as error:
-            raise ConfigError(error.code, str(error)) from None
+        with as_config_error():
+            values = parse_json(text, "the config", "give what to_json wrote")
+        return cls.from_dict(values)
 
     def to_json(self) -> str:
         """Write every field, defaults included, as indented JSON."""
@@ -296,12 +295,10 @@ class ResolvedConfig(Config):
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Parse a TOML file, or a JSON file without its nulls; a ConfigError names a file that cannot be read."""
     fix = "give the path of a TOML file"
-    try:
+    with as_config_error():
         if Path(path).suffix != ".json":
             return read_foreign_toml(path, fix)
         values = read_json(path, fix)
-    except UntrustedFileError as error:
-        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, dict):
         raise ConfigError("not-a-config", f"{path} is not a config; {fix}, or of the config.json of a run")
     return {

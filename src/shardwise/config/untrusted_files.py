@@ -23,11 +23,12 @@ import re
 import stat
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardwise.config.errors import OneLineError
+from shardwise.config.errors import ConfigError, OneLineError
 from shardwise.config.near_paths import near
 
 if TYPE_CHECKING:
@@ -51,6 +52,15 @@ _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{
 
 class UntrustedFileError(OneLineError):
     """A file cannot be used; the message names it and says what is wrong and what would help."""
+
+
+@contextmanager
+def as_config_error(code: str | None = None) -> Iterator[None]:
+    """Raise a ConfigError in the place of an UntrustedFileError, of the same code where none is given."""
+    try:
+        yield
+    except UntrustedFileError as error:
+        raise ConfigError(code or error.code, str(error)) from None
 
 
 def open_regular(path: str | Path, folder: str | Path | None = None) -> int:

@@ -37,7 +37,7 @@ class StepCollective:
     Attributes:
         num_bytes: of the whole tensor, of which each rank has or gets a slice.
         num_ranks, stride: of the group, in rank order.
-        part: the key of `Layout.bytes_on_wire` under which its bytes count.
+        wire_key: under which `Layout.bytes_on_wire` counts what is sent.
         count: how many such calls the pass of `moment` has.
         num_spared: calls of a step that do not happen, as another collective stands for them.
     """
@@ -47,7 +47,7 @@ class StepCollective:
     num_ranks: int
     stride: int
     moment: Moment
-    part: str
+    wire_key: str
     count: int = 1
     num_spared: int = 0
 
@@ -96,14 +96,14 @@ class GradSum:
 
     def collectives(self, stride: int, moment: Moment, times: int = 1) -> Iterator[StepCollective]:
         """Yield the collectives of `times` such sums over ranks at a stride."""
-        part: StepOp = "all_reduce" if self.is_for_all else "reduce_scatter"
+        wire_key: StepOp = "all_reduce" if self.is_for_all else "reduce_scatter"
         whole_bytes, hop_stride = self.numel * DTYPE_BYTES[self.dtype], stride
         for num_ranks, row_bytes in self.hops:
-            yield StepCollective("all_to_all", num_ranks * row_bytes, num_ranks, hop_stride, moment, part, times)
+            yield StepCollective("all_to_all", num_ranks * row_bytes, num_ranks, hop_stride, moment, wire_key, times)
             hop_stride *= num_ranks
         if self.is_for_all or not self.hops:
-            op: StepOp = "all_gather" if self.hops else part
-            yield StepCollective(op, whole_bytes, self.num_ranks, stride, moment, part, times)
+            op: StepOp = "all_gather" if self.hops else wire_key
+            yield StepCollective(op, whole_bytes, self.num_ranks, stride, moment, wire_key, times)
 
     @property
     def residual_numels(self) -> tuple[int, int]:

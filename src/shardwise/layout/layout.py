@@ -291,7 +291,7 @@ class Layout:
         if self.secondary_bytes(group):
             wire["secondary_all_gather"] = 0
         for call in self.step_collectives(group, num_micro_batches):
-            wire[call.part] += call.sent_bytes(num_micro_batches)
+            wire[call.wire_key] += call.sent_bytes(num_micro_batches)
         return wire
 
     def step_collectives(self, group: GroupSpec, num_micro_batches: int, times: int = 1) -> Iterator[StepCollective]:
@@ -301,19 +301,21 @@ class Layout:
         uses, param_bytes = self.num_unshards(group, num_micro_batches), num_shards * self.gather_bytes(group)
         is_near = uses > 0 and self.secondary_bytes(group) > 0
         is_once, is_first_far = uses == 1 and num_micro_batches > 1, is_near and group.trainable
-        ranks, part = (self.stage.secondary_shard, "secondary_all_gather") if is_near else (num_shards, "all_gather")
+        ranks, wire_key = (
+            (self.stage.secondary_shard, "secondary_all_gather") if is_near else (num_shards, "all_gather")
+        )
         if is_first_far or (group.trainable and stage.unshard_after_step):
             yield StepCollective("all_gather", param_bytes, num_shards, near, "first forward", "all_gather", times)
         elif is_once:
-            yield StepCollective("all_gather", param_bytes, ranks, near, "first forward", part, times)
+            yield StepCollective("all_gather", param_bytes, ranks, near, "first forward", wire_key, times)
         if uses and not is_once:
             back = uses // num_micro_batches // 2
             forth = uses // num_micro_batches - back
             if num_micro_batches == 1:
                 forth, is_first_far = forth - is_first_far, False
             spared = times * is_first_far
-            yield StepCollective("all_gather", param_bytes, ranks, near, "forward", part, times * forth, spared)
-            yield StepCollective("all_gather", param_bytes, ranks, near, "backward", part, times * back)
+            yield StepCollective("all_gather", param_bytes, ranks, near, "forward", wire_key, times * forth, spared)
+            yield StepCollective("all_gather", param_bytes, ranks, near, "backward", wire_key, times * back)
         if not group.trainable:
             return
         if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:

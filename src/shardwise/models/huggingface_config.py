@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES, check_model_config
-from shardwise.config.untrusted_files import UntrustedFileError
+from shardwise.config.untrusted_files import as_config_error
 from shardwise.config.untrusted_files import read_json as read_foreign_json
 from shardwise.models.shape import ExpertsShape, ModelShape, ModelSource
 
@@ -98,10 +98,8 @@ def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
     Raises:
         ConfigError: a size is missing or is none.
     """
-    try:
+    with as_config_error("import-integer"):
         check_model_config(values, source)
-    except UntrustedFileError as error:
-        raise ConfigError("import-integer", str(error)) from None
     text, is_known = _completed(values)
     notes = []
     if any(isinstance(values.get(part), Mapping) and values[part] for part in _PARTS):
@@ -142,10 +140,8 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is no such.
     """
-    try:
+    with as_config_error():
         values = read_foreign_json(path, "give the path of a JSON file")
-    except UntrustedFileError as error:
-        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, dict):
         raise ConfigError("json-not-object", f"{path} holds no JSON object; give a file of keys and values")
     return values

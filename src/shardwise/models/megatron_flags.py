@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 import yaml
 
 from shardwise.config.errors import ConfigError
-from shardwise.config.untrusted_files import UntrustedFileError, read_text
+from shardwise.config.untrusted_files import as_config_error, read_text
 from shardwise.models.shape import ExpertsShape, ModelShape, ModelSource
 
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
@@ -76,10 +76,8 @@ def read_megatron(source: str | Path) -> ModelSource:
     if "--" not in text:
         path = Path(source)
         name, is_yaml = path.name, path.suffix in (".yaml", ".yml")
-        try:
+        with as_config_error():
             text = read_text(path, _FIX, max_bytes=_MAX_BYTES)
-        except UntrustedFileError as error:
-            raise ConfigError(error.code, str(error)) from None
     arguments = yaml_words(text) if is_yaml else script_words(text)
     num_flags = sum(word.startswith("--") for word in arguments)
     if not num_flags:

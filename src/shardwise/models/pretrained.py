@@ -18,7 +18,13 @@ from torch import nn
 
 from shardwise.config.errors import CodedError, ConfigError
 from shardwise.config.model_files import check_model_config, runs_own_code
-from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, UntrustedFileError, open_regular, read_json
+from shardwise.config.untrusted_files import (
+    MAX_TOKENIZER_BYTES,
+    UntrustedFileError,
+    as_config_error,
+    open_regular,
+    read_json,
+)
 
 CONFIG_NAME: Final = "config.json"
 _MAX_CONFIG_BYTES: Final = 16 * 2**20
@@ -197,10 +203,8 @@ def _check_files(folder: Path) -> None:
 
 def _read_config(folder: Path, fix: str) -> dict[str, Any]:
     values = _read(folder / CONFIG_NAME, fix)
-    try:
+    with as_config_error():
         check_model_config(values, str(folder / CONFIG_NAME))
-    except UntrustedFileError as error:
-        raise ConfigError(error.code, str(error)) from None
     return values
 
 
@@ -209,10 +213,8 @@ def _read_tokenizer_config(folder: Path, fix: str) -> dict[str, Any]:
 
 
 def _read(path: Path, fix: str) -> dict[str, Any]:
-    try:
+    with as_config_error():
         values = read_json(path, fix, max_bytes=_MAX_CONFIG_BYTES)
-    except UntrustedFileError as error:
-        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, dict):
         raise ConfigError("hf-json-malformed", f"{path} has no table of values; {fix}")
     return values

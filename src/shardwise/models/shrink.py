@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from shardwise.config.errors import ConfigError
 from shardwise.config.model_files import CHOICE_NAMES, EXPERT_NAMES, check_model_config
-from shardwise.config.untrusted_files import UntrustedFileError
+from shardwise.config.untrusted_files import as_config_error
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import DecoderConfig
 
@@ -209,10 +209,8 @@ def read_huggingface(values: Mapping[str, Any]) -> ModelSizes:
     Raises:
         ConfigError: layers, hidden size, heads or vocabulary have no known name.
     """
-    try:
+    with as_config_error():
         check_model_config(values, "the Hugging Face config")
-    except UntrustedFileError as error:
-        raise ConfigError(error.code, str(error)) from None
     sizes: dict[str, int] = {}
     for field in fields(ModelSizes):
         numbers = [values[key] for key in _NAMES[field.name] if isinstance(values.get(key), int)]

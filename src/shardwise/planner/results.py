@@ -91,7 +91,7 @@ def parts_of(category: str) -> tuple[str, ...]:
     >>> parts_of("activations")
     ('activations', 'logits')
     """
-    return tuple(name for name, part in MEMORY_PARTS.items() if part.category == category)
+    return tuple(name for name, entry in MEMORY_PARTS.items() if entry.category == category)
 
 
 @dataclass(frozen=True, kw_only=True)

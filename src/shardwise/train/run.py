@@ -33,7 +33,7 @@ from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, ConfigError, with_code
 from shardwise.config.resolve import Config, ResolvedConfig
-from shardwise.config.untrusted_files import UntrustedFileError, read_text
+from shardwise.config.untrusted_files import as_config_error, read_text
 from shardwise.config.written_files import end_with, is_full, open_end
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
@@ -178,10 +178,9 @@ def config_of(folder: Path) -> ResolvedConfig:
     Raises:
         ConfigError: the folder holds none, or one that is not resolved.
     """
-    try:
-        return ResolvedConfig.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
-    except UntrustedFileError as error:
-        raise ConfigError(error.code, str(error)) from None
+    with as_config_error():
+        text = read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself")
+    return ResolvedConfig.from_json(text)
 
 
 def run_rank(

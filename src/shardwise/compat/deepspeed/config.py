@@ -15,7 +15,7 @@ from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import Config, resolve_batch, set_key, shown_value
 from shardwise.config.sections import BatchConfig
-from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
+from shardwise.config.untrusted_files import UntrustedFileError, as_config_error, parse_json, read_text
 from shardwise.config.validate import ATTENTION_KEYS
 from shardwise.layout.precision import dtype_key
 
@@ -57,10 +57,8 @@ def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or holds something else.
     """
-    try:
+    with as_config_error():
         values = source if isinstance(source, Mapping) else _read_file(source)
-    except UntrustedFileError as error:
-        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, Mapping):
         raise ConfigError("deepspeed-section", f"{source} holds no object of keys and values; give DeepSpeed's config")
     return values
