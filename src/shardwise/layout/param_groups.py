@@ -278,15 +278,9 @@ def build_groups(
         own = mesh.experts if is_experts else mesh
         num_ranks, num_shards = own.size_along(GRADIENT_AXES), own.size_along(SHARD_AXES)
         spec = GroupSpec(
-            *(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated),
-            stages=held_by,
-            is_wide=is_wide,
-            is_opaque=is_bytes,
-            is_matrix=is_matrix,
-            is_small=is_small,
-            is_experts=is_experts,
-            num_parts=own.tp,
-        )
+            name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated, stages=held_by, is_wide=is_wide,
+            is_opaque=is_bytes, is_matrix=is_matrix, is_small=is_small, is_experts=is_experts, num_parts=own.tp,
+        )  # fmt: skip
         groups.append(aligned(spec, ALIGNMENT_BYTES) if is_bytes else spec)
     return tuple(groups)
 

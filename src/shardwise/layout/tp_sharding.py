@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 from shardwise.config.errors import ConfigError
@@ -227,6 +227,7 @@ class ParamSplit:
         return LocalTensor(self.global_shape, tuple(pieces), math.prod(self.local_shape))
 
 
+@lru_cache(maxsize=2**8)  # a planner asks for the same few of thousands of layouts
 def expert_split(shape: Shape, experts: ExpertDim, ep: int) -> ParamSplit:
     """Return how a parameter of experts is split among the ranks that hold different ones.
 

@@ -93,6 +93,7 @@ class ComputeTimeModel:
     def __init__(self, job: PlanJob) -> None:
         self.job = job
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
+        self._attentions: dict[tuple[int, ...], PassTimes] = {}
         self._numbers = SectionNumbers()
         self._adapters_by_lora: dict[tuple[int, bool], list[SkeletonParam]] = {}
         self._measured, gpu = job.cluster.measured, job.cluster.gpu
@@ -344,6 +345,12 @@ class ComputeTimeModel:
 
     def attention(self, s: ResolvedConfig) -> PassTimes:
         """Price the attention of one block alone, without its linear layers; it is part of `block`."""
+        key = s.mesh.tp, s.mesh.cp, s.batch.micro_size, self._numbers.of(s.precision)
+        if key not in self._attentions:
+            self._attentions[key] = self._attention(s)
+        return self._attentions[key]
+
+    def _attention(self, s: ResolvedConfig) -> PassTimes:
         shape, keys = self.job.shape, self.job.shape.num_keys_read(self.job.seq_len)
         heads = shape.num_heads / s.mesh.tp
         forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim

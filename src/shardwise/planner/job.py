@@ -26,16 +26,22 @@ def changed(config: ResolvedConfig, values: Mapping[str, Any]) -> ResolvedConfig
     >>> changed(Config().resolve(world_size=4), {"mesh.dp_shard": 2, "mesh.tp": 2}).batch.global_size
     2
     """
-    by_section: dict[str, list[tuple[str, Any]]] = {}
-    for key, value in values.items():
-        section, _, leaf = key.partition(".")
-        by_section.setdefault(section, []).append((leaf, value))
-    made: dict[str, Any] = {name: _section(getattr(config, name), *leaves) for name, leaves in by_section.items()}
+    by_section = _by_section(tuple(values.items()))
+    made: dict[str, Any] = {name: _section(getattr(config, name), *leaves) for name, leaves in by_section}
     if "mesh" in made or "batch" in made:
         mesh, batch = made.get("mesh", config.mesh), made.get("batch", config.batch)
         samples = mesh.dp_replicate * mesh.dp_shard * batch.micro_size * batch.accumulation
         made["batch"] = _section(batch, ("global_size", samples))
     return config.model_copy(update=made)
+
+
+@lru_cache(maxsize=2**12)
+def _by_section(values: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
+    sections: dict[str, list[tuple[str, Any]]] = {}
+    for key, value in values:
+        section, _, leaf = key.partition(".")
+        sections.setdefault(section, []).append((leaf, value))
+    return tuple((section, tuple(leaves)) for section, leaves in sections.items())
 
 
 @lru_cache(maxsize=2**14)

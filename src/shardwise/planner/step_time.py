@@ -89,6 +89,7 @@ class TimeModel:
         self.pipelines = PipelineSimulator()
         self._numbers = SectionNumbers()
         self._known_units: dict[tuple[object, ...], tuple[_Stage, _Stage, _Stage]] = {}
+        self._known_ends: dict[tuple[object, ...], tuple[_Stage, _Stage]] = {}
         self._known_stages: dict[tuple[object, ...], dict[tuple[int, bool, bool], _Stage]] = {}
         self._hosts: dict[tuple[object, ...], HostCosts] = {}
         self._steps: dict[tuple[object, ...], float] = {}
@@ -203,12 +204,21 @@ class TimeModel:
         """Return a block, the embedding, and the head with its loss."""
         key = self._units_key(s)
         if key not in self._known_units:
-            self._known_units[key] = (
-                self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s)),
+            block = self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
+            self._known_units[key] = block, *self._ends(s)
+        return self._known_units[key]
+
+    def _ends(self, s: ResolvedConfig) -> tuple[_Stage, _Stage]:
+        """Return the embedding and the head, which do not depend on how blocks exchange contexts and recompute."""
+        number = self._numbers.of
+        work = s.mesh.tp, s.mesh.cp, s.batch.micro_size, s.batch.accumulation > 1, s.zero.stage
+        key = *work, number(s.tensor), number(s.precision), number(s.lora)
+        if key not in self._known_ends:
+            self._known_ends[key] = (
                 self._unit(self.compute.embedding(s), self.communication.embedding(s)),
                 self._unit(self.compute.head(s), self.communication.head(s)),
             )
-        return self._known_units[key]
+        return self._known_ends[key]
 
     def _unit(self, times: PassTimes, exchange: BlockComm, attention: PassTimes = _NO_TIME) -> _Stage:
         """Add to a unit's compute the part of its exchanges that the same pass's compute does not hide."""
