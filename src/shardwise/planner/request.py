@@ -137,7 +137,8 @@ class Question:
     def easier(self, asked: PlanRequest) -> Iterator[Question]:
         """Yield questions that need less memory and change nothing that the user has said, the nearest first."""
         is_given = _CHUNKS in self.model.given | {_key(setting) for setting in self.settings}
-        chunked = () if is_given else (f"{_CHUNKS}={CHUNK_TOKENS}",)
+        # Compiled blocks decide what they keep, so the engine refuses chunks with them.
+        chunked = () if is_given or asked.job.base.compile.enabled else (f"{_CHUNKS}={CHUNK_TOKENS}",)
         if chunked:
             yield replace(self, settings=(*self.settings, *chunked))
         if self.seq_len is None and self.model.seq_len is None and asked.job.seq_len > USUAL_LENGTH:
@@ -154,7 +155,7 @@ class Question:
                 f"{easier.seq_len:,}; --seq N for another"
             )
         if easier.settings != self.settings:
-            yield f"all logits at once take too much; {easier.settings[-1]} computes the loss and MLPs in chunks"
+            yield f"all logits at once fill much of the memory; {easier.settings[-1]} computes the loss and MLPs in chunks"
 
 
 def read_model(text: str) -> ModelSource:

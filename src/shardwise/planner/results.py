@@ -218,7 +218,7 @@ def num_extras(s: ResolvedConfig) -> int:
         + (s.recompute.every > 1)
     )
     extras += max(0, (s.pipeline.virtual_stages - 1).bit_length() - 1)
-    extras += sum(tier != "device" for tier in tiers) + tiers.count("nvme")
+    extras += sum(tier != "device" for tier in tiers) + tiers.count("nvme") + (s.context.chunk_tokens is not None)
     return extras + (max(s.tiers.params_on_device, s.tiers.grads_on_device, s.tiers.optimizer_on_device) > 0)
 
 

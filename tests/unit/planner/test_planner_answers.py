@@ -12,8 +12,10 @@ from harness.refusals import refused
 from shardwise.cli import main as cli
 from shardwise.models.shape import ModelSource
 from shardwise.planner.hardware import parse_cluster
+from shardwise.planner.job import BASE, changed
 from shardwise.planner.plan import find, plan
 from shardwise.planner.request import Question, read_model
+from shardwise.planner.results import num_extras
 from shardwise.planner.search import search
 
 GIB = 2**30
@@ -45,6 +47,17 @@ def test_the_loss_in_chunks_is_taken_where_logits_fill_a_device_and_it_is_faster
     assert whole.asked.notes == ()
 
 
+def test_pins_that_go_with_no_chunks_are_answered_without() -> None:
+    shape = replace(read_model("1b").shape, vocab_size=151_936, num_layers=2, name="wide")
+    settings = ["mesh.cp=1", "mesh.tp=1", "mesh.pp=2", "batch.micro_size=4", "pipeline.schedule=zb-h1"]
+    found = plan(shape, "h100:2", seq_len=2048, global_batch=16, settings=settings)
+    assert found.best.config().context.chunk_tokens is None
+
+
+def test_of_answers_that_take_as_long_the_one_without_chunks_is_simpler() -> None:
+    assert num_extras(changed(BASE, {"context.chunk_tokens": 1024})) == num_extras(BASE) + 1
+
+
 LLAMA = read_model("llama-3-8b")
 
 
@@ -52,6 +65,7 @@ LLAMA = read_model("llama-3-8b")
     ("source", "seq_len", "settings", "easier"),
     [
         (LLAMA, 8192, ("context.chunk_tokens=8192",), set()),  # what the user has said of chunks stays
+        (LLAMA, 8192, ("compile.enabled=true",), set()),  # the engine refuses chunks with it
         (LLAMA, 1_048_576, (), {1_048_576}),
         (replace(LLAMA, seq_len=1_048_576), None, (), {None}),
         (ModelSource(shape=LLAMA.shape), 2048, (), {2048}),  # no longest is known
