@@ -155,7 +155,7 @@ class Question:
                 f"{easier.seq_len:,}; --seq N for another"
             )
         if easier.settings != self.settings:
-            yield f"all logits at once fill much of the memory; {easier.settings[-1]} computes the loss and MLPs in chunks"
+            yield f"logits fill much of the memory; {easier.settings[-1]} computes the loss and MLPs in chunks"
 
 
 def read_model(text: str) -> ModelSource:

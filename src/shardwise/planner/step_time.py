@@ -212,7 +212,7 @@ class TimeModel:
         """Return the embedding and the head, which do not depend on how blocks exchange contexts and recompute."""
         number = self._numbers.of
         work = s.mesh.tp, s.mesh.cp, s.batch.micro_size, s.batch.accumulation > 1, s.zero.stage
-        key = *work, number(s.tensor), number(s.precision), number(s.lora)
+        key = *work, number(s.tensor), number(s.precision), number(s.lora), s.compile.enabled
         if key not in self._known_ends:
             self._known_ends[key] = (
                 self._unit(self.compute.embedding(s), self.communication.embedding(s)),

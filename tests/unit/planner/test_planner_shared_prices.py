@@ -13,14 +13,14 @@ from planner_eval.models import PublishedPricer
 from planner_eval.traits import PublishedTraits, run_by
 from shardwise.config.errors import ConfigError
 from shardwise.config.resolve import ResolvedConfig
-from shardwise.models.shape import Experts, ModelShape
+from shardwise.models.shape import ExpertsShape, ModelShape
 from shardwise.planner.hardware import parse_cluster
 from shardwise.planner.job import BASE, PlanJob, changed
 from shardwise.planner.search import Pricer
 
 SHAPE = ModelShape(
     num_layers=4, hidden_size=1024, num_heads=8, num_kv_heads=4, head_dim=128, ffn_size=2816, vocab_size=32000,
-    experts=Experts(num_experts=8, num_chosen=2, ffn_size=512, num_dense_layers=1), is_tied=True, name="mixture",
+    experts=ExpertsShape(num_experts=8, num_chosen=2, ffn_size=512, num_dense_layers=1), is_tied=True, name="mixture",
 )  # fmt: skip
 JOB = PlanJob(shape=SHAPE, seq_len=512, global_batch=64, cluster=parse_cluster("h100:16"))
 BASES: Mapping[str, dict[str, Any]] = {
