@@ -194,8 +194,7 @@ def block(width: int = 32) -> nn.Module:
 
 
 def profiled_bytes(run: Callable[[], None]) -> tuple[int, int]:
-    """(bytes left live, peak) of a run, by torch's own allocator events, which are of all that the process does."""
-    gc.collect()  # else what earlier tests have left may be freed within the run
+    """(bytes left live, peak) of a run, by torch's own allocator events."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         run()
     events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
