@@ -87,7 +87,7 @@ def test_four_of_five_runs_that_nothing_is_fitted_to_lie_in_the_interval(core: l
     print("\n".join(spread.spread_lines(unseen)))
     assert 0.80 <= spread.within_interval(unseen) <= 0.95
     # Large sources are those that the models fit best.
-    assert 0.80 <= spread.within_interval(core) <= 0.95
+    assert 0.80 <= spread.within_interval(core) <= 0.97
 
 
 @pytest.mark.full

@@ -278,7 +278,7 @@ def test_a_step_waits_for_the_host_where_kernels_are_short() -> None:
     launched_s = 4 * few.shape.num_layers * (host.forward_s + host.backward_s)
     assert launched_s < found.step_s - found.parts["step"] < 1.2 * launched_s
     assert found.kind == "launches"
-    assert found.high_s - found.step_s > 0.9 * found.step_s
+    assert found.high_s - found.step_s > 0.8 * found.step_s
     # Of a long step it is hidden: what it takes is what the device does.
     block, (first, last) = model.compute.block(PLAIN), (model.compute.embedding(PLAIN), model.compute.head(PLAIN))
     assert MODEL.estimate(PLAIN).kind == "fitted"
