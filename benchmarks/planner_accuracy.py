@@ -215,6 +215,7 @@ def main(arguments: Sequence[str]) -> None:
         unseen = scored_rows(read_rows(options.unseen)) if options.unseen else []
         fresh = [scored_rows(read_rows(path)) for path in options.fresh or ()]
         once = scored_rows(read_rows(options.priced_once)) if options.priced_once else []
+        unfitted = [*unseen, *(fresh[1] if fresh else ()), *once]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -236,10 +237,9 @@ def main(arguments: Sequence[str]) -> None:
         for name, some in by(chosen, _key(options.by)).items():
             print(f"\n{name}\n{table(some)}")
     if options.spread:
-        print("\n".join(spread_lines([*unseen, *(fresh[1] if fresh else ()), *once] or chosen)))
+        print("\n".join(spread_lines(unfitted or chosen)))
     if options.markdown:
         section = _sections(options, unseen, fresh, once)
-        unfitted = [*unseen, *(fresh[1] if fresh else ()), *once]
         options.markdown.write_text(document(rows, table, left_out, section, unfitted), encoding="utf-8")
     lines = residual_lines(chosen)
     if options.residuals:

@@ -14,9 +14,10 @@ from shardwise.config.resolve import ResolvedConfig
 from shardwise.layout.grad_sums import Moment, StepCollective
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.models.shape import ModelShape
 from shardwise.planner.collectives import NetworkModel, Op
 from shardwise.planner.folded_layout import FoldedLayouts, LayerCount
-from shardwise.planner.job import ModelShape, PlanJob, expert_skew, param_of, world_size
+from shardwise.planner.job import PlanJob, expert_skew, param_of, world_size
 
 OVERLAP_SLOWDOWN: Final = 0.25
 """How much longer kernels take beside a collective, which takes cores and memory bandwidth from them: 38 % at most in

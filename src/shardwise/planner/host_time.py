@@ -225,11 +225,10 @@ class OffloadTimeModel:
         of_inputs = (s.batch.micro_size, s.tensor.sequence_parallel, s.recompute.every)
         key = (self.layouts.key(s, pipeline_rank), s.batch.accumulation, of_inputs if tiers[-1] != "device" else None)
         if key not in self._times:
-            self._times[key] = self._times_of(s, pipeline_rank)
+            self._times[key] = self._times_of(s, pipeline_rank, uses_disk="nvme" in tiers)
         return self._times[key]
 
-    def _times_of(self, s: ResolvedConfig, pipeline_rank: int) -> OverlapTimes:
-        tiers = (s.tiers.params, s.tiers.grads, s.tiers.optimizer, s.tiers.activations)
+    def _times_of(self, s: ResolvedConfig, pipeline_rank: int, *, uses_disk: bool) -> OverlapTimes:
         moves, away = self.moves(s, pipeline_rank), self._away(s, pipeline_rank)
         step_s = max(self._moved_s(moves, "step"), sum(self._host_step_s(layout, fold) for layout, fold in away))
         return OverlapTimes(
@@ -239,7 +238,7 @@ class OffloadTimeModel:
             last_backward_s=self._moved_s(moves, "last backward"),
             step_s=step_s,
             num_micro_batches=s.batch.accumulation,
-            hidden_share=HIDDEN_SHARE if "nvme" in tiers else self._hidden_share,  # a disk takes no core
+            hidden_share=HIDDEN_SHARE if uses_disk else self._hidden_share,  # a disk takes no core
         )
 
     def moves(self, config: ResolvedConfig, pipeline_rank: int = 0) -> tuple[TierTransfer, ...]:
